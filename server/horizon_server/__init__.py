@@ -1,0 +1,1 @@
+"""The horizon daemon: RAM-centric fine-tuning for a shared GPU box."""

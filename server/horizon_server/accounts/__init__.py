@@ -1,0 +1,1 @@
+"""Users, projects, tokens, and the one place that says who may do what."""

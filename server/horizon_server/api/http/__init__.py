@@ -1,0 +1,1 @@
+"""REST and the metrics page. The only package that knows FastAPI."""

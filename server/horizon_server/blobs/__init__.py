@@ -1,0 +1,1 @@
+"""Content-addressed files: resumable uploads, verified, fsynced, renamed."""

@@ -1,0 +1,1 @@
+"""From a researcher's file to packed tokens: formats, validation, preparation."""

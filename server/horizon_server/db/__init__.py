@@ -1,0 +1,1 @@
+"""SQLite behind SQLAlchemy: tables, repositories, migrations."""

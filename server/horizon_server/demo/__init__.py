@@ -1,0 +1,1 @@
+"""`horizond demo`: a whole fine-tuning job on one machine, from nothing."""

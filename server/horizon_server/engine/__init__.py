@@ -1,0 +1,1 @@
+"""The RAM-centric streaming engine. Knows tensors only: no job, user, wire or database."""

@@ -1,0 +1,1 @@
+"""The Device protocol and its implementations: queues, events and a bounded arena."""

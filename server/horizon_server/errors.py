@@ -1,0 +1,148 @@
+"""One tree of errors for users, picklable, each leaf with a stable `reason`.
+
+A leaf says what went wrong in one sentence and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
+also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch them. Programmer errors are
+`assert`, never a HorizonError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldViolation:
+    """One refused field: its path (`train.learning_rate`, `line[17].messages[2].role`) and why, in one sentence."""
+
+    field: str
+    description: str
+
+
+class HorizonError(Exception):
+    """Root of everything a user can be told. `reason` is stable: scripts may match it."""
+
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.violations, self.retry_after_s))
+
+
+def _rebuild(
+    kind: type[HorizonError], message: str, violations: tuple[FieldViolation, ...], retry_after_s: float | None
+) -> HorizonError:
+    return kind(message, violations=violations, retry_after_s=retry_after_s)
+
+
+class InvalidSpec(HorizonError, ValueError):
+    """A job spec or a request field is malformed; `violations` name the fields."""
+
+    reason = "INVALID_SPEC"
+
+
+class InvalidData(HorizonError, ValueError):
+    """A dataset file cannot be used as it is; `violations` name file, line and field."""
+
+    reason = "INVALID_DATA"
+
+
+class InvalidModel(HorizonError, ValueError):
+    """A model folder cannot be used as it is: not safetensors, truncated, a tensor missing or misshapen."""
+
+    reason = "INVALID_MODEL"
+
+
+class InvalidUpload(HorizonError, ValueError):
+    """The bytes received do not match the announced size, offset or sha256."""
+
+    reason = "INVALID_UPLOAD"
+
+
+class RequestIdReused(HorizonError, ValueError):
+    """The same request_id came with another body."""
+
+    reason = "REQUEST_ID_REUSED"
+
+
+class NotFound(HorizonError, LookupError):
+    """The resource does not exist, or the caller may not know that it does."""
+
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(HorizonError, ValueError):
+    """The name is taken by a resource with other content."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class Unauthenticated(HorizonError, PermissionError):
+    """No token, or one that is wrong, expired or revoked."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class NotAllowed(HorizonError, PermissionError):
+    """The caller is known but may not do this."""
+
+    reason = "NOT_ALLOWED"
+
+
+class WrongJobState(HorizonError, RuntimeError):
+    """The job is in a state that does not allow the call."""
+
+    reason = "WRONG_JOB_STATE"
+
+
+class InUse(HorizonError, RuntimeError):
+    """The resource is held by a job that has not ended, or the state folder by another daemon."""
+
+    reason = "IN_USE"
+
+
+class DoesNotFit(HorizonError, MemoryError):
+    """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
+
+    reason = "DOES_NOT_FIT"
+
+
+class DiskFull(HorizonError, OSError):
+    """A write failed for want of space; what was half-written is gone."""
+
+    reason = "DISK_FULL"
+
+
+class TooLarge(HorizonError, ValueError):
+    """A message, file or wait exceeds its bound."""
+
+    reason = "TOO_LARGE"
+
+
+class NotAvailableYet(HorizonError, NotImplementedError):
+    """The call has its shape in the contract but this version does not perform it."""
+
+    reason = "NOT_AVAILABLE_YET"
+
+
+class Draining(HorizonError, RuntimeError):
+    """The daemon is shutting down and takes no new work."""
+
+    reason = "DRAINING"
+
+
+class WorkerFailed(HorizonError, RuntimeError):
+    """A worker or preparation child ended with an error; the message carries the true reason."""
+
+    reason = "WORKER_FAILED"
+
+
+class BadSetting(HorizonError, ValueError):
+    """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
+
+    reason = "BAD_SETTING"

@@ -1,0 +1,1 @@
+"""What a user submits and what becomes of it: state machine, queue, plan, supervisor. Knows no database and no wire."""

@@ -1,0 +1,1 @@
+"""Pushed model folders: validated, safetensors only, never code."""

@@ -1,0 +1,1 @@
+"""The host parameter store: layout, planes, checkpoints, the AdamW kernel. Knows tensors only."""

@@ -1,0 +1,5 @@
+"""The version of the installed distribution."""
+
+from importlib.metadata import version as _distribution_version
+
+VERSION: str = _distribution_version("horizon-train")
