@@ -1,0 +1,170 @@
+"""What happens to a job, as data: one vocabulary from the worker's pipe to the database, the watch stream and the metrics.
+
+A worker writes events as JSON lines; the daemon numbers and stores them. Payload names are those that notebooks know (loss, grad_norm,
+learning_rate, num_input_tokens_seen). Knows neither the wire nor the database.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from horizon_server.errors import WorkerFailed
+
+MAX_LINE_BYTES = 256 * 1024
+"""Longest line a child may write; a longer one is a broken child."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFigures:
+    """One direction of the link over a step. Units: bytes and seconds; `exposed_s` is compute idle, waiting for it."""
+
+    bytes: int = 0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChanged:
+    """The job's state changed. `reason` is stable, `message` is a sentence."""
+
+    job_state: str
+    reason: str = ""
+    message: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """One optimizer step is done. `tokens` are real tokens; `skipped` says why the update was dropped, or is empty."""
+
+    step: int
+    num_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    epoch: float
+    num_input_tokens_seen: int
+    num_tokens: int
+    tokens_per_second: float
+    duration_s: float
+    h2d: TransferFigures = field(default_factory=TransferFigures)
+    d2h: TransferFigures = field(default_factory=TransferFigures)
+    compute_s: float = 0.0
+    optimizer_s: float = 0.0
+    optimizer_exposed_s: float = 0.0
+    overlap_ratio: float = 1.0
+    model_flops: float = 0.0
+    host_memory_bytes: dict[str, int] = field(default_factory=dict)
+    device_memory_bytes: dict[str, int] = field(default_factory=dict)
+    skipped: str = ""
+    eta_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareProgress:
+    """Rows prepared so far; `total_rows` is 0 while unknown. `report` is filled in the last one."""
+
+    done_rows: int
+    total_rows: int = 0
+    report: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDone:
+    """One evaluation is done; `step` 0 is before the first step."""
+
+    step: int
+    eval_loss: float
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten:
+    """A checkpoint is complete on disk under `step`."""
+
+    step: int
+    duration_s: float
+    size_bytes: int
+    eval_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One sentence for people. `level` is info or warning."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptReady:
+    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe."""
+
+    step: int
+    num_steps: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded:
+    """The last line of a worker. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed. Only on the worker's pipe."""
+
+    outcome: str
+    reason: str = ""
+    message: str = ""
+
+
+Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
+WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | AttemptEnded
+
+_KINDS: dict[str, type[Any]] = {
+    "state": StateChanged,
+    "step": StepDone,
+    "prepare": PrepareProgress,
+    "eval": EvalDone,
+    "checkpoint": CheckpointWritten,
+    "message": Message,
+    "ready": AttemptReady,
+    "ended": AttemptEnded,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEvent:
+    """One stored event of a job: `sequence` from 1 without gaps, `time_s` in Unix seconds."""
+
+    job_id: str
+    sequence: int
+    time_s: float
+    payload: Payload
+
+
+def kind_of(payload: Payload | WorkerLine) -> str:
+    """Return the short stable name of a payload's kind, as stored and as used in SSE event names."""
+    return _NAMES[type(payload)]
+
+
+def encode(payload: Payload | WorkerLine) -> str:
+    """Return the payload as one line of JSON without a newline."""
+    return json.dumps({"kind": kind_of(payload), **dataclasses.asdict(payload)}, separators=(",", ":"), allow_nan=True)
+
+
+def decode(line: str | bytes) -> Any:
+    """Return the payload of one line.
+
+    Raises:
+        WorkerFailed: when the line is not one of ours.
+    """
+    try:
+        plain = json.loads(line)
+        kind = _KINDS[plain.pop("kind")]
+        for direction in ("h2d", "d2h"):
+            if kind is StepDone and direction in plain:
+                plain[direction] = TransferFigures(**plain[direction])
+        return kind(**plain)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WorkerFailed(f"a child process wrote a line that is no event: {line[:120]!r}") from error
