@@ -1,0 +1,253 @@
+"""Where every parameter lies in the host store's planes: units, tensors, offsets.
+
+Owns the arithmetic that the daemon plans by and the worker allocates by, so that the two cannot disagree. It reads
+parameter names and shapes only and must not know torch, numpy or any architecture by name.
+
+Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes.
+Source: docs/architecture.md, host store; Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from horizon_server.errors import InvalidModel
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+
+__all__ = [
+    "PLANE_BYTES",
+    "TENSOR_ALIGN_ELEMENTS",
+    "UNIT_ALIGN_ELEMENTS",
+    "StoreLayout",
+    "TensorHeader",
+    "TensorLayout",
+    "UnitKind",
+    "UnitLayout",
+    "build_layout",
+    "is_output_projection",
+    "parameter_shapes",
+    "plane_sizes",
+    "read_safetensors_headers",
+]
+
+PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
+"""Bytes per parameter of the planes every store has; the transient `grad` plane comes on top."""
+
+TENSOR_ALIGN_ELEMENTS = 32
+"""64 bytes in bf16: one cache line and one AVX-512 register."""
+
+UNIT_ALIGN_ELEMENTS = 2048
+"""4 KiB in bf16: one page, so that a unit can be registered and advised by itself."""
+
+UnitKind = Literal["embedding", "layer", "head"]
+
+_INPUT_TABLES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "embeddings.weight",
+)
+_BESIDE_THE_TABLE = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight", "word_embeddings_layernorm")
+_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
+_TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    num_elements: int
+    decay: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """The streaming grain: one block of each plane. `offset` counts from the plane's start; sizes are padded."""
+
+    name: str
+    kind: UnitKind
+    index: int
+    offset: int
+    num_elements: int
+    tensors: tuple[TensorLayout, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements that are parameters, without the padding."""
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLayout:
+    """The whole store: embedding, layers in order, head. `num_elements` is one plane's length with padding."""
+
+    units: tuple[UnitLayout, ...]
+    num_parameters: int
+    num_elements: int
+    tied: bool
+
+    def plane_bytes(self, plane: str, *, grad_dtype_bytes: int = 4) -> int:
+        """Bytes of one plane; `grad` takes `grad_dtype_bytes` per element."""
+        per_element = grad_dtype_bytes if plane == "grad" else PLANE_BYTES[plane]
+        return self.num_elements * per_element
+
+    def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
+        """The unit and the tensor of a parameter name.
+
+        Raises:
+            KeyError: the store has no such parameter.
+        """
+        return self._by_name[name]
+
+    def tensors(self) -> Iterator[tuple[UnitLayout, TensorLayout]]:
+        """Every parameter with its unit, in the planes' order."""
+        for unit in self.units:
+            for tensor in unit.tensors:
+                yield unit, tensor
+
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[UnitLayout, TensorLayout]]:
+        return {tensor.name: (unit, tensor) for unit, tensor in self.tensors()}
+
+
+def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied: bool) -> StoreLayout:
+    """Lay out the parameters of a decoder, whatever its architecture, from their checkpoint names.
+
+    The decoder's layers are the numbered list of `num_layers` entries that holds the most parameters; the input
+    embedding is known by its name; the rest is the head. With `tied` the output projection is left out: the
+    embedding's table serves for both. The result depends on names and shapes alone, not on the order they come in.
+
+    Raises:
+        InvalidModel: no such list of layers, or no input embedding.
+    """
+    prefix = _layer_list_prefix(shapes, num_layers)
+    stored = [name for name in sorted(shapes) if not (tied and is_output_projection(name))]
+    layers: list[list[str]] = [[] for _ in range(num_layers)]
+    embedding: list[str] = []
+    head: list[str] = []
+    for name in stored:
+        layer = _layer_index(name, prefix)
+        if layer is not None:
+            layers[layer].append(name)
+        elif _is_embedding(name):
+            embedding.append(name)
+        else:
+            head.append(name)
+    if not any(name.endswith(_INPUT_TABLES) for name in embedding):
+        known = ", ".join("..." + table for table in _INPUT_TABLES)
+        raise InvalidModel(f"no input embedding among the tensors; one of them must be named {known}")
+    return _place(
+        [
+            ("embedding", "embedding", embedding),
+            *((f"layers.{index}", "layer", names) for index, names in enumerate(layers)),
+            ("head", "head", head),
+        ],
+        shapes,
+        tied=tied,
+    )
+
+
+def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
+    """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
+    sizes = {plane: layout.plane_bytes(plane) for plane in PLANE_BYTES}
+    if grad_dtype_bytes:
+        sizes["grad"] = layout.plane_bytes("grad", grad_dtype_bytes=grad_dtype_bytes)
+    return sizes
+
+
+def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a folder's tensors that are parameters: floating point, and no table that can be computed again."""
+    return {
+        name: header.shape
+        for name, header in headers.items()
+        if header.dtype in _TRAINABLE_DTYPES and not name.endswith(_DERIVED_BUFFERS)
+    }
+
+
+def is_output_projection(name: str) -> bool:
+    """Whether a name is that of the projection onto the vocabulary, which tied models share with the embedding."""
+    return any(name == known or name.endswith("." + known) for known in _OUTPUT_PROJECTIONS) and not _is_numbered(name)
+
+
+def _is_embedding(name: str) -> bool:
+    return name.endswith(_INPUT_TABLES) or any(part in name for part in _BESIDE_THE_TABLE)
+
+
+def _is_numbered(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> str:
+    indices: dict[str, set[int]] = {}
+    parameters: dict[str, int] = {}
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for position in range(1, len(parts) - 1):
+            if not parts[position].isdigit():
+                continue
+            prefix = ".".join(parts[:position])
+            indices.setdefault(prefix, set()).add(int(parts[position]))
+            parameters[prefix] = parameters.get(prefix, 0) + math.prod(shape)
+    complete = [prefix for prefix, found in indices.items() if found == set(range(num_layers))]
+    if not complete:
+        seen = ", ".join(f"{prefix}.0 to {prefix}.{max(found)}" for prefix, found in sorted(indices.items())[:4])
+        raise InvalidModel(
+            f"the config says num_hidden_layers = {num_layers}, but the tensors form no list of that length "
+            f"(found {seen or 'no numbered tensors'}); config.json and the weights must belong together"
+        )
+    return max(complete, key=lambda prefix: (parameters[prefix], -len(prefix)))
+
+
+def _layer_index(name: str, prefix: str) -> int | None:
+    if not name.startswith(prefix + "."):
+        return None
+    index = name[len(prefix) + 1 :].partition(".")[0]
+    return int(index) if index.isdigit() else None
+
+
+def _place(
+    groups: list[tuple[str, UnitKind, list[str]]], shapes: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> StoreLayout:
+    units: list[UnitLayout] = []
+    plane_offset = 0
+    for index, (unit_name, kind, names) in enumerate(groups):
+        tensors: list[TensorLayout] = []
+        offset = 0
+        for name in names:
+            shape = tuple(shapes[name])
+            num_elements = math.prod(shape)
+            decay = len(shape) > 1 and kind != "embedding"
+            tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
+            offset += _round_up(num_elements, TENSOR_ALIGN_ELEMENTS)
+        num_padded = _round_up(offset, UNIT_ALIGN_ELEMENTS)
+        units.append(
+            UnitLayout(
+                name=unit_name,
+                kind=kind,
+                index=index,
+                offset=plane_offset,
+                num_elements=num_padded,
+                tensors=tuple(tensors),
+            )
+        )
+        plane_offset += num_padded
+    return StoreLayout(
+        units=tuple(units),
+        num_parameters=sum(unit.num_parameters for unit in units),
+        num_elements=plane_offset,
+        tied=tied,
+    )
+
+
+def _round_up(value: int, grain: int) -> int:
+    return -(-value // grain) * grain

@@ -1,0 +1,81 @@
+"""Anonymous memory files and their mappings: the raw bytes under the host store.
+
+Owns mmap, huge-page advice and the parallel pre-touch. Knows nothing of parameters, layouts or torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from horizon_server.errors import DoesNotFit
+
+_MADV_POPULATE_WRITE = 23
+_TOUCH_BYTES = 256 << 20
+
+
+def create_memory_file(name: str, size_bytes: int) -> int:
+    """A new anonymous memory file of `size_bytes` zero bytes; the caller owns and closes the descriptor."""
+    fd = os.memfd_create(f"horizon-{name}", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map a memory file for reading and writing, shared with everybody who maps it.
+
+    Raises:
+        ValueError: the file is smaller than `size_bytes`.
+    """
+    actual_bytes = os.fstat(fd).st_size
+    if actual_bytes < size_bytes:
+        raise ValueError(f"the memory file holds {actual_bytes} bytes, {size_bytes} are needed")
+    mapping = mmap.mmap(fd, size_bytes)
+    _advise_huge_pages(mapping)
+    return mapping
+
+
+def touch(mapping: mmap.mmap, *, num_threads: int) -> None:
+    """Have the kernel provide every page now, on several threads, leaving the contents as they are.
+
+    Raises:
+        DoesNotFit: the kernel has no memory left for the pages.
+    """
+    size_bytes = len(mapping)
+    pieces = [(start, min(_TOUCH_BYTES, size_bytes - start)) for start in range(0, size_bytes, _TOUCH_BYTES)]
+    anchor = ctypes.c_char.from_buffer(mapping)
+    try:
+        base = ctypes.addressof(anchor)
+        with ThreadPoolExecutor(max_workers=max(1, min(num_threads, len(pieces)))) as pool:
+            list(pool.map(lambda piece: _touch_piece(mapping, base, *piece), pieces))
+    finally:
+        # The mapping cannot be unmapped while a ctypes object points into it.
+        del anchor
+
+
+def _touch_piece(mapping: mmap.mmap, base: int, start: int, size_bytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Called through ctypes because mmap.madvise holds the GIL, which would make the touch serial.
+    if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE) == 0:
+        return
+    error = ctypes.get_errno()
+    if error != errno.EINVAL:
+        raise DoesNotFit(f"the kernel gave no memory for the host store: {os.strerror(error)}")
+    # Kernels before 5.14: a read fault makes a memory file allocate the page as well.
+    for offset in range(start, start + size_bytes, mmap.PAGESIZE):
+        mapping[offset]
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, AttributeError):
+        # An optimisation only: where the kernel lacks it, 4 KiB pages serve.
+        return

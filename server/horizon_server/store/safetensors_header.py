@@ -1,0 +1,201 @@
+"""Reads the headers of safetensors files, single or sharded, in plain Python.
+
+Owns the checks that make a model folder trustworthy before a byte of it is mapped: bounded header, offsets against
+the file's size, no holes or overlaps, every shard present. Knows neither torch nor numpy, so the daemon plans from a
+folder without loading either. Never opens a pickle.
+
+Source: https://huggingface.co/docs/safetensors, format: 8 bytes of little-endian header length, JSON, data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import InvalidModel
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+MAX_INDEX_BYTES = 100_000_000
+LENGTH_BYTES = 8
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+"""Bytes per element of every dtype the reader understands, by its safetensors name."""
+
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """Where one tensor lies: bytes `start` to `end` of `file`, counted from the file's first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor; a scalar has one."""
+        return math.prod(self.shape)
+
+
+def read_safetensors_headers(folder: Path) -> dict[str, TensorHeader]:
+    """All tensors of a model folder by name, in the order of its files.
+
+    Raises:
+        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names
+        it.
+    """
+    if not folder.is_dir():
+        raise InvalidModel(f"{folder} is not a folder; give a folder with config.json and {SINGLE_FILE}")
+    if (folder / SINGLE_FILE).is_file():
+        return read_safetensors_file(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _read_sharded(folder)
+    raise InvalidModel(_why_no_weights(folder))
+
+
+def read_safetensors_file(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of one safetensors file, checked against the file's size.
+
+    Raises:
+        InvalidModel: the file is missing, truncated, torn or not safetensors.
+    """
+    header, data_start, file_bytes = _read_header(file)
+    tensors = [_tensor(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    position = data_start
+    for tensor in tensors:
+        if tensor.start != position:
+            problem = "overlaps the tensor before it" if tensor.start < position else "leaves a hole before it"
+            raise InvalidModel(f"{file}: {tensor.name} {problem}; {_COPY_AGAIN}")
+        position = tensor.end
+    if position != file_bytes:
+        state = "truncated" if file_bytes < position else "followed by bytes that belong to no tensor"
+        raise InvalidModel(f"{file} is {state}: {file_bytes} bytes on disk, {position} announced; {_COPY_AGAIN}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+_COPY_AGAIN = "the file is damaged: copy or download it again"
+
+
+def _why_no_weights(folder: Path) -> str:
+    for name in _PICKLES:
+        if (folder / name).exists():
+            return (
+                f"{folder} holds {name}, a pickle, which can run code when it is opened and is never read here; "
+                f"save the model with safe_serialization=True to get {SINGLE_FILE}"
+            )
+    if (folder / "adapter_model.safetensors").exists():
+        return (
+            f"{folder} holds an adapter, not a model; merge the adapter into its base model and give the merged folder"
+        )
+    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder written by save_pretrained"
+
+
+def _read_sharded(folder: Path) -> dict[str, TensorHeader]:
+    index = folder / INDEX_FILE
+    shard_of = _read_weight_map(index)
+    tensors: dict[str, TensorHeader] = {}
+    for shard in dict.fromkeys(shard_of.values()):
+        if not (folder / shard).is_file():
+            raise InvalidModel(f"{folder} lacks the shard {shard} that {INDEX_FILE} names; copy or download it again")
+        for name, tensor in read_safetensors_file(folder / shard).items():
+            if name in tensors:
+                raise InvalidModel(
+                    f"{name} is in both {tensors[name].file.name} and {shard} of {folder}; keep one of them"
+                )
+            tensors[name] = tensor
+    for name, shard in shard_of.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise InvalidModel(f"{index} says that {name} is in {shard}, but it is not; {_COPY_AGAIN}")
+    return tensors
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise InvalidModel(f"{index} is larger than {MAX_INDEX_BYTES} bytes, which no shard index is")
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        entries = list(weight_map.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidModel(f"{index} is no shard index ({type(error).__name__}); {_COPY_AGAIN}") from error
+    if not entries:
+        raise InvalidModel(f"{index} names no tensor; {_COPY_AGAIN}")
+    for name, shard in entries:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise InvalidModel(f"{index}: {name} must lie in a .safetensors file of the same folder, not in {shard!r}")
+    return dict(entries)
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    if not file.is_file():
+        raise InvalidModel(f"{file} does not exist")
+    with file.open("rb") as stream:
+        file_bytes = file.stat().st_size
+        header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if file_bytes < LENGTH_BYTES + 2:
+            raise InvalidModel(f"{file} is truncated: its {file_bytes} bytes hold no safetensors header; {_COPY_AGAIN}")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise InvalidModel(f"{file} is not a safetensors file: it announces a header of {header_bytes} bytes")
+        if LENGTH_BYTES + header_bytes > file_bytes:
+            raise InvalidModel(f"{file} is truncated within its header, or no safetensors file; {_COPY_AGAIN}")
+        raw = stream.read(header_bytes)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{file} is not a safetensors file: its header is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise InvalidModel(f"{file} is not a safetensors file: its header is no JSON object")
+    return header, LENGTH_BYTES + header_bytes, file_bytes
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return entries
+
+
+def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHeader:
+    if not isinstance(entry, dict):
+        raise InvalidModel(f"{file}: the header entry of {name} is no object; {_COPY_AGAIN}")
+    dtype, shape, offsets = entry.get("dtype"), _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise InvalidModel(f"{file}: {name} has dtype {dtype!r}, which is not read; save it as bfloat16 or float32")
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise InvalidModel(f"{file}: the shape or the offsets of {name} are malformed; {_COPY_AGAIN}")
+    start, end = offsets
+    if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise InvalidModel(f"{file}: {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}")
+    return TensorHeader(name=name, shape=shape, dtype=dtype, file=file, start=data_start + start, end=data_start + end)
+
+
+def _sizes(values: object) -> tuple[int, ...] | None:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        return None
+    return tuple(values)
