@@ -1,0 +1,95 @@
+"""Users and tokens in the database."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from horizon_server.accounts.service import Token, User
+from horizon_server.db.database import Database
+from horizon_server.db.tables import TokenRow, UserRow
+from horizon_server.errors import AlreadyExists, NotFound
+
+
+class AccountStore:
+    """Implements `accounts.service.AccountStore`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add_user(self, user: User) -> None:
+        """Store a new user.
+
+        Raises:
+            AlreadyExists: when the name is taken.
+        """
+        async with self._database.session() as session:
+            if await session.get(UserRow, user.name) is not None:
+                raise AlreadyExists(f"user {user.name} exists already")
+            session.add(UserRow(name=user.name, role=user.role, project=user.project, created_s=user.created_s))
+
+    async def users(self) -> list[User]:
+        """Return all users by name."""
+        async with self._database.reading() as session:
+            rows = await session.scalars(select(UserRow).order_by(UserRow.name))
+            return [_user(row) for row in rows]
+
+    async def add_token(self, token: Token, sha256: str) -> None:
+        """Store a token by its hash.
+
+        Raises:
+            NotFound: when its user does not exist.
+        """
+        async with self._database.session() as session:
+            if await session.get(UserRow, token.user) is None:
+                raise NotFound(
+                    f"user {token.user} does not exist; make them first with: horizond user add {token.user}"
+                )
+            session.add(
+                TokenRow(
+                    token_id=token.token_id,
+                    user=token.user,
+                    sha256=sha256,
+                    created_s=token.created_s,
+                    expires_s=token.expires_s,
+                    revoked_s=None,
+                )
+            )
+
+    async def tokens(self) -> list[Token]:
+        """Return all tokens, oldest first."""
+        async with self._database.reading() as session:
+            rows = await session.scalars(select(TokenRow).order_by(TokenRow.created_s))
+            return [_token(row) for row in rows]
+
+    async def revoke(self, token_id: str, now_s: float) -> None:
+        """Make a token useless from now on; doing so twice changes nothing.
+
+        Raises:
+            NotFound: when there is no such token.
+        """
+        async with self._database.session() as session:
+            row = await session.get(TokenRow, token_id)
+            if row is None:
+                raise NotFound(f"token {token_id} does not exist; see: horizond token list")
+            row.revoked_s = row.revoked_s or now_s
+
+    async def find(self, sha256: str) -> tuple[Token, User] | None:
+        """Return the token with this hash and its user."""
+        async with self._database.reading() as session:
+            query = select(TokenRow, UserRow).join(UserRow, UserRow.name == TokenRow.user)
+            found = (await session.execute(query.where(TokenRow.sha256 == sha256))).first()
+            return (_token(found[0]), _user(found[1])) if found else None
+
+
+def _user(row: UserRow) -> User:
+    return User(name=row.name, role=row.role, project=row.project, created_s=row.created_s)
+
+
+def _token(row: TokenRow) -> Token:
+    return Token(
+        token_id=row.token_id,
+        user=row.user,
+        created_s=row.created_s,
+        expires_s=row.expires_s,
+        revoked_s=row.revoked_s,
+    )

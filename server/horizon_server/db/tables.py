@@ -1,0 +1,120 @@
+"""The tables, as SQLAlchemy sees them. Rows never leave `db`: repositories turn them into the domain's records.
+
+Times are Unix seconds. Documents (specs, files, plans) are JSON text: they are read whole and never queried into.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Table(DeclarativeBase):
+    """Root of all tables; its metadata is what the migrations are compared with."""
+
+
+class UserRow(Table):
+    """A person or a script that calls."""
+
+    __tablename__ = "users"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    role: Mapped[str] = mapped_column(String(16))
+    project: Mapped[str] = mapped_column(String(63))
+    created_s: Mapped[float] = mapped_column(Float)
+
+
+class TokenRow(Table):
+    """A bearer token. Only its sha256 is stored; `token_id` is what people see and revoke."""
+
+    __tablename__ = "tokens"
+    token_id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    user: Mapped[str] = mapped_column(ForeignKey("users.name"))
+    sha256: Mapped[str] = mapped_column(String(64), unique=True)
+    created_s: Mapped[float] = mapped_column(Float)
+    expires_s: Mapped[float | None] = mapped_column(Float)
+    revoked_s: Mapped[float | None] = mapped_column(Float)
+
+
+class RequestRow(Table):
+    """A create call that was carried out: repeats of it give the same resource."""
+
+    __tablename__ = "requests"
+    user: Mapped[str] = mapped_column(String(63), primary_key=True)
+    request_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    method: Mapped[str] = mapped_column(String(32))
+    body_sha256: Mapped[str] = mapped_column(String(64))
+    resource_id: Mapped[str] = mapped_column(String(64))
+    created_s: Mapped[float] = mapped_column(Float)
+
+
+class DatasetRow(Table):
+    """A pushed dataset."""
+
+    __tablename__ = "datasets"
+    __table_args__ = (UniqueConstraint("owner", "name"),)
+    dataset_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(63))
+    name: Mapped[str] = mapped_column(String(63))
+    format: Mapped[str] = mapped_column(String(32))
+    field_map: Mapped[dict[str, str]] = mapped_column(JSON)
+    files: Mapped[list[dict[str, object]]] = mapped_column(JSON)
+    ready: Mapped[bool] = mapped_column()
+    num_rows: Mapped[int] = mapped_column(BigInteger)
+    digest: Mapped[str] = mapped_column(String(64))
+    created_s: Mapped[float] = mapped_column(Float)
+
+
+class ModelRow(Table):
+    """A pushed model folder."""
+
+    __tablename__ = "models"
+    __table_args__ = (UniqueConstraint("owner", "name"),)
+    model_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(63))
+    name: Mapped[str] = mapped_column(String(63))
+    files: Mapped[list[dict[str, object]]] = mapped_column(JSON)
+    ready: Mapped[bool] = mapped_column()
+    architecture: Mapped[str] = mapped_column(String(64))
+    num_parameters: Mapped[int] = mapped_column(BigInteger)
+    digest: Mapped[str] = mapped_column(String(64))
+    created_s: Mapped[float] = mapped_column(Float)
+
+
+class JobRow(Table):
+    """A submitted job."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (Index("jobs_by_state", "job_state"), Index("jobs_by_owner", "owner", "number"))
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    """Order of submission: the queue and the pages go by it."""
+    job_id: Mapped[str] = mapped_column(String(32), unique=True)
+    owner: Mapped[str] = mapped_column(String(63))
+    name: Mapped[str] = mapped_column(String(63))
+    spec: Mapped[dict[str, object]] = mapped_column(JSON)
+    model_id: Mapped[str] = mapped_column(Text)
+    dataset_id: Mapped[str] = mapped_column(String(32))
+    eval_dataset_id: Mapped[str] = mapped_column(String(32))
+    job_state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(String(64))
+    message: Mapped[str] = mapped_column(Text)
+    wanted: Mapped[str] = mapped_column(String(16))
+    step: Mapped[int] = mapped_column(BigInteger)
+    num_steps: Mapped[int] = mapped_column(BigInteger)
+    attempt: Mapped[int] = mapped_column(Integer)
+    created_s: Mapped[float] = mapped_column(Float)
+    queued_s: Mapped[float] = mapped_column(Float)
+    started_s: Mapped[float] = mapped_column(Float)
+    ended_s: Mapped[float] = mapped_column(Float)
+    last_step: Mapped[str] = mapped_column(Text)
+    plan: Mapped[dict[str, object] | None] = mapped_column(JSON)
+    last_sequence: Mapped[int] = mapped_column(BigInteger)
+
+
+class EventRow(Table):
+    """One event of a job, numbered without gaps."""
+
+    __tablename__ = "events"
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.job_id"), primary_key=True)
+    sequence: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    time_s: Mapped[float] = mapped_column(Float)
+    body: Mapped[str] = mapped_column(Text)

@@ -1,0 +1,131 @@
+"""A job: its states, the moves between them, and the record that the rest of the server passes around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from horizon_server.events import StepDone
+from horizon_server.spec import JobSpec
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "QUEUED"
+    PREPARING = "PREPARING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
+"""States in which an attempt holds the device's turn."""
+
+_MOVES: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.PREPARING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
+    JobState.PREPARING: frozenset({JobState.STARTING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED}),
+    JobState.STARTING: frozenset(
+        {JobState.RUNNING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED, JobState.SUCCEEDED}
+    ),
+    JobState.RUNNING: frozenset({JobState.STOPPING, JobState.SUCCEEDED, JobState.FAILED, JobState.QUEUED}),
+    JobState.STOPPING: frozenset(
+        {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
+    ),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+}
+
+
+def may_move(old: JobState, new: JobState) -> bool:
+    """Whether the state machine allows the move."""
+    return new in _MOVES.get(old, frozenset())
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
+
+    host_bytes: dict[str, int]
+    device_bytes: dict[str, int]
+    host_limit_bytes: int
+    device_limit_bytes: int
+    num_parameters: int
+    device: str
+    message: str = ""
+    """When it does not fit: the numbers and the smallest change that would make it fit."""
+
+    @property
+    def host_total_bytes(self) -> int:
+        """Sum over the host's components."""
+        return sum(self.host_bytes.values())
+
+    @property
+    def device_total_bytes(self) -> int:
+        """Sum over the device's components."""
+        return sum(self.device_bytes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing speaks against starting it."""
+        return not self.message
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """One job as it stands. Times are Unix seconds, 0.0 while unknown."""
+
+    job_id: str
+    owner: str
+    spec: JobSpec
+    model_id: str
+    dataset_id: str
+    eval_dataset_id: str
+    """Empty when there is none. The model_id is an absolute folder for models below an allowed root."""
+    job_state: JobState
+    reason: str = ""
+    message: str = ""
+    wanted: str = ""
+    """What a user has asked the running attempt for: cancel, pause, or nothing."""
+    step: int = 0
+    num_steps: int = 0
+    attempt: int = 0
+    created_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    last_step: StepDone | None = None
+    plan: JobPlan | None = None
+    last_sequence: int = 0
+    queue_position: int = 0
+    """From 1 while queued; 0 otherwise. Filled in by the service, not stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """One file of a checkpoint: its relative path, sha256 (hexadecimal) and size in bytes."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """One complete checkpoint of a job."""
+
+    job_id: str
+    step: int
+    files: tuple[CheckpointFile, ...] = field(default=())
+    created_s: float = 0.0
+    eval_loss: float | None = None
+    last: bool = False
+    best: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes over all files."""
+        return sum(f.size_bytes for f in self.files)

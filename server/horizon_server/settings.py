@@ -1,0 +1,113 @@
+"""The daemon's settings: flags, then environment (`HORIZOND_*`), then the TOML file, then defaults. The only reader of the environment."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from horizon_server.errors import BadSetting, FieldViolation
+
+DEFAULT_STATE_DIR = Path("/var/lib/horizond")
+
+
+def _default_state_dir() -> Path:
+    """A system folder for root (the systemd unit), a folder of the user's own otherwise."""
+    import os
+
+    return DEFAULT_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local" / "share" / "horizond"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. Every field is a key of horizond.toml and an environment variable with the prefix HORIZOND_."""
+
+    model_config = SettingsConfigDict(env_prefix="HORIZOND_", extra="forbid", frozen=True)
+
+    state_dir: Path = Field(default_factory=_default_state_dir, description="Where everything the daemon owns lives.")
+    grpc: str = Field("127.0.0.1:7171", description="HOST:PORT of the gRPC interface; port 0 picks a free one.")
+    http: str = Field(
+        "127.0.0.1:7172", description="HOST:PORT of REST, the web page and /metrics; port 0 picks a free one."
+    )
+    tls_cert: Path | None = Field(None, description="Server certificate (PEM). Off loopback one is made when unset.")
+    tls_key: Path | None = Field(None, description="Key of the certificate (PEM).")
+    tls_names: tuple[str, ...] = Field(
+        (), description="Extra host names and addresses for the certificate the daemon makes."
+    )
+    metrics_token_required: bool = Field(
+        False, description="Ask for a token on /metrics too. Off loopback it is always asked for."
+    )
+    model_roots: tuple[Path, ...] = Field(
+        (), description="Folders on the node below which a job may name a model folder."
+    )
+    host_memory_limit_bytes: int | None = Field(
+        None, ge=1, description="Upper bound for jobs; default: the machine's or control group's limit."
+    )
+    host_memory_reserve_bytes: int = Field(
+        512 * 2**20, ge=0, description="Host memory kept free for the daemon and the system."
+    )
+    device_arena_bytes: int | None = Field(
+        None, ge=1, description="Bound of the device arena when the device is the host."
+    )
+    num_threads: int | None = Field(
+        None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
+    )
+    upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Half uploads older than this are removed.")
+    max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
+    max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
+    drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
+    max_attempts: int = Field(3, ge=1, description="A job whose daemon died under it is restarted at most so often.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_json: bool = Field(False, description="One JSON object a line instead of text.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags and file arrive as keywords (flags already on top); the environment stands between them, see `load_settings`."""
+        return (init_settings, env_settings)
+
+    @property
+    def database_path(self) -> Path:
+        """The SQLite file."""
+        return self.state_dir / "horizon.db"
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:
+    """Return the settings: `flags` that are not None, then the environment, then the TOML file, then defaults.
+
+    Raises:
+        BadSetting: naming the file and the key that is unknown or wrong.
+    """
+    import os
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name, value in _read_toml(config).items():
+        if f"HORIZOND_{name.upper()}" not in os.environ:
+            given.setdefault(name, value)
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        violations = [FieldViolation(field=".".join(map(str, e["loc"])), description=e["msg"]) for e in error.errors()]
+        where = f" (from {config}, HORIZOND_{violations[0].field.upper()} or its flag)" if config else ""
+        raise BadSetting(
+            f"setting {violations[0].field}: {violations[0].description}{where}", violations=violations
+        ) from error
+
+
+def _read_toml(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        return tomllib.loads(config.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
