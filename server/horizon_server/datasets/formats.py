@@ -1,0 +1,124 @@
+"""The dataset formats: their wire names, the fields each needs, and how `auto` tells them apart.
+
+Owns names and fields. Must not open a file: it judges column names that others have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec, NotAvailableYet
+
+
+class DatasetFormat(StrEnum):
+    """How the rows of a file are written; the values are the names users type and the wire carries."""
+
+    AUTO = "auto"
+    MESSAGES = "messages"
+    PROMPT_COMPLETION = "prompt-completion"
+    ALPACA = "alpaca"
+    SHAREGPT = "sharegpt"
+    TEXT = "text"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+_FIELDS = {
+    DatasetFormat.MESSAGES: _Fields(required=("messages",)),
+    DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion")),
+    DatasetFormat.ALPACA: _Fields(required=("instruction", "output"), optional=("input", "system", "history")),
+    DatasetFormat.SHAREGPT: _Fields(required=("conversations",)),
+    DatasetFormat.TEXT: _Fields(required=("text",)),
+    DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels",)),
+}
+_AVAILABLE = (DatasetFormat.MESSAGES, DatasetFormat.PROMPT_COMPLETION, DatasetFormat.TEXT)
+
+
+def parse_format(name: str) -> DatasetFormat:
+    """Return the format of that wire name.
+
+    Raises: InvalidSpec for an unknown name, NotAvailableYet for one that this version does not read.
+    """
+    try:
+        dataset_format = DatasetFormat(name)
+    except ValueError:
+        allowed = ", ".join(DatasetFormat)
+        sentence = f"format is {name!r}; it must be one of {allowed}"
+        raise InvalidSpec(sentence, violations=[FieldViolation(field="format", description=sentence)]) from None
+    return _require_available(dataset_format)
+
+
+def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> None:
+    """Refuse a mapping of fields to the file's columns that names unknown fields, or one column twice.
+
+    Raises: InvalidSpec with one violation for each wrong entry.
+    """
+    known = _known_fields(dataset_format)
+    violations = []
+    columns: dict[str, str] = {}
+    for field, column in field_map.items():
+        path = f"field_map.{field}"
+        if field not in known:
+            problem = f"{path} is not a field of format {dataset_format}; its fields are {', '.join(known)}"
+        elif not column:
+            problem = f"{path} is empty; it must name a column of the file, as in --map {field}=COLUMN"
+        elif column in columns:
+            problem = (
+                f"{path} and field_map.{columns[column]} both name column {column!r}; give each field its own column"
+            )
+        else:
+            columns[column] = field
+            continue
+        violations.append(FieldViolation(field=path, description=problem))
+    if violations:
+        raise InvalidSpec(violations[0].description, violations=violations)
+
+
+def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> DatasetFormat:
+    """Return the one format that a row with these columns fits.
+
+    Raises: InvalidData when no format or more than one fits, NotAvailableYet when the one is not read by this version.
+    """
+    fitting = [name for name, fields in _FIELDS.items() if _fits(fields, columns, field_map)]
+    shown = ", ".join(sorted(columns)[:12]) or "none"
+    if len(fitting) > 1:
+        raise InvalidData(
+            f"the columns ({shown}) fit the formats {' and '.join(fitting)}; say which one with --format {fitting[0]}"
+        )
+    if not fitting:
+        needs = "; ".join(f"{name} needs {' and '.join(_FIELDS[name].required)}" for name in _AVAILABLE)
+        raise InvalidData(
+            f"the columns ({shown}) fit no known format: {needs}; "
+            "rename columns with --map, as in --map prompt=question"
+        )
+    return _require_available(fitting[0])
+
+
+def _fits(fields: _Fields, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
+    mapped_here = all(field in fields.names for field in field_map)
+    return mapped_here and all(field_map.get(field, field) in columns for field in fields.required)
+
+
+def _known_fields(dataset_format: DatasetFormat) -> tuple[str, ...]:
+    if dataset_format is not DatasetFormat.AUTO:
+        return _FIELDS[dataset_format].names
+    return tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))
+
+
+def _require_available(dataset_format: DatasetFormat) -> DatasetFormat:
+    if dataset_format is not DatasetFormat.AUTO and dataset_format not in _AVAILABLE:
+        raise NotAvailableYet(
+            f"format {dataset_format} is not read by this version; convert the file to one of {', '.join(_AVAILABLE)}"
+        )
+    return dataset_format
