@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from horizon_server.store import master_weights, planes
+from horizon_server.store.cpus import available_cpus
 from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 
 _PLANE_DTYPES: Mapping[str, torch.dtype] = {
@@ -148,11 +149,6 @@ class HostStore:
             return _PLANE_DTYPES[plane]
         assert self.grad_dtype is not None
         return self.grad_dtype
-
-
-def available_cpus() -> int:
-    """CPUs this process may run on, which containers and affinity masks make fewer than the machine has."""
-    return len(os.sched_getaffinity(0))
 
 
 def _sizes(layout: StoreLayout, grad_dtype: torch.dtype | None) -> dict[str, int]:

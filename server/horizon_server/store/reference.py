@@ -16,9 +16,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from horizon_server.store.native import Scalars
+
 CHUNK_ELEMENTS = 1 << 18
 """Elements handled at once, which bounds the temporaries to a few MiB whatever the tensor's size."""
 
+NORM_BLOCK_ELEMENTS = 1 << 16
+"""Elements summed up by themselves; fixed, because it decides how a sum of squares is rounded."""
+
+_NORM_LANES = 16
 _LARGEST_MAGNITUDE = 0x7F7F7FFF
 _INFINITY = 0x7F800000
 
@@ -33,7 +39,7 @@ def merge(hi_bits: npt.NDArray[np.uint16], lo: npt.NDArray[np.int16], out: npt.N
 
 
 def split(master: npt.NDArray[np.float32], hi_bits: npt.NDArray[np.uint16], lo: npt.NDArray[np.int16]) -> None:
-    """Split the fp32 `master` into `hi` and `lo`; exact for Inf and for every finite value up to the saturation bound."""
+    """Split the fp32 `master` into `hi` and `lo`; exact for Inf and every finite value up to the bound."""
     master_bits = master.view(np.uint32)
     for start in range(0, len(master), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
@@ -42,9 +48,65 @@ def split(master: npt.NDArray[np.float32], hi_bits: npt.NDArray[np.uint16], lo: 
         lo[part] = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
 
 
+def adamw(
+    hi_bits: npt.NDArray[np.uint16],
+    lo: npt.NDArray[np.int16],
+    exp_avg: npt.NDArray[np.float32],
+    exp_avg_sq: npt.NDArray[np.float32],
+    grads: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+    decay_factor: float,
+    scalars: Scalars,
+) -> None:
+    """One AdamW update in place; `grads` are fp32, or bf16 as raw bits.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW.
+    """
+    f32 = np.float32
+    master = np.empty(min(CHUNK_ELEMENTS, len(lo)), dtype=np.float32)
+    for start in range(0, len(lo), CHUNK_ELEMENTS):
+        part = slice(start, start + CHUNK_ELEMENTS)
+        first, second = exp_avg[part], exp_avg_sq[part]
+        weights = master[: len(first)]
+        with np.errstate(all="ignore"):
+            grad = _widen(grads[part]) * f32(scalars.grad_scale)
+            first[:] = f32(scalars.beta1) * first + f32(scalars.one_minus_beta1) * grad
+            second[:] = f32(scalars.beta2) * second + (f32(scalars.one_minus_beta2) * grad) * grad
+            merge(hi_bits[part], lo[part], weights)
+            denominator = np.sqrt(second) / f32(scalars.bias_correction2_sqrt) + f32(scalars.eps)
+            weights *= f32(decay_factor)
+            weights -= (f32(scalars.step_size) * first) / denominator
+        split(weights, hi_bits[part], lo[part])
+
+
+def sum_squares(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> float:
+    """Sum of squares in float64, in the kernel's order: lanes within a block, then the blocks one after another."""
+    total = 0.0
+    for start in range(0, len(values), NORM_BLOCK_ELEMENTS):
+        total += _block_sum(_widen(values[start : start + NORM_BLOCK_ELEMENTS]))
+    return total
+
+
 def _guard(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     sign = bits & np.uint32(0x80000000)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     finite = np.minimum(magnitude, np.uint32(_LARGEST_MAGNITUDE))
     special = np.where(magnitude == np.uint32(_INFINITY), np.uint32(_INFINITY), np.uint32(0x7FC00000))
     return sign | np.where(magnitude >= np.uint32(_INFINITY), special, finite)
+
+
+def _block_sum(values: npt.NDArray[np.float32]) -> float:
+    rows = -(-len(values) // _NORM_LANES)
+    squares = np.zeros(rows * _NORM_LANES)
+    with np.errstate(invalid="ignore"):
+        np.square(values, out=squares[: len(values)], dtype=np.float64)
+        # An accumulation along the rows keeps their order; a plain sum would be free to pair them up.
+        lanes = np.add.accumulate(squares.reshape(rows, _NORM_LANES), axis=0)[-1]
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return float(lanes[0])
+
+
+def _widen(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    if values.dtype == np.float32:
+        return values.view(np.float32)
+    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)

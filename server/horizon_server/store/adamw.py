@@ -1,0 +1,140 @@
+"""The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
+
+Owns the hyperparameters of a step and the choice between the compiled kernel and the NumPy reference. Both give the
+same bits for any number of threads. Must not know schedules, clipping policy or when a unit may be updated: that is
+the engine's.
+
+Thread: any thread; the GIL is released while the kernel works. One unit must not be updated by two threads at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from horizon_server.store import native, reference
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import UnitLayout
+from horizon_server.store.master_weights import merge, split
+from horizon_server.store.native import KernelInfo, Scalars, Segment, kernel_info
+
+__all__ = ["AdamWStep", "KernelInfo", "SquaredSum", "kernel_info", "merge", "split", "sum_squares", "update_unit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWStep:
+    """What one optimizer step applies to every parameter.
+
+    `step` counts from 1. `grad_scale` multiplies every gradient first: it is the clipping coefficient.
+    """
+
+    step: int
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredSum:
+    """Sum of squares in float64, and whether every element was finite."""
+
+    value: float
+    is_finite: bool
+
+
+def update_unit(
+    store: HostStore, unit_index: int, hyper: AdamWStep, *, num_threads: int, grad: torch.Tensor | None = None
+) -> None:
+    """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
+
+    Weight decay applies where the layout says so; padding is not touched.
+
+    Shapes: grad [unit.num_elements], fp32 or bf16; the store's own `grad` plane where it is None.
+    """
+    unit = store.layout.units[unit_index]
+    grads = store.unit(unit_index, "grad") if grad is None else grad
+    assert grads.shape == (unit.num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
+    assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
+    segments, scalars = _segments(unit, hyper), _scalars(hyper)
+    views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
+    kernel = native.library()
+    if kernel is None:
+        _update_by_reference(views, grads, segments, scalars)
+        return
+    kernel.hz_adamw(
+        *(view.data_ptr() for view in views),
+        grads.data_ptr(),
+        grads.dtype == torch.bfloat16,
+        segments,
+        len(segments),
+        scalars,
+        num_threads,
+    )
+
+
+def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
+    """Squared norm in a fixed order, so that neither threads nor the machine change its bits.
+
+    Shapes: values [N], fp32 or bf16, contiguous, on the CPU.
+    """
+    assert values.dim() == 1 and values.is_contiguous() and values.device.type == "cpu"
+    assert values.dtype in (torch.float32, torch.bfloat16), f"sum_squares takes fp32 or bf16, not {values.dtype}"
+    kernel = native.library()
+    if kernel is None:
+        total = reference.sum_squares(_raw(values))
+    else:
+        partials = np.empty(-(-values.numel() // reference.NORM_BLOCK_ELEMENTS))
+        is_bf16 = values.dtype == torch.bfloat16
+        total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
+    # No fp32 square overflows float64, so the sum is finite exactly when every element is.
+    return SquaredSum(value=total, is_finite=math.isfinite(total))
+
+
+def _scalars(hyper: AdamWStep) -> Scalars:
+    assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
+    return Scalars(
+        grad_scale=hyper.grad_scale,
+        beta1=hyper.beta1,
+        one_minus_beta1=1 - hyper.beta1,
+        beta2=hyper.beta2,
+        one_minus_beta2=1 - hyper.beta2,
+        bias_correction2_sqrt=math.sqrt(1 - hyper.beta2**hyper.step),
+        eps=hyper.eps,
+        step_size=hyper.learning_rate / (1 - hyper.beta1**hyper.step),
+    )
+
+
+def _segments(unit: UnitLayout, hyper: AdamWStep) -> ctypes.Array[Segment]:
+    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
+    return (Segment * len(unit.tensors))(
+        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in unit.tensors)
+    )
+
+
+def _update_by_reference(
+    views: list[torch.Tensor], grads: torch.Tensor, segments: ctypes.Array[Segment], scalars: Scalars
+) -> None:
+    hi, lo, exp_avg, exp_avg_sq = views
+    for segment in segments:
+        part = slice(segment.offset, segment.offset + segment.num_elements)
+        reference.adamw(
+            hi[part].view(torch.uint16).numpy(),
+            lo[part].numpy(),
+            exp_avg[part].numpy(),
+            exp_avg_sq[part].numpy(),
+            _raw(grads[part]),
+            segment.decay_factor,
+            scalars,
+        )
+
+
+def _raw(values: torch.Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+    return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()

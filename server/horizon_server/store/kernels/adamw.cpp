@@ -1,0 +1,344 @@
+// The host side of an optimizer step: AdamW on the split master, its merge and split, a sum of squares, and a STREAM
+// triad to measure them against. C ABI, no dependency but the C++ standard library.
+//
+// Bits: every element goes through the same sequence of single IEEE operations (no contraction, no reassociation, default
+// rounding, subnormals kept), so results depend neither on the instruction set nor on the vector width nor on the number of
+// threads, and horizon_server/store/reference.py gives the same bits.
+//
+// The build reads its flags from the next line, so that a library is stale exactly when this file has changed.
+// build-flags: -std=c++17 -O3 -fno-math-errno -ffp-contract=off -fvisibility=hidden -fPIC -shared -pthread
+
+#include <atomic>
+#include <cfenv>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <pthread.h>
+#include <system_error>
+#include <thread>
+
+#define HZ_API extern "C" __attribute__((visibility("default")))
+#define HZ_INLINE static inline __attribute__((always_inline))
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define HZ_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define HZ_CLONES
+#endif
+
+// ---------------------------------------------------------------------------------------------------------- threads
+
+namespace hz {
+
+using Task = void (*)(const void* context, int64_t chunk);
+
+// One parallel loop. Whoever called it works on it as well, so it finishes even when every helper is busy elsewhere.
+struct Loop {
+    const Task task;
+    const void* const context;
+    const int64_t num_chunks;
+    int wanted_helpers = 0;
+    int active_helpers = 0;
+    std::atomic<int64_t> next{0};
+    std::condition_variable idle;
+
+    Loop(Task task_, const void* context_, int64_t num_chunks_)
+        : task(task_), context(context_), num_chunks(num_chunks_) {}
+
+    void work() {
+        for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) task(context, chunk);
+    }
+};
+
+// Rounding mode and flush-to-zero are inherited from whichever thread comes along; the arithmetic must not depend on it.
+class DefaultFloatEnvironment {
+  public:
+    DefaultFloatEnvironment() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatEnvironment() { std::fesetenv(&before_); }
+    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+  private:
+    std::fenv_t before_;
+};
+
+// Helpers are started on demand and sleep between loops; several loops may run at the same time.
+class Pool {
+  public:
+    void run(Task task, const void* context, int64_t num_chunks, int num_threads) {
+        DefaultFloatEnvironment environment;
+        Loop loop(task, context, num_chunks);
+        const int helpers = static_cast<int>(num_chunks < num_threads ? num_chunks : num_threads) - 1;
+        if (helpers <= 0) {
+            loop.work();
+            return;
+        }
+        std::unique_lock<std::mutex> lock(mutex_);
+        start_helpers(helpers);
+        loop.wanted_helpers = helpers;
+        waiting_.push_back(&loop);
+        wake_.notify_all();
+        lock.unlock();
+        loop.work();
+        lock.lock();
+        for (auto it = waiting_.begin(); it != waiting_.end(); ++it) {
+            if (*it == &loop) {
+                waiting_.erase(it);
+                break;
+            }
+        }
+        loop.idle.wait(lock, [&] { return loop.active_helpers == 0; });
+    }
+
+  private:
+    void start_helpers(int count) {
+        try {
+            for (; num_helpers_ < count; ++num_helpers_) {
+                std::thread helper(&Pool::help, this);
+                pthread_setname_np(helper.native_handle(), "horizon-adamw");
+                helper.detach();
+            }
+        } catch (const std::system_error&) {
+            // The process may have no more threads. The loop goes on with those it has: slower, with the same bits.
+        }
+    }
+
+    void help() {
+        DefaultFloatEnvironment environment;
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return !waiting_.empty(); });
+            Loop* loop = waiting_.front();
+            if (--loop->wanted_helpers == 0) waiting_.pop_front();
+            ++loop->active_helpers;
+            lock.unlock();
+            loop->work();
+            lock.lock();
+            if (--loop->active_helpers == 0) loop->idle.notify_one();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::deque<Loop*> waiting_;
+    int num_helpers_ = 0;
+};
+
+// Never destroyed: helpers sleep on its condition until the process is gone. A forked child has no helpers, so it gets
+// a pool of its own.
+static std::atomic<Pool*> current_pool{nullptr};
+static std::once_flag pool_once;
+
+static Pool& pool() {
+    std::call_once(pool_once, [] {
+        current_pool = new Pool;
+        pthread_atfork(nullptr, nullptr, [] { current_pool = new Pool; });
+    });
+    return *current_pool;
+}
+
+// ------------------------------------------------------------------------------------------------------- arithmetic
+
+constexpr int64_t kChunk = 1 << 15;       // elements a thread takes at once: under 1 MiB of planes
+constexpr int64_t kNormBlock = 1 << 16;   // elements summed up by themselves, fixed: it decides the rounding
+constexpr int64_t kNormLanes = 16;        // partial sums per block, fixed for the same reason
+
+template <typename To, typename From>
+HZ_INLINE To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+HZ_INLINE float widen(float value) { return value; }
+HZ_INLINE float widen(uint16_t bf16_bits) { return bits_as<float>(static_cast<uint32_t>(bf16_bits) << 16); }
+
+HZ_INLINE float merge_one(uint16_t hi, int16_t lo) {
+    return bits_as<float>((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+}
+
+// Guards as in reference.py: NaN becomes the quiet NaN, a finite value never rounds to Inf.
+HZ_INLINE uint32_t guarded_bits(float master) {
+    const uint32_t bits = bits_as<uint32_t>(master);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t finite = magnitude < 0x7f7f7fffu ? magnitude : 0x7f7f7fffu;
+    const uint32_t special = magnitude == 0x7f800000u ? 0x7f800000u : 0x7fc00000u;
+    return (bits & 0x80000000u) | (magnitude >= 0x7f800000u ? special : finite);
+}
+
+HZ_INLINE void split_one(float master, uint16_t& hi, int16_t& lo) {
+    const uint32_t bits = guarded_bits(master);
+    hi = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    lo = static_cast<int16_t>(bits & 0xffffu);
+}
+
+struct Segment {
+    int64_t offset;
+    int64_t num_elements;
+    float decay_factor;
+};
+
+struct Scalars {
+    float grad_scale;
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float bias_correction2_sqrt;
+    float eps;
+    float step_size;
+};
+
+template <typename Grad>
+HZ_INLINE void adamw_body(uint16_t* __restrict hi, int16_t* __restrict lo, float* __restrict exp_avg,
+                          float* __restrict exp_avg_sq, const Grad* __restrict grads, int64_t n, float decay_factor,
+                          const Scalars s) {
+    for (int64_t i = 0; i < n; ++i) {
+        const float grad = widen(grads[i]) * s.grad_scale;
+        const float first = s.beta1 * exp_avg[i] + s.one_minus_beta1 * grad;
+        const float second = s.beta2 * exp_avg_sq[i] + (s.one_minus_beta2 * grad) * grad;
+        const float decayed = merge_one(hi[i], lo[i]) * decay_factor;
+        const float denominator = std::sqrt(second) / s.bias_correction2_sqrt + s.eps;
+        exp_avg[i] = first;
+        exp_avg_sq[i] = second;
+        split_one(decayed - (s.step_size * first) / denominator, hi[i], lo[i]);
+    }
+}
+
+HZ_CLONES void adamw_fp32(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const float* grads, int64_t n,
+                          float decay_factor, const Scalars& s) {
+    adamw_body<float>(hi, lo, exp_avg, exp_avg_sq, grads, n, decay_factor, s);
+}
+
+HZ_CLONES void adamw_bf16(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const uint16_t* grads,
+                          int64_t n, float decay_factor, const Scalars& s) {
+    adamw_body<uint16_t>(hi, lo, exp_avg, exp_avg_sq, grads, n, decay_factor, s);
+}
+
+HZ_CLONES void merge_range(const uint16_t* __restrict hi, const int16_t* __restrict lo, float* __restrict out,
+                           int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = merge_one(hi[i], lo[i]);
+}
+
+HZ_CLONES void split_range(const float* __restrict master, uint16_t* __restrict hi, int16_t* __restrict lo, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) split_one(master[i], hi[i], lo[i]);
+}
+
+template <typename Value>
+HZ_INLINE double sum_squares_body(const Value* __restrict values, int64_t n) {
+    double lanes[kNormLanes] = {};
+    const int64_t whole = n - n % kNormLanes;
+    for (int64_t i = 0; i < whole; i += kNormLanes) {
+        for (int64_t lane = 0; lane < kNormLanes; ++lane) {
+            const double value = widen(values[i + lane]);
+            lanes[lane] += value * value;
+        }
+    }
+    for (int64_t lane = 0; lane < n - whole; ++lane) {
+        const double value = widen(values[whole + lane]);
+        lanes[lane] += value * value;
+    }
+    for (int64_t width = kNormLanes / 2; width > 0; width /= 2) {
+        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    }
+    return lanes[0];
+}
+
+HZ_CLONES double sum_squares_fp32(const float* values, int64_t n) { return sum_squares_body<float>(values, n); }
+HZ_CLONES double sum_squares_bf16(const uint16_t* values, int64_t n) { return sum_squares_body<uint16_t>(values, n); }
+
+HZ_CLONES void triad_range(double* __restrict a, const double* __restrict b, const double* __restrict c, double scale,
+                           int64_t n) {
+    for (int64_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
+}
+
+// ------------------------------------------------------------------------------------------------------------ loops
+
+template <typename Body>
+static void for_each_chunk(int64_t num_chunks, int num_threads, const Body& body) {
+    const Task task = [](const void* context, int64_t chunk) { (*static_cast<const Body*>(context))(chunk); };
+    pool().run(task, &body, num_chunks, num_threads);
+}
+
+template <typename Body>
+static void for_each_range(int64_t n, int64_t grain, int num_threads, const Body& body) {
+    for_each_chunk((n + grain - 1) / grain, num_threads, [&](int64_t chunk) {
+        const int64_t start = chunk * grain;
+        body(start, n - start < grain ? n - start : grain);
+    });
+}
+
+static int64_t chunks_of(const Segment& segment) { return (segment.num_elements + kChunk - 1) / kChunk; }
+
+}  // namespace hz
+
+// ------------------------------------------------------------------------------------------------------------ C ABI
+
+HZ_API void hz_adamw(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const void* grads, int grads_are_bf16,
+                     const hz::Segment* segments, int64_t num_segments, const hz::Scalars* scalars, int num_threads) {
+    int64_t num_chunks = 0;
+    for (int64_t i = 0; i < num_segments; ++i) num_chunks += hz::chunks_of(segments[i]);
+    hz::for_each_chunk(num_chunks, num_threads, [&](int64_t chunk) {
+        const hz::Segment* segment = segments;
+        for (; chunk >= hz::chunks_of(*segment); ++segment) chunk -= hz::chunks_of(*segment);
+        const int64_t start = chunk * hz::kChunk;
+        const int64_t left = segment->num_elements - start;
+        const int64_t n = left < hz::kChunk ? left : hz::kChunk;
+        const int64_t at = segment->offset + start;
+        if (grads_are_bf16) {
+            hz::adamw_bf16(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const uint16_t*>(grads) + at, n,
+                           segment->decay_factor, *scalars);
+        } else {
+            hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const float*>(grads) + at, n,
+                           segment->decay_factor, *scalars);
+        }
+    });
+}
+
+HZ_API void hz_merge(const uint16_t* hi, const int16_t* lo, float* out, int64_t n, int num_threads) {
+    hz::for_each_range(n, hz::kChunk, num_threads,
+                       [&](int64_t at, int64_t count) { hz::merge_range(hi + at, lo + at, out + at, count); });
+}
+
+HZ_API void hz_split(const float* master, uint16_t* hi, int16_t* lo, int64_t n, int num_threads) {
+    hz::for_each_range(n, hz::kChunk, num_threads,
+                       [&](int64_t at, int64_t count) { hz::split_range(master + at, hi + at, lo + at, count); });
+}
+
+// `partials` holds one double per started block of hz_norm_block() elements.
+HZ_API double hz_sum_squares(const void* values, int values_are_bf16, int64_t n, double* partials, int num_threads) {
+    hz::for_each_range(n, hz::kNormBlock, num_threads, [&](int64_t at, int64_t count) {
+        partials[at / hz::kNormBlock] = values_are_bf16
+                                            ? hz::sum_squares_bf16(static_cast<const uint16_t*>(values) + at, count)
+                                            : hz::sum_squares_fp32(static_cast<const float*>(values) + at, count);
+    });
+    double total = 0;
+    for (int64_t block = 0; block * hz::kNormBlock < n; ++block) total += partials[block];
+    return total;
+}
+
+HZ_API void hz_triad(double* a, const double* b, const double* c, double scale, int64_t n, int num_threads) {
+    hz::for_each_range(n, hz::kChunk, num_threads,
+                       [&](int64_t at, int64_t count) { hz::triad_range(a + at, b + at, c + at, scale, count); });
+}
+
+HZ_API int64_t hz_norm_block() { return hz::kNormBlock; }
+
+HZ_API const char* hz_isa() {
+#if defined(__x86_64__) && defined(__gnu_linux__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return "avx512f";
+    if (__builtin_cpu_supports("avx2")) return "avx2";
+    return "x86-64";
+#elif defined(__aarch64__)
+    return "aarch64";
+#else
+    return "portable";
+#endif
+}

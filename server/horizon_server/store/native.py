@@ -1,0 +1,112 @@
+"""Finds and loads the compiled kernel, and says why where there is none.
+
+Owns the C ABI of kernels/adamw.cpp. Needs only ctypes, so that the daemon's doctor can use it without torch. A
+library belongs to one version of adamw.cpp: its file name carries the hash of the source, and one built from another
+source is not loaded.
+
+Thread: every function may be called from any thread; ctypes releases the GIL for the time of a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+KERNEL_FOLDER = Path(__file__).parent / "kernels"
+SOURCE_FILE = "adamw.cpp"
+
+_HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/build_kernels.py` in a source tree"
+
+
+class Segment(ctypes.Structure):
+    """A stretch of a unit that decays by one factor; offsets in elements from the pointers that go with it."""
+
+    _fields_ = (
+        ("offset", ctypes.c_int64),
+        ("num_elements", ctypes.c_int64),
+        ("decay_factor", ctypes.c_float),
+    )
+
+
+class Scalars(ctypes.Structure):
+    """What one AdamW step is the same for every element, rounded to fp32 once."""
+
+    _fields_ = (
+        ("grad_scale", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("bias_correction2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelInfo:
+    """Whether the compiled kernel runs, with which instruction set, and if not, why and what to do."""
+
+    available: bool
+    isa: str
+    path: str
+    reason: str
+
+
+def library_name(source: bytes) -> str:
+    """File name of the library that belongs to a version of adamw.cpp on this kind of machine."""
+    return f"adamw-{hashlib.sha256(source).hexdigest()[:16]}-{platform.machine()}.so"
+
+
+@functools.cache
+def library(folder: Path = KERNEL_FOLDER) -> ctypes.CDLL | None:
+    """The kernel, or None where it is missing, stale or does not load; `kernel_info` says which."""
+    return _load(folder)[0]
+
+
+@functools.cache
+def kernel_info(folder: Path = KERNEL_FOLDER) -> KernelInfo:
+    """What runs the optimizer on this machine."""
+    loaded, reason = _load(folder)
+    if loaded is None:
+        return KernelInfo(available=False, isa="numpy", path="", reason=reason)
+    return KernelInfo(available=True, isa=loaded.hz_isa().decode("ascii"), path=str(loaded._name), reason="")
+
+
+@functools.cache
+def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
+    source = folder / SOURCE_FILE
+    if not source.is_file():
+        return (
+            None,
+            f"{source} is missing from the installation, so no library can belong to it; reinstall horizon-train",
+        )
+    file = folder / library_name(source.read_bytes())
+    if not file.is_file():
+        stale = ", ".join(sorted(path.name for path in folder.glob("adamw-*.so")))
+        problem = f"{stale} was built from another {SOURCE_FILE}" if stale else "it was never compiled"
+        return None, f"{problem}; {_HOW_TO_BUILD}"
+    try:
+        return _declare(ctypes.CDLL(str(file))), ""
+    except (OSError, AttributeError) as error:
+        return None, f"{file.name} does not load ({error}); {_HOW_TO_BUILD}"
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    segments, scalars = ctypes.POINTER(Segment), ctypes.POINTER(Scalars)
+    lib.hz_adamw.argtypes = (*[pointer] * 5, number, segments, size, scalars, number)
+    lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
+    lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
+    lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
+    lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
+    for function in (lib.hz_adamw, lib.hz_merge, lib.hz_split, lib.hz_triad):
+        function.restype = None
+    lib.hz_sum_squares.restype = ctypes.c_double
+    lib.hz_norm_block.restype = size
+    lib.hz_isa.restype = ctypes.c_char_p
+    return lib
