@@ -1,0 +1,107 @@
+"""Structured logs: one configuration for our own lines and for the libraries', on stderr, with no secret in them.
+
+Any module logs with `structlog.get_logger()`; what `job_context` binds (job_id, attempt, step) is on every line below it. Knows no job
+record and no setting.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import structlog
+from structlog.types import EventDict, Processor
+
+HIDDEN = "[hidden]"
+
+_SECRET_KEY = re.compile(r"authorization|secret|password|cookie|private_?key|(^|[_-])token$", re.IGNORECASE)
+_HARMLESS_KEYS = frozenset({"page_token", "next_page_token"})
+_BEARER = re.compile(r"\b(bearer)(\s+|%20)[^\s\"',;)}\]]+", re.IGNORECASE)
+_HEADER = re.compile(r"\b(authorization)([\"']?\s*[:=,]\s*)(?!\s*[\"']?bearer\b)[\"']?[^\s\"',;)}\]]+", re.IGNORECASE)
+
+
+def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> None:
+    """Send every log line of the process to `stream` (stderr) from `level` (debug, info, warning, error) on.
+
+    `json` writes one object a line, otherwise text for people. May be called again; the last call holds.
+    """
+    before: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    # Secrets go last before rendering: a traceback becomes text first and is searched like any other value.
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=before,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            hide_secrets,
+            structlog.processors.JSONRenderer(sort_keys=True)
+            if json
+            else structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+        ],
+    )
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *before,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+@contextmanager
+def job_context(job_id: str, *, attempt: int | None = None, step: int | None = None) -> Iterator[None]:
+    """Put job_id, and attempt and step where given, on every line logged inside, in this task and its children."""
+    bound: dict[str, Any] = {"job_id": job_id, "attempt": attempt, "step": step}
+    with structlog.contextvars.bound_contextvars(**{name: value for name, value in bound.items() if value is not None}):
+        yield
+
+
+def hide_secrets(_logger: object, _method: str, event: EventDict) -> MutableMapping[str, Any]:
+    """Replace the values of keys that name a secret, and bearer tokens anywhere in the text, however deep."""
+    return {key: _clean(key, value) for key, value in event.items()}
+
+
+def _clean(key: str, value: Any) -> Any:
+    if _SECRET_KEY.search(key) and key not in _HARMLESS_KEYS:
+        return HIDDEN
+    if isinstance(value, bytes):
+        return _clean(key, value.decode("utf-8", "replace"))
+    if isinstance(value, str):
+        return _HEADER.sub(rf"\1\2{HIDDEN}", _BEARER.sub(rf"\1\2{HIDDEN}", value))
+    if isinstance(value, Mapping):
+        return {str(name): _clean(str(name), inner) for name, inner in value.items()}
+    if _is_header_pair(value):
+        return [_clean(key, value[0]), _clean(_text(value[0]), value[1])]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_clean(key, inner) for inner in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return _clean(key, str(value))
+
+
+def _is_header_pair(value: Any) -> bool:
+    """Headers and gRPC metadata come as pairs: the secret's name is then a value, not a key."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str | bytes)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value

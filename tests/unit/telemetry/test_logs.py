@@ -1,0 +1,89 @@
+"""Logs carry the job, and never a token."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from horizon_server.telemetry.logs import configure_logging, job_context
+
+TOKEN = "hzn_0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_carries_the_bound_job() -> None:
+    stream = io.StringIO()
+    configure_logging("info", True, stream)
+    with job_context("job-1", attempt=2, step=7):
+        structlog.get_logger("jobs").info("worker started", pid=4)
+    structlog.get_logger("jobs").info("idle")
+    first, second = _lines(stream)
+    assert first["event"] == "worker started"
+    assert (first["job_id"], first["attempt"], first["step"], first["pid"]) == ("job-1", 2, 7, 4)
+    assert first["logger"] == "jobs"
+    assert "job_id" not in second
+
+
+def test_lines_below_the_level_are_dropped() -> None:
+    stream = io.StringIO()
+    configure_logging("warning", True, stream)
+    structlog.get_logger().info("chatter")
+    logging.getLogger("uvicorn.error").info("chatter")
+    structlog.get_logger().warning("kept")
+    assert [line["event"] for line in _lines(stream)] == ["kept"]
+
+
+@pytest.mark.parametrize("json_lines", [True, False])
+def test_no_token_reaches_a_log(json_lines: bool) -> None:
+    stream = io.StringIO()
+    configure_logging("debug", json_lines, stream)
+    log = structlog.get_logger()
+    log.info("call", authorization=f"Bearer {TOKEN}", metadata=[("authorization", f"Bearer {TOKEN}")])
+    log.info(f"header was Bearer {TOKEN}, refused", headers={"Authorization": TOKEN, "accept": "*/*"})
+    log.info("raw", headers=[(b"authorization", f"bearer {TOKEN}".encode())], user_token=TOKEN)
+    log.info(f"curl -H 'authorization: {TOKEN}' and {{'authorization': '{TOKEN}'}}")
+    logging.getLogger("somebody.elses").warning("sent %s", {"Authorization": f"Bearer {TOKEN}"})
+    try:
+        raise RuntimeError(f"cannot parse authorization: Bearer {TOKEN}")
+    except RuntimeError:
+        log.exception("failed")
+        logging.getLogger("somebody.elses").exception("failed too")
+    text = stream.getvalue()
+    assert TOKEN not in text
+    assert text.count("[hidden]") >= 8
+    assert "RuntimeError" in text
+
+
+def test_counts_of_tokens_are_no_secret() -> None:
+    stream = io.StringIO()
+    configure_logging("info", True, stream)
+    structlog.get_logger().info("step", num_tokens=512, tokens_per_second=3.5, page_token="abc", step=1)
+    (line,) = _lines(stream)
+    assert (line["num_tokens"], line["tokens_per_second"], line["page_token"]) == (512, 3.5, "abc")
+
+
+def test_configuring_twice_writes_each_line_once() -> None:
+    stream = io.StringIO()
+    configure_logging("info", True, stream)
+    configure_logging("info", True, stream)
+    structlog.get_logger().info("once")
+    assert len(_lines(stream)) == 1

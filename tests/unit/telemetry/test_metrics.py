@@ -1,0 +1,253 @@
+"""Metrics follow events, and forget a job when it has left the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone, TransferFigures
+from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.spec import JobSpec
+from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
+
+NOW_S = 1_700_000_000.0
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _plan(device: str = "host") -> JobPlan:
+    return JobPlan(
+        host_bytes={"weights": 100, "moments": 200},
+        device_bytes={"weights": 10},
+        host_limit_bytes=1000,
+        device_limit_bytes=0,
+        num_parameters=50,
+        device=device,
+    )
+
+
+def _job(job_state: JobState = JobState.RUNNING, *, job_id: str = "job-1", device: str = "host") -> JobRecord:
+    return JobRecord(
+        job_id=job_id,
+        owner="ada",
+        spec=JobSpec(name="toy", model="m", dataset="d", project="lab"),
+        model_id="m-1",
+        dataset_id="d-1",
+        eval_dataset_id="",
+        job_state=job_state,
+        created_s=NOW_S - 40.0,
+        plan=_plan(device),
+    )
+
+
+def _step(step: int = 1, **changes: object) -> StepDone:
+    figures = StepDone(
+        step=step,
+        num_steps=10,
+        loss=2.5,
+        grad_norm=0.75,
+        learning_rate=1e-4,
+        epoch=0.1,
+        num_input_tokens_seen=64 * step,
+        num_tokens=64,
+        tokens_per_second=32.0,
+        duration_s=2.0,
+        h2d=TransferFigures(bytes=1000, busy_s=1.0, exposed_s=0.25),
+        d2h=TransferFigures(bytes=500, busy_s=0.5, exposed_s=0.0),
+        compute_s=1.5,
+        optimizer_s=0.5,
+        optimizer_exposed_s=0.125,
+        host_memory_bytes={"weights": 90, "moments": 180},
+        device_memory_bytes={"weights": 8, "workspace": 1},
+    )
+    return dataclasses.replace(figures, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> Metrics:
+    return Metrics(version="9.9", clock=clock)
+
+
+def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_a_step_fills_every_figure(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), _step())
+    job = {"job_id": "job-1"}
+    assert _value(metrics, "horizon_train_loss", **job) == 2.5
+    assert _value(metrics, "horizon_grad_norm", **job) == 0.75
+    assert _value(metrics, "horizon_learning_rate", **job) == 1e-4
+    assert _value(metrics, "horizon_tokens_per_second", **job) == 32.0
+    assert _value(metrics, "horizon_job_progress_ratio", **job) == 0.1
+    assert _value(metrics, "horizon_host_memory_bytes", **job, component="moments") == 180
+    assert _value(metrics, "horizon_host_memory_planned_bytes", **job, component="moments") == 200
+    assert _value(metrics, "horizon_device_memory_bytes", **job, device="host", component="workspace") == 1
+    assert _value(metrics, "horizon_device_memory_planned_bytes", **job, device="host", component="weights") == 10
+    assert _value(metrics, "horizon_step_duration_seconds_sum") == 2.0
+    assert _value(metrics, "horizon_tokens_total", project="lab") == 64
+
+
+def test_counters_add_up_over_steps_and_jobs(metrics: Metrics) -> None:
+    for job_id in ("job-1", "job-2"):
+        for step in (1, 2):
+            metrics.on_payload(_job(job_id=job_id), _step(step))
+    h2d, d2h = ({"device": "host", "direction": direction} for direction in ("h2d", "d2h"))
+    assert _value(metrics, "horizon_transfer_bytes_total", **h2d) == 4000
+    assert _value(metrics, "horizon_transfer_bytes_total", **d2h) == 2000
+    assert _value(metrics, "horizon_transfer_seconds_total", **h2d) == 4.0
+    assert _value(metrics, "horizon_transfer_exposed_seconds_total", **h2d) == 1.0
+    assert _value(metrics, "horizon_compute_seconds_total", device="host") == 6.0
+    assert _value(metrics, "horizon_optimizer_seconds_total") == 2.0
+    assert _value(metrics, "horizon_optimizer_exposed_seconds_total") == 0.5
+    assert _value(metrics, "horizon_tokens_total", project="lab") == 256
+
+
+def test_overlap_is_taken_over_the_last_steps_only(metrics: Metrics) -> None:
+    job = _job()
+    metrics.on_payload(job, _step(h2d=TransferFigures(bytes=1, busy_s=100.0, exposed_s=100.0)))
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 0.0
+    for step in range(2, 22):
+        metrics.on_payload(job, _step(step))
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 0.75
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="d2h") == 1.0
+
+
+def test_without_transfers_nothing_is_exposed(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), _step(h2d=TransferFigures(), d2h=TransferFigures()))
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 1.0
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("host", 0.0), ("cuda:0", 2.0), ("cuda", 2.0)])
+def test_gpu_seconds_count_on_gpus_only(metrics: Metrics, device: str, seconds: float) -> None:
+    metrics.on_payload(_job(device=device), _step())
+    assert _value(metrics, "horizon_gpu_seconds_total", project="lab", user="ada") == seconds
+
+
+def test_a_plan_for_cuda_is_labelled_with_its_number(metrics: Metrics) -> None:
+    metrics.on_payload(_job(device="cuda"), _step())
+    assert _value(metrics, "horizon_compute_seconds_total", device="cuda:0") == 1.5
+
+
+@pytest.mark.parametrize("last", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.PAUSED])
+def test_series_of_a_job_vanish_when_it_leaves_the_device(metrics: Metrics, last: JobState) -> None:
+    job = _job()
+    metrics.on_job_state(job, "STARTING")
+    metrics.on_payload(job, _step())
+    metrics.on_payload(job, EvalDone(step=1, eval_loss=2.0, num_targets=9))
+    metrics.on_payload(job, CheckpointWritten(step=1, duration_s=3.0, size_bytes=7))
+    metrics.on_payload(_job(job_id="job-2"), _step())
+    assert metrics.render()[0].count(b'job_id="job-1"') >= 15
+    ended = _job(last)
+    metrics.on_job_state(ended, "RUNNING")
+    # Late events still count, but bring no series back.
+    metrics.on_payload(ended, _step(2))
+    metrics.on_payload(ended, EvalDone(step=2, eval_loss=2.0, num_targets=9))
+    metrics.on_payload(ended, CheckpointWritten(step=2, duration_s=3.0, size_bytes=7))
+    text = metrics.render()[0].decode()
+    assert "job-1" not in text
+    assert 'job_id="job-2"' in text
+    assert _value(metrics, "horizon_tokens_total", project="lab") == 192
+    assert _value(metrics, "horizon_checkpoint_duration_seconds_count") == 2
+
+
+def test_a_component_that_is_gone_loses_its_series(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), _step(host_memory_bytes={"weights": 1, "staging": 2}))
+    metrics.on_payload(_job(), _step(2, host_memory_bytes={"weights": 3}))
+    assert _value(metrics, "horizon_host_memory_bytes", job_id="job-1", component="weights") == 3
+    assert _value(metrics, "horizon_host_memory_bytes", job_id="job-1", component="staging") is None
+
+
+def test_checkpoint_and_evaluation(metrics: Metrics, clock: Clock) -> None:
+    metrics.on_payload(_job(), EvalDone(step=1, eval_loss=1.25, num_targets=9))
+    clock.now_s += 5
+    metrics.on_payload(_job(), CheckpointWritten(step=1, duration_s=3.0, size_bytes=7))
+    assert _value(metrics, "horizon_eval_loss", job_id="job-1") == 1.25
+    assert _value(metrics, "horizon_checkpoint_last_success_timestamp_seconds", job_id="job-1") == NOW_S + 5
+    assert _value(metrics, "horizon_checkpoint_duration_seconds_sum") == 3.0
+
+
+def test_a_skipped_step_is_counted_and_its_loss_shown(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), _step(skipped="non-finite", loss=math.nan))
+    assert _value(metrics, "horizon_steps_skipped_total", reason="non-finite") == 1
+    assert math.isnan(_value(metrics, "horizon_train_loss", job_id="job-1") or 0.0)
+
+
+def test_transitions_and_queue_wait(metrics: Metrics, clock: Clock) -> None:
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    clock.now_s += 30
+    metrics.on_job_state(_job(JobState.PREPARING), "QUEUED")
+    metrics.on_job_state(dataclasses.replace(_job(JobState.FAILED), reason="WORKER_FAILED"), "PREPARING")
+    assert _value(metrics, "horizon_job_transitions_total", to="QUEUED", reason="") == 1
+    assert _value(metrics, "horizon_job_transitions_total", to="FAILED", reason="WORKER_FAILED") == 1
+    assert _value(metrics, "horizon_job_queue_wait_seconds_sum") == 30.0
+    assert _value(metrics, "horizon_job_queue_wait_seconds_count") == 1
+
+
+def test_the_wait_of_a_job_queued_before_a_restart_counts_from_its_creation(metrics: Metrics) -> None:
+    metrics.on_job_state(dataclasses.replace(_job(JobState.PREPARING), attempt=1), "QUEUED")
+    assert _value(metrics, "horizon_job_queue_wait_seconds_sum") == 40.0
+    # A later attempt's wait is unknown then, and inventing one would be worse.
+    metrics.on_job_state(dataclasses.replace(_job(JobState.PREPARING), attempt=2), "QUEUED")
+    assert _value(metrics, "horizon_job_queue_wait_seconds_count") == 1
+
+
+def test_leaving_the_queue_without_starting_is_no_wait(metrics: Metrics) -> None:
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    metrics.on_job_state(_job(JobState.CANCELLED), "QUEUED")
+    assert _value(metrics, "horizon_job_queue_wait_seconds_count") == 0
+
+
+def test_every_state_has_a_series_from_the_start(metrics: Metrics) -> None:
+    assert _value(metrics, "horizon_jobs", state="RUNNING") == 0
+    metrics.set_jobs({"RUNNING": 1, "QUEUED": 4})
+    metrics.set_jobs({"QUEUED": 3})
+    assert _value(metrics, "horizon_jobs", state="RUNNING") == 0
+    assert _value(metrics, "horizon_jobs", state="QUEUED") == 3
+
+
+def test_service_figures(metrics: Metrics) -> None:
+    metrics.set_host_memory(1000, 400)
+    metrics.on_worker_restart("daemon-restarted")
+    metrics.on_upload(77, "stored")
+    metrics.on_grpc("horizon_proto.v1.JobService", "GetJob", "NOT_FOUND", 0.02)
+    metrics.on_http("GET", "/horizon/v1/jobs/{id}", 200, 0.5)
+    metrics.on_http("XYZZY", "unmatched", 404, 0.5)
+    labels = {"grpc_service": "horizon_proto.v1.JobService", "grpc_method": "GetJob"}
+    assert _value(metrics, "horizon_host_memory_available_bytes") == 400
+    assert _value(metrics, "horizon_worker_restarts_total", reason="daemon-restarted") == 1
+    assert _value(metrics, "horizon_upload_bytes_total", result="stored") == 77
+    assert _value(metrics, "grpc_server_handled_total", **labels, grpc_code="NOT_FOUND") == 1
+    assert _value(metrics, "grpc_server_handling_seconds_sum", **labels) == 0.02
+    http = "http_request_duration_seconds_count"
+    assert _value(metrics, http, method="GET", route="/horizon/v1/jobs/{id}", code="200") == 1
+    assert _value(metrics, http, method="other", route="unmatched", code="404") == 1
+
+
+def test_rendering(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), Message(level="info", text="nothing to count"))
+    body, content_type = metrics.render()
+    assert content_type == CONTENT_TYPE
+    assert b'horizon_build_info{version="9.9"} 1.0' in body
+    assert b"process_resident_memory_bytes" in body
+    assert b"_created" not in body
+
+
+def test_two_daemons_in_one_process_share_nothing(metrics: Metrics) -> None:
+    metrics.on_payload(_job(), _step())
+    assert _value(Metrics(), "horizon_tokens_total", project="lab") is None
