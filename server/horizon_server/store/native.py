@@ -77,6 +77,23 @@ def kernel_info(folder: Path = KERNEL_FOLDER) -> KernelInfo:
     return KernelInfo(available=True, isa=loaded.hz_isa().decode("ascii"), path=str(loaded._name), reason="")
 
 
+def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments and results of a library built from adamw.cpp; returns it."""
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    segments, scalars = ctypes.POINTER(Segment), ctypes.POINTER(Scalars)
+    lib.hz_adamw.argtypes = (*[pointer] * 5, number, segments, size, scalars, number)
+    lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
+    lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
+    lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
+    lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
+    for function in (lib.hz_adamw, lib.hz_merge, lib.hz_split, lib.hz_triad):
+        function.restype = None
+    lib.hz_sum_squares.restype = ctypes.c_double
+    lib.hz_norm_block.restype = size
+    lib.hz_isa.restype = ctypes.c_char_p
+    return lib
+
+
 @functools.cache
 def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     source = folder / SOURCE_FILE
@@ -91,22 +108,6 @@ def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
         problem = f"{stale} was built from another {SOURCE_FILE}" if stale else "it was never compiled"
         return None, f"{problem}; {_HOW_TO_BUILD}"
     try:
-        return _declare(ctypes.CDLL(str(file))), ""
+        return bind(ctypes.CDLL(str(file))), ""
     except (OSError, AttributeError) as error:
         return None, f"{file.name} does not load ({error}); {_HOW_TO_BUILD}"
-
-
-def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    segments, scalars = ctypes.POINTER(Segment), ctypes.POINTER(Scalars)
-    lib.hz_adamw.argtypes = (*[pointer] * 5, number, segments, size, scalars, number)
-    lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
-    lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
-    lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
-    lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
-    for function in (lib.hz_adamw, lib.hz_merge, lib.hz_split, lib.hz_triad):
-        function.restype = None
-    lib.hz_sum_squares.restype = ctypes.c_double
-    lib.hz_norm_block.restype = size
-    lib.hz_isa.restype = ctypes.c_char_p
-    return lib

@@ -38,8 +38,17 @@ def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
     if actual_bytes < size_bytes:
         raise ValueError(f"the memory file holds {actual_bytes} bytes, {size_bytes} are needed")
     mapping = mmap.mmap(fd, size_bytes)
-    _advise_huge_pages(mapping)
+    advise_huge_pages(mapping)
     return mapping
+
+
+def advise_huge_pages(mapping: mmap.mmap) -> None:
+    """Ask for huge pages; memory files get them only where the kernel's shmem_enabled allows advice."""
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, AttributeError):
+        # An optimisation only: where the kernel lacks it, 4 KiB pages serve.
+        return
 
 
 def touch(mapping: mmap.mmap, *, num_threads: int) -> None:
@@ -71,11 +80,3 @@ def _touch_piece(mapping: mmap.mmap, base: int, start: int, size_bytes: int) -> 
     # Kernels before 5.14: a read fault makes a memory file allocate the page as well.
     for offset in range(start, start + size_bytes, mmap.PAGESIZE):
         mapping[offset]
-
-
-def _advise_huge_pages(mapping: mmap.mmap) -> None:
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, AttributeError):
-        # An optimisation only: where the kernel lacks it, 4 KiB pages serve.
-        return

@@ -1,0 +1,194 @@
+"""The kernel against NumPy bit by bit, and against torch.optim.AdamW."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from horizon_server.store import native, reference
+from horizon_server.store.adamw import AdamWStep, kernel_info, sum_squares, update_unit
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import build_layout
+
+PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+SHAPES = {
+    "model.embed_tokens.weight": (97, 33),
+    "model.layers.0.proj.weight": (311, 257),
+    "model.layers.0.norm.weight": (37,),
+    "model.layers.0.out.weight": (1, 1),
+    "model.norm.weight": (33,),
+}
+OPTIONS = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
+needs_kernel = pytest.mark.skipif(not kernel_info().available, reason=f"no compiled kernel: {kernel_info().reason}")
+
+
+def filled_store(grad_dtype: torch.dtype, *, seed: int = 0) -> HostStore:
+    store = HostStore.allocate(build_layout(SHAPES, num_layers=1, tied=True), grad_dtype=grad_dtype, num_threads=1)
+    generator = torch.Generator().manual_seed(seed)
+    for _, tensor in store.layout.tensors():
+        store.write_master(tensor.name, torch.randn(tensor.shape, generator=generator) * 0.02)
+    fill_grads(store, generator)
+    return store
+
+
+def fill_grads(store: HostStore, generator: torch.Generator) -> None:
+    for _, tensor in store.layout.tensors():
+        # Magnitudes from subnormal to large, so that every branch of the arithmetic sees work.
+        exponents = torch.empty(tensor.shape).uniform_(-140, 20, generator=generator)
+        store.tensor(tensor.name, "grad").copy_(torch.randn(tensor.shape, generator=generator) * torch.exp2(exponents))
+
+
+def run(
+    store: HostStore, *, num_steps: int, num_threads: int = 1, changes: dict[str, float] | None = None
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    for step in range(1, num_steps + 1):
+        for unit in store.layout.units:
+            update_unit(store, unit.index, AdamWStep(step=step, **OPTIONS | (changes or {})), num_threads=num_threads)
+        fill_grads(store, generator)
+    return {plane: store.plane(plane).view(torch.uint8).clone() for plane in PLANES}
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for plane in PLANES:
+        assert torch.equal(left[plane], right[plane]), f"{plane} differs"
+
+
+@needs_kernel
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0}, {"beta1": 0.0, "eps": 0.0}, {"learning_rate": 0.0}])
+def test_kernel_gives_the_bits_of_numpy(
+    grad_dtype: torch.dtype, changes: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernel = run(filled_store(grad_dtype), num_steps=4, changes=changes)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert_same_bits(by_kernel, run(filled_store(grad_dtype), num_steps=4, changes=changes))
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_threads(num_threads: int, grad_dtype: torch.dtype) -> None:
+    assert_same_bits(
+        run(filled_store(grad_dtype), num_steps=3),
+        run(filled_store(grad_dtype), num_steps=3, num_threads=num_threads),
+    )
+
+
+@needs_kernel
+def test_bits_do_not_depend_on_the_callers_float_mode() -> None:
+    store, flushed = filled_store(torch.float32), filled_store(torch.float32)
+    torch.set_flush_denormal(True)
+    try:
+        update_unit(flushed, 1, AdamWStep(step=1, **OPTIONS), num_threads=1)
+    finally:
+        torch.set_flush_denormal(False)
+    update_unit(store, 1, AdamWStep(step=1, **OPTIONS), num_threads=2)
+    subnormal = store.unit(1, "exp_avg_sq").abs() < torch.finfo(torch.float32).tiny
+    assert int((subnormal & (store.unit(1, "exp_avg_sq") != 0)).sum()) > 100, "the data must reach the subnormals"
+    assert torch.equal(store.unit(1, "exp_avg_sq"), flushed.unit(1, "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_follows_torch_adamw(weight_decay: float) -> None:
+    store = filled_store(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    expected = {name: master_of(store, name).clone().requires_grad_() for name in SHAPES}
+    decayed = [weight for name, weight in expected.items() if store.layout.find(name)[1].decay]
+    kept = [weight for name, weight in expected.items() if not store.layout.find(name)[1].decay]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for step in range(1, 51):
+        for name, weight in expected.items():
+            weight.grad = torch.randn(weight.shape, generator=generator) * 0.1
+            store.tensor(name, "grad").copy_(weight.grad * 2)
+        optimizer.step()
+        hyper = AdamWStep(
+            step=step, learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=weight_decay, grad_scale=0.5
+        )
+        for unit in store.layout.units:
+            update_unit(store, unit.index, hyper, num_threads=2)
+    for name, weight in expected.items():
+        # Relative to the tensor's scale: single weights pass through zero on the way.
+        error = (master_of(store, name) - weight.detach()).abs().max() / weight.detach().abs().max()
+        assert error < 1e-6, f"{name}: {error}"
+
+
+def test_decays_projections_but_no_norms_and_no_embeddings() -> None:
+    store = filled_store(torch.float32)
+    store.plane("grad").zero_()
+    before = {name: master_of(store, name) for name in SHAPES}
+    for unit in store.layout.units:
+        update_unit(store, unit.index, AdamWStep(step=1, **OPTIONS), num_threads=1)
+    shrunk = {name for name in SHAPES if not torch.equal(master_of(store, name), before[name])}
+    assert shrunk == {"model.layers.0.proj.weight", "model.layers.0.out.weight"}
+
+
+def test_takes_a_gradient_from_elsewhere_and_leaves_it_and_the_padding_alone() -> None:
+    store, other = filled_store(torch.float32), filled_store(torch.float32)
+    grad = store.unit(1, "grad").clone()
+    kept = grad.clone()
+    store.plane("grad").fill_(math.nan)
+    update_unit(store, 1, AdamWStep(step=1, **OPTIONS | {"eps": 0.0}), num_threads=1, grad=grad)
+    update_unit(other, 1, AdamWStep(step=1, **OPTIONS | {"eps": 0.0}), num_threads=1)
+    assert torch.equal(grad, kept)
+    for plane in PLANES:
+        assert torch.equal(store.plane(plane).view(torch.uint8), other.plane(plane).view(torch.uint8)), plane
+    last = store.layout.units[1].tensors[-1]
+    assert store.unit(1, "hi")[last.offset + last.num_elements :].abs().sum() == 0
+
+
+def test_units_update_at_the_same_time_from_several_threads() -> None:
+    expected = run(filled_store(torch.float32), num_steps=1)
+    store = filled_store(torch.float32)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        hyper = AdamWStep(step=1, **OPTIONS)
+        list(pool.map(lambda unit: update_unit(store, unit.index, hyper, num_threads=3), store.layout.units))
+    assert_same_bits(expected, {plane: store.plane(plane).view(torch.uint8) for plane in PLANES})
+
+
+@needs_kernel
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    script = """
+import os, torch
+from horizon_server.store.adamw import sum_squares
+values = torch.ones(1 << 20)
+sum_squares(values, num_threads=2)
+child = os.fork()
+if child == 0:
+    os._exit(0 if sum_squares(values, num_threads=2).value == 1 << 20 else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 65535, 65536, 65537, 200_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_squares_is_exact_to_float64_and_the_same_everywhere(num_elements: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_elements)
+    values = (torch.randn(num_elements, generator=generator) * 1e3).to(dtype)
+    raw = values.view(torch.uint16).numpy() if dtype == torch.bfloat16 else values.numpy()
+    results = {sum_squares(values, num_threads=threads).value for threads in (1, 2, 3)}
+    assert results == {reference.sum_squares(raw)}
+    assert math.isclose(results.pop(), math.fsum((values.double() ** 2).tolist()), rel_tol=1e-14)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_squares_tells_non_finite_from_huge(bad: float, dtype: torch.dtype) -> None:
+    values = torch.full((70_000,), 3e38).to(dtype)
+    assert sum_squares(values, num_threads=2).is_finite
+    values[69_999] = bad
+    assert not sum_squares(values, num_threads=2).is_finite
+
+
+def master_of(store: HostStore, name: str) -> torch.Tensor:
+    unit, tensor = store.layout.find(name)
+    master = torch.empty(unit.num_elements)
+    store.merge_master(unit.index, master)
+    return master.narrow(0, tensor.offset, tensor.num_elements).view(tensor.shape)
