@@ -38,6 +38,7 @@ _MOVES: dict[JobState, frozenset[JobState]] = {
         {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
     ),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
 }
 
 

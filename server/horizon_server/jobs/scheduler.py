@@ -1,0 +1,157 @@
+"""The queue: first come, first served, one job on the device at a time. Also what happens to jobs whose daemon died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import structlog
+
+from horizon_server.errors import HorizonError, WrongJobState
+from horizon_server.events import StateChanged
+from horizon_server.jobs.attempt import Attempt, orphan_pid
+from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.job import JobRecord, JobState
+from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.ports import JobObserver
+
+log = structlog.get_logger(__name__)
+
+DAEMON_DIED = "DAEMON_DIED"
+
+
+class Scheduler:
+    """Runs queued jobs one after the other.
+
+    Thread: belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        observer: JobObserver,
+        folders: JobFolders,
+        make_attempt: Callable[[JobRecord], Attempt],
+        max_attempts: int,
+        orphan_grace_s: float,
+    ) -> None:
+        self._journal = journal
+        self._observer = observer
+        self._folders = folders
+        self._make_attempt = make_attempt
+        self._max_attempts = max_attempts
+        self._orphan_grace_s = orphan_grace_s
+        self._news = asyncio.Event()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self.current: Attempt | None = None
+
+    def wake(self) -> None:
+        """Look at the queue again."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""
+        while not self._draining:
+            self._news.clear()
+            queued = await self._journal.store.in_states([JobState.QUEUED])
+            if not queued:
+                await self._news.wait()
+                continue
+            self.current = self._make_attempt(queued[0])
+            self._idle.clear()
+            try:
+                await self.current.run()
+            except WrongJobState:
+                log.info("the job left the queue before its turn", job_id=queued[0].job_id)
+            except Exception as error:  # a defect in one attempt must not stop everybody's queue
+                log.exception("attempt broke", job_id=queued[0].job_id)
+                await self._fail(queued[0].job_id, error)
+            finally:
+                self.current = None
+                self._idle.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
+        self._draining = True
+        attempt = self.current
+        self.wake()
+        if attempt is None:
+            return
+        await attempt.stop("drain")
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("the worker did not stop in time and is killed", timeout_s=timeout_s)
+            attempt.kill()
+            await self._idle.wait()
+
+    async def recover(self) -> None:
+        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them.
+
+        A worker whose daemon died sees the end of its control pipe, checkpoints and stops; only when it takes too long is it killed.
+        So a job is never run twice at the same time, and goes on from its newest checkpoint.
+        """
+        on_device = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
+        for job in await self._journal.store.in_states(on_device):
+            await self._end_orphan(job)
+            await self._settle(job)
+
+    async def _end_orphan(self, job: JobRecord) -> None:
+        folder = self._folders.attempt(job.job_id, job.attempt)
+        deadline = time.monotonic() + self._orphan_grace_s
+        while (pid := orphan_pid(folder)) is not None:
+            if time.monotonic() >= deadline:
+                log.warning("a worker of the last daemon did not stop and is killed", job_id=job.job_id, pid=pid)
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+
+    async def _settle(self, job: JobRecord) -> None:
+        log.info("found a job whose daemon died", job_id=job.job_id, job_state=job.job_state.value)
+        if job.job_state is JobState.STOPPING and job.wanted == "cancel":
+            await self._journal.move(
+                job, JobState.CANCELLED, reason="CANCELLED", message="cancelled by a user", wanted=""
+            )
+            return
+        if job.job_state is JobState.STOPPING and job.wanted == "pause":
+            await self._journal.move(job, JobState.PAUSED, reason="PAUSED", message="paused by a user", wanted="")
+            return
+        if await self._deaths(job) + 1 >= self._max_attempts:
+            message = (
+                f"the daemon died {self._max_attempts} times under this job; look at its log, then resume it by hand"
+            )
+            await self._journal.move(job, JobState.FAILED, reason=DAEMON_DIED, message=message, ended_s=time.time())
+            return
+        message = "the daemon died and is back; the job goes on from its newest checkpoint"
+        await self._journal.move(job, JobState.QUEUED, reason=DAEMON_DIED, message=message, wanted="")
+        self._observer.on_worker_restart(DAEMON_DIED)
+
+    async def _deaths(self, job: JobRecord) -> int:
+        """How often this job was found like this since a user last queued it."""
+        deaths, after = 0, 0
+        while events := await self._journal.store.events_after(job.job_id, after, 1000):
+            after = events[-1].sequence
+            changes = [event.payload for event in events if isinstance(event.payload, StateChanged)]
+            for change in changes:
+                if change.reason == DAEMON_DIED:
+                    deaths += 1
+                elif change.job_state == JobState.QUEUED and change.reason == "RESUMED":
+                    deaths = 0
+        return deaths
+
+    async def _fail(self, job_id: str, error: Exception) -> None:
+        job = await self._journal.store.get(job_id)
+        if job is None or job.job_state not in (
+            JobState.PREPARING,
+            JobState.STARTING,
+            JobState.RUNNING,
+            JobState.STOPPING,
+        ):
+            return
+        reason = error.reason if isinstance(error, HorizonError) else "INTERNAL"
+        message = f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
+        await self._journal.move(job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted="")
