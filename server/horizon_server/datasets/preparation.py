@@ -1,0 +1,155 @@
+"""What it takes to prepare a dataset for a model, and the key under which the result is kept.
+
+Owns the request and the report that cross to the preparation child and back. Free of torch, transformers and tokenizers: the daemon
+looks into its cache and starts the child with this alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.rows import DataFile
+from horizon_server.errors import InvalidModel, InvalidSpec
+
+PREPARATION_VERSION = 1
+"""Raised whenever the same request would give other tokens or masks, so that no old result is found again."""
+
+METHODS = ("sft", "pretrain")
+TRAIN_ON = ("assistant", "last-assistant", "all")
+
+# Everything that decides how this model reads text; config.json holds the size of the vocabulary.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "config.json"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How rows become tokens. With method `pretrain` every token is trained, whatever `train_on` says."""
+
+    format: DatasetFormat = DatasetFormat.AUTO
+    field_map: Mapping[str, str] = field(default_factory=dict)
+    method: str = "sft"
+    sequence_length: int = 1024
+    train_on: str = "assistant"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain data, with the names that the request carries."""
+        return {
+            "format": self.format.value,
+            "map": dict(sorted(self.field_map.items())),
+            "method": self.method,
+            "sequence_length": self.sequence_length,
+            "train_on": self.train_on,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest:
+    """One call of the preparation child. `num_rows` is the number of rows where it is known: the total of the progress."""
+
+    dataset_files: tuple[DataFile, ...]
+    model_dir: Path
+    output_dir: Path
+    options: PrepareOptions
+    num_rows: int = 0
+
+    def to_json(self) -> str:
+        """Return the request as the child reads it."""
+        files = [{"path": str(file.path), "name": file.name} for file in self.dataset_files]
+        plain = {"dataset_files": files, "model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
+        return json.dumps(plain | self.options.to_mapping() | {"num_rows": self.num_rows})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PrepareRequest:
+        """Return the request in `text`; a data file may be a bare path.
+
+        Raises: InvalidSpec when it is not a request.
+        """
+        try:
+            plain = json.loads(text)
+            options = PrepareOptions(
+                format=DatasetFormat(plain.pop("format", "auto")),
+                field_map=dict(plain.pop("map", None) or {}),
+                method=_choice("method", plain.pop("method", "sft"), METHODS),
+                sequence_length=int(plain.pop("sequence_length")),
+                train_on=_choice("train_on", plain.pop("train_on", "assistant"), TRAIN_ON),
+            )
+            return cls(
+                dataset_files=tuple(_data_file(entry) for entry in plain.pop("dataset_files")),
+                model_dir=Path(plain.pop("model_dir")),
+                output_dir=Path(plain.pop("output_dir")),
+                num_rows=int(plain.pop("num_rows", 0)),
+                options=options,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidSpec(f"the preparation request is malformed: {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport:
+    """What came out. `trained_tokens` counts targets: the first token of a document is never one.
+
+    A long text is split into several documents; every other row is one.
+    """
+
+    rows: int
+    documents: int
+    tokens: int
+    trained_tokens: int
+    truncated_rows: int
+    longest_document: int
+    sequence_length: int
+
+    def to_mapping(self) -> dict[str, int]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+
+def preparation_key(dataset_digest: str, tokenizer_digest: str, options: PrepareOptions) -> str:
+    """Return the name of the prepared folder: equal for equal data, tokenizer files and options, else different."""
+    parts = {
+        "version": PREPARATION_VERSION,
+        "dataset": dataset_digest,
+        "tokenizer": tokenizer_digest,
+        "options": options.to_mapping(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def tokenizer_digest(model_dir: Path) -> str:
+    """Return the sha256 over the names and contents of the files that decide how this model reads text.
+
+    Raises: InvalidModel when the folder holds no tokenizer.
+    """
+    digest = hashlib.sha256()
+    found = []
+    for name in _TOKENIZER_FILES:
+        path = model_dir / name
+        if path.is_file():
+            found.append(name)
+            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    if not set(found) - {"config.json", "chat_template.jinja"}:
+        raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
+    return digest.hexdigest()
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    return str(value)
+
+
+def _data_file(entry: str | Mapping[str, str]) -> DataFile:
+    if isinstance(entry, str):
+        return DataFile.at(Path(entry))
+    return DataFile.at(Path(entry["path"]), name=entry.get("name"))

@@ -1,0 +1,179 @@
+"""The built-in model and dataset, made from nothing but a seed: what `horizond demo` trains.
+
+Owns the demo's model shape, tokenizer and job. Must not import torch or transformers: the daemon's side makes the
+folder, and plain transformers loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from horizon_server.datasets.tensor_file import TensorSource, write_tensor_file
+from horizon_server.demo.chats import demo_chats
+
+DEMO_DATASET_FILE = "lab-box-chats.jsonl"
+
+# Questions from the training set, to hear what the model has learned.
+DEMO_PROMPTS = ("What is host memory?", "Which day comes after Friday?", "Why stream layers?")
+
+DEMO_SPEC: dict[str, Any] = {
+    "name": "demo",
+    "method": "sft",
+    "train": {
+        "max_steps": 100,
+        "sequence_length": 256,
+        "tokens_per_step": 1024,
+        "learning_rate": 2e-3,
+        "lr_schedule": "cosine",
+        "warmup_steps": 5,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+        "train_on": "assistant",
+    },
+    "checkpoint": {"every_steps": 50, "keep_last": 1},
+}
+"""The job that the demo submits, but for the names of the model and the dataset it pushed."""
+
+_VOCABULARY = 1024
+_HIDDEN = 256
+_LAYERS = 4
+_HEADS = 8
+_KEY_VALUE_HEADS = 4
+_HEAD_DIM = 32
+_INTERMEDIATE = 768
+_INIT_STD = 0.02
+
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+
+_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}\n"
+    "{{- '<|im_start|>' + message['role'] + '\\n' -}}\n"
+    "{%- if message['role'] == 'assistant' -%}\n"
+    "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}\n"
+    "{%- else -%}\n"
+    "{{- message['content'] + '<|im_end|>' -}}\n"
+    "{%- endif -%}\n"
+    "{{- '\\n' -}}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+)
+
+_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "head_dim": _HEAD_DIM,
+    "hidden_act": "silu",
+    "hidden_size": _HIDDEN,
+    "initializer_range": _INIT_STD,
+    "intermediate_size": _INTERMEDIATE,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": _HEADS,
+    "num_hidden_layers": _LAYERS,
+    "num_key_value_heads": _KEY_VALUE_HEADS,
+    "pad_token_id": 3,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": _VOCABULARY,
+}
+_GENERATION_CONFIG = {"eos_token_id": [0, 2], "pad_token_id": 3, "do_sample": False}
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": None,
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|pad|>",
+    "model_max_length": 1024,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def write_demo_model(folder: Path, seed: int = 0) -> Path:
+    """Write a Hugging Face folder of a tiny Qwen3 with random weights; the same seed writes the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _CONFIG)
+    _write_json(folder / "generation_config.json", _GENERATION_CONFIG)
+    _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="ascii")
+    (folder / "tokenizer.json").write_text(_trained_tokenizer().to_str(pretty=False), encoding="utf-8")
+    write_tensor_file(folder / "model.safetensors", _weights(seed))
+    return folder
+
+
+def write_demo_dataset(folder: Path) -> Path:
+    """Write the built-in chats as JSON lines in the messages format and return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / DEMO_DATASET_FILE
+    lines = [json.dumps({"messages": chat}, ensure_ascii=True) + "\n" for chat in demo_chats()]
+    path.write_text("".join(lines), encoding="ascii")
+    return path
+
+
+def _trained_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = [message[key] for chat in demo_chats() for message in chat for key in ("role", "content")]
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def _weights(seed: int) -> list[TensorSource]:
+    sources = []
+    for index, (name, shape) in enumerate(_shapes().items()):
+        if len(shape) == 1:
+            values = np.ones(shape, dtype=np.float32)
+        else:
+            values = np.random.default_rng((seed, index)).standard_normal(shape, dtype=np.float32) * _INIT_STD
+        sources.append(TensorSource(name=name, dtype="BF16", shape=shape, chunks=[_bfloat16_bytes(values)]))
+    return sources
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    query, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
+    layer = {
+        "input_layernorm": (_HIDDEN,),
+        "mlp.down_proj": (_HIDDEN, _INTERMEDIATE),
+        "mlp.gate_proj": (_INTERMEDIATE, _HIDDEN),
+        "mlp.up_proj": (_INTERMEDIATE, _HIDDEN),
+        "post_attention_layernorm": (_HIDDEN,),
+        "self_attn.k_norm": (_HEAD_DIM,),
+        "self_attn.k_proj": (key_value, _HIDDEN),
+        "self_attn.o_proj": (_HIDDEN, query),
+        "self_attn.q_norm": (_HEAD_DIM,),
+        "self_attn.q_proj": (query, _HIDDEN),
+        "self_attn.v_proj": (key_value, _HIDDEN),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN)}
+    for number in range(_LAYERS):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (_HIDDEN,)}
+
+
+def _bfloat16_bytes(values: NDArray[np.float32]) -> bytes:
+    bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
+    # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+    return rounded.astype("<u2").tobytes()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="ascii")
