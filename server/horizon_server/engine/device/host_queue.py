@@ -1,0 +1,124 @@
+"""A queue of the host device: one thread, real events, its own clock.
+
+Owns order, asynchrony and the transport of errors. Must not know what the work is.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from horizon_server.engine.device.protocol import Event, Work
+from horizon_server.engine.device.timeline import Busy, Timeline, Wait
+
+
+class Failure:
+    """The first error of a group of queues; the others stop working when there is one. Thread: safe from any."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def happened(self) -> bool:
+        """Whether any queue failed."""
+        return self._error is not None
+
+    def collect(self, future: Future[None]) -> None:
+        """Keep a finished work's error if it is the first."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        with self._lock:
+            if error is not None and self._error is None:
+                self._error = error
+
+    def raise_first(self) -> None:
+        """Raise the error that was kept, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+class HostEvent:
+    """A point in a `HostQueue`'s order."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self._happened = threading.Event()
+
+    @property
+    def happened(self) -> bool:
+        """Whether the queue has passed this point."""
+        return self._happened.is_set()
+
+    def wait(self) -> None:
+        """Block until it happened."""
+        self._happened.wait()
+
+    def set(self) -> None:
+        """Mark it as happened. Thread: the queue's own."""
+        self._happened.set()
+
+
+class HostQueue:
+    """Runs work in order on a thread of its own.
+
+    After a failure anywhere in the group the remaining work is skipped, while events still happen: nobody waits for ever.
+    `max_delay_s` puts a random pause before each piece of work, to bring races to light.
+    """
+
+    def __init__(
+        self, name: str, *, failure: Failure, num_threads: int, max_delay_s: float = 0.0, delay_seed: int = 0
+    ) -> None:
+        self.name = name
+        self.timeline = Timeline()
+        self._failure = failure
+        self._max_delay_s = max_delay_s
+        self._random = random.Random(f"{delay_seed}-{name}")
+        # Intra-op threads are a property of the calling thread: each queue sets its own once, when its thread starts.
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"horizon-{name}",
+            initializer=torch.set_num_threads,
+            initargs=(num_threads,),
+        )
+        self.record().wait()
+
+    def submit(self, work: Work, *, num_bytes: int = 0) -> None:
+        """Append work; its error, if any, is kept in the group's `Failure`."""
+        self._executor.submit(self._run, work, num_bytes).add_done_callback(self._failure.collect)
+
+    def wait(self, event: Event) -> None:
+        """Let later work wait for the event."""
+        assert isinstance(event, HostEvent)
+        self._executor.submit(self._wait, event)
+
+    def record(self) -> HostEvent:
+        """An event behind everything submitted so far."""
+        event = HostEvent(self.name)
+        self._executor.submit(event.set)
+        return event
+
+    def close(self) -> None:
+        """Let what was submitted end, then end the thread."""
+        self._executor.shutdown(wait=True)
+
+    def _run(self, work: Work, num_bytes: int) -> None:
+        if self._failure.happened:
+            return
+        if self._max_delay_s:
+            time.sleep(self._random.random() * self._max_delay_s)
+        start_s = time.perf_counter()
+        work()
+        self.timeline.add(Busy(start_s, time.perf_counter(), num_bytes))
+
+    def _wait(self, event: HostEvent) -> None:
+        if event.happened:
+            return
+        start_s = time.perf_counter()
+        event.wait()
+        self.timeline.add(Wait(start_s, time.perf_counter(), event.origin))

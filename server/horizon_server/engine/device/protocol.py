@@ -1,0 +1,128 @@
+"""What the engine asks of a device: three queues joined by events, and a bounded arena.
+
+Owns the words in which the schedule is written. Must not know any backend; `host` and (later) `cuda` implement it. Work given to
+a queue runs in order, later than the call that gave it, and must neither read results back nor wait for the host.
+
+Units: bytes are what crosses the link, seconds come from the queues themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from horizon_server.store.host_store import HostStore
+
+Component = Literal["weights", "gradients", "activations", "workspace"]
+Work = Callable[[], None]
+
+
+class Event(Protocol):
+    """A point in a queue's order."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the queue has passed this point."""
+
+
+class Queue(Protocol):
+    """Work done strictly in the order given, at the same time as other queues' work."""
+
+    name: str
+
+    def submit(self, work: Work, *, num_bytes: int = 0) -> None:
+        """Append work; `num_bytes` is what it moves over the link."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything submitted later wait for the event. Does not block the caller."""
+
+    def record(self) -> Event:
+        """An event that happens when everything submitted so far is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectionUse:
+    """One direction of the link over a period: bytes, seconds busy, and seconds that compute stood still for it."""
+
+    num_bytes: int
+    busy_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """What the queues did over a period, from their own clocks."""
+
+    h2d: DirectionUse
+    d2h: DirectionUse
+    compute_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
+
+
+class Device(Protocol):
+    """A compute engine with its own bounded memory, fed from the host store.
+
+    Thread: methods are called by one driving thread; queue work may call `workspace` and `charge`.
+    """
+
+    name: str
+    compute_dtype: torch.dtype
+    h2d: Queue
+    compute: Queue
+    d2h: Queue
+
+    def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in the arena.
+
+        Raises:
+            DoesNotFit: the arena's limit would be exceeded; the message carries the numbers.
+        """
+
+    def free(self, tensor: Tensor) -> None:
+        """Give back what `allocate` returned."""
+
+    def charge(self, component: Component, num_bytes: int) -> None:
+        """Account for memory that the framework's own allocator holds; negative gives it back."""
+
+    def workspace(self, key: Hashable) -> AbstractContextManager[None]:
+        """Account for what autograd keeps inside the block. `key` names work that always needs the same amount."""
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Token ids and indices where compute can read them; small, and not part of the account."""
+
+    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length."""
+
+    def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
+        """Append the gathering and copy of some rows of a 2-D parameter to h2d."""
+
+    def download_unit(self, gradient: Tensor, store: HostStore, index: int, square_sum: Tensor | None) -> None:
+        """Append the copy of a unit's gradient to d2h, and the sum of its squares (float64, a fixed order) if wanted."""
+
+    def download_rows(
+        self, gradient_RD: Tensor, store: HostStore, name: str, rows_R: Tensor, square_sum: Tensor, *, add: bool
+    ) -> None:
+        """Append the return of row gradients to d2h: added to the parameter's gradient, or in place of all of it."""
+
+    def poison(self, queue: Queue, tensor: Tensor) -> None:
+        """Append the poisoning of memory that is about to be reused, where that debug switch is on."""
+
+    def host_queue(self, name: str) -> Queue:
+        """A queue for work of the host's own (the optimizer); this device's queues can wait for its events."""
+
+    def raise_failure(self) -> None:
+        """Raise the first error any queue met; after one, the queues skip their work."""
+
+    def take_use(self) -> DeviceUse:
+        """What the queues finished since the last call."""
+
+    def peak_bytes(self) -> Mapping[str, int]:
+        """The most bytes each component has held."""
+
+    def close(self) -> None:
+        """Finish the queues and give the memory back."""

@@ -1,0 +1,99 @@
+"""What each queue did and when, and what of it stood in compute's way.
+
+Owns intervals and their arithmetic. Must not know threads, tensors or the schedule.
+
+Units: seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from horizon_server.engine.device.protocol import DeviceUse, DirectionUse
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Work a queue did."""
+
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A queue standing still for an event of the queue named `origin`."""
+
+    start_s: float
+    end_s: float
+    origin: str
+
+
+class Timeline:
+    """One queue's log. Thread: the queue's own thread writes, one other thread takes."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Busy | Wait] = deque()
+
+    def add(self, entry: Busy | Wait) -> None:
+        """Log an interval that has ended."""
+        self._entries.append(entry)
+
+    def take(self) -> tuple[list[Busy], list[Wait]]:
+        """Everything logged since the last call."""
+        entries = [self._entries.popleft() for _ in range(len(self._entries))]
+        return [e for e in entries if isinstance(e, Busy)], [e for e in entries if isinstance(e, Wait)]
+
+
+def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceUse:
+    """Busy and exposed seconds of a period.
+
+    Exposed is what compute waits for. When it waits for h2d while h2d itself waits for a host queue, that queue (the
+    optimizer) is what is exposed, not the copy.
+    """
+    h2d_busy, h2d_waits = h2d.take()
+    compute_busy, compute_waits = compute.take()
+    d2h_busy, _ = d2h.take()
+    host_busy = [busy for timeline in host_queues for busy in timeline.take()[0]]
+
+    for_h2d = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "h2d"]
+    for_host = [(w.start_s, w.end_s) for w in h2d_waits if w.origin not in ("compute", "d2h")]
+    optimizer_exposed_s = overlap_s(for_h2d, for_host)
+    return DeviceUse(
+        h2d=DirectionUse(
+            num_bytes=sum(b.num_bytes for b in h2d_busy),
+            busy_s=_length_s((b.start_s, b.end_s) for b in h2d_busy),
+            exposed_s=_length_s(for_h2d) - optimizer_exposed_s,
+        ),
+        d2h=DirectionUse(
+            num_bytes=sum(b.num_bytes for b in d2h_busy),
+            busy_s=_length_s((b.start_s, b.end_s) for b in d2h_busy),
+            exposed_s=_length_s((w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"),
+        ),
+        compute_s=_length_s((b.start_s, b.end_s) for b in compute_busy),
+        optimizer_s=_length_s((b.start_s, b.end_s) for b in host_busy),
+        optimizer_exposed_s=optimizer_exposed_s,
+    )
+
+
+def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """Length of what two lists of ordered, disjoint intervals have in common."""
+    total_s, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        start_s = max(first[i][0], second[j][0])
+        end_s = min(first[i][1], second[j][1])
+        total_s += max(0.0, end_s - start_s)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_s
+
+
+def _length_s(intervals: Iterable[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)

@@ -1,0 +1,275 @@
+"""One optimizer step's loss and gradients, layer by layer over all its micro-batches.
+
+Forward keeps each layer's input and no graph; the head turns chunks of tokens into loss and gradient; backward recomputes one
+layer at a time with local autograd. Weights cross the link twice a step and gradients once, however many micro-batches there are.
+
+Owns the order of the work. Must not know how units travel, what an optimizer does with gradients, or any architecture.
+
+Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of a chunk, D = hidden size, R = embedding rows
+in use.
+Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.activations import Activations
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.layer_stream import LayerStream, UnitRequest
+from horizon_server.engine.loss import chunk_loss
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.step_tokens import StepTokens
+from horizon_server.engine.template import LayerCall, Place, Template
+
+Enqueue = Callable[[Tensor], None]
+
+
+@dataclass
+class _Pass:
+    """What one pass over the units carries along. Thread: after the driver built it, compute's own."""
+
+    tokens: StepTokens
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    calls: dict[int, list[LayerCall]] = field(default_factory=dict)
+    call_bytes: int = 0
+
+
+class ForwardBackward:
+    """Drives a step through stream, compute and sink. `head_chunk_tokens` bounds the logits that live at a time.
+
+    Thread: one driving thread; it only queues work and waits at the end.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        device: Device,
+        stream: LayerStream,
+        sink: GradientSink,
+        *,
+        head_chunk_tokens: int,
+    ) -> None:
+        self._template, self._device, self._stream, self._sink = template, device, stream, sink
+        self._head_chunk_tokens = head_chunk_tokens
+        self._activations = Activations(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit without growing the device's memory."""
+        return self._activations.capacity_tokens
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Mean loss over the supervised tokens; when it returns, every unit's gradient is in the store."""
+        current, layers = self._start(micro_batches), range(self._template.num_layers)
+        self._sink.start_step()
+        rows = UnitRequest(unit_index=0, rows_R=current.tokens.rows_R)
+        self._drive(
+            [
+                (rows, partial(self._enqueue_embed, current)),
+                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, i + 1)) for i in layers),
+                (self._head_request, partial(self._enqueue_head_gradients, current)),
+                *(
+                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_backward, current, i))
+                    for i in reversed(layers)
+                ),
+                (rows, partial(self._enqueue_embed_backward, current)),
+            ]
+        )
+        return self._finish(current)
+
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Mean loss over the supervised tokens, without gradients."""
+        current = self._start(micro_batches)
+        self._drive(
+            [
+                (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
+                *(
+                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, 0))
+                    for i in range(self._template.num_layers)
+                ),
+                (self._head_request, partial(self._enqueue_head_loss, current)),
+            ]
+        )
+        return self._finish(current)
+
+    def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
+        current, layers = self._start(micro_batches), range(self._template.num_layers)
+        self._drive(
+            [
+                (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
+                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, i + 1)) for i in layers),
+            ]
+        )
+        self._finish(current)
+        inputs, outputs = self._activations.layer_input(0), self._activations.layer_input(len(layers))
+        return inputs.cpu().clone(), outputs.cpu().clone()
+
+    def close(self) -> None:
+        """Give the activations' memory back. The queues must be idle."""
+        self._activations.close()
+
+    @property
+    def _head_request(self) -> UnitRequest:
+        return UnitRequest(unit_index=len(self._template.layout.units) - 1)
+
+    def _start(self, micro_batches: Sequence[MicroBatch]) -> _Pass:
+        tokens = StepTokens.of(micro_batches, self._device)
+        self._activations.reserve(tokens.num_tokens)
+        return _Pass(tokens=tokens)
+
+    def _drive(self, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
+        walk = self._stream.walk([request for request, _ in program])
+        for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
+            enqueue(flat)
+
+    def _finish(self, current: _Pass) -> float:
+        # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
+        self._device.compute.wait(self._device.d2h.record())
+        self._device.compute.record().wait()
+        self._device.raise_failure()
+        self._device.charge("workspace", -current.call_bytes)
+        return float(current.loss)
+
+    def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
+        for index in range(len(current.tokens.spans)):
+            self._device.compute.submit(partial(self._embed, current, index, flat))
+
+    def _enqueue_layer(self, current: _Pass, layer: int, output: int, flat: Tensor) -> None:
+        source = 0 if output == 0 else layer
+        for index in range(len(current.tokens.spans)):
+            self._device.compute.submit(partial(self._layer, current, index, layer, source, output, flat))
+
+    def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
+        for chunk in self._chunks(current.tokens):
+            self._device.compute.submit(partial(self._head_loss, current, chunk, flat))
+
+    def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
+        unit_index = self._head_request.unit_index
+        slot = self._sink.open(unit_index)
+        self._device.compute.submit(partial(_zero, self._activations.gradient))
+        for chunk in self._chunks(current.tokens):
+            self._device.compute.submit(partial(self._head_gradients, current, chunk, flat, slot.flat))
+        self._sink.send(unit_index, slot)
+
+    def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
+        slot = self._sink.open(layer + 1)
+        for index in range(len(current.tokens.spans)):
+            self._device.compute.submit(partial(self._layer_backward, current, index, layer, flat, slot.flat))
+        self._sink.send(layer + 1, slot)
+
+    def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
+        slot = self._sink.open(0)
+        gradient_RD = self._rows(current, slot.flat)
+        for index in range(len(current.tokens.spans)):
+            self._device.compute.submit(partial(self._embed_backward, current, index, flat, gradient_RD))
+        padding_row = current.tokens.row_of(self._template.padding_id)
+        if padding_row is not None:
+            self._device.compute.submit(partial(_zero, gradient_RD[padding_row]))
+        self._sink.send_rows(slot, current.tokens.rows_R)
+
+    def _chunks(self, tokens: StepTokens) -> Iterator[slice]:
+        for start in range(0, tokens.num_targets, self._head_chunk_tokens):
+            yield slice(start, start + self._head_chunk_tokens)
+
+    def _rows(self, current: _Pass, flat: Tensor) -> Tensor:
+        hidden_size = self._template.hidden_size
+        return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
+
+    def _embed(self, current: _Pass, index: int, flat: Tensor) -> None:
+        span = current.tokens.spans[index]
+        with torch.no_grad():
+            hidden_1TD, calls = self._template.embed(
+                self._rows(current, flat), current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
+            )
+        self._activations.layer_input(0)[span].copy_(hidden_1TD[0])
+        current.calls[index] = calls
+        num_bytes = _distinct_bytes(calls)
+        self._device.charge("workspace", num_bytes)
+        current.call_bytes += num_bytes
+
+    def _layer(self, current: _Pass, index: int, layer: int, source: int, output: int, flat: Tensor) -> None:
+        span, places = current.tokens.spans[index], self._template.places(layer + 1)
+        parameters = {place.local_name: place.view(flat) for place in places}
+        hidden_1TD = self._activations.layer_input(source)[span][None]
+        with torch.no_grad():
+            output_1TD = self._template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
+        self._activations.layer_input(output)[span].copy_(output_1TD[0])
+
+    def _head_loss(self, current: _Pass, chunk: slice, flat: Tensor) -> None:
+        tokens, places = current.tokens, self._template.places(self._head_request.unit_index)
+        parameters = {place.local_name: place.view(flat) for place in places}
+        hidden_1SD = self._activations.layer_input(0)[tokens.supervised_S[chunk]][None]
+        with torch.no_grad():
+            logits_SV = self._template.head(parameters, hidden_1SD)
+            current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
+
+    def _head_gradients(self, current: _Pass, chunk: slice, flat: Tensor, gradient: Tensor) -> None:
+        tokens, last = current.tokens, self._template.num_layers
+        supervised_S = tokens.supervised_S[chunk]
+        hidden_1SD = self._activations.layer_input(last)[supervised_S][None].requires_grad_()
+        leaves = _leaves(self._template.places(self._head_request.unit_index), flat, gradient)
+        with self._device.workspace(("head", supervised_S.numel())):
+            logits_SV = self._template.head(leaves, hidden_1SD)
+            loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
+            _backward(loss, None)
+        current.loss += loss.detach()
+        assert hidden_1SD.grad is not None
+        self._activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
+
+    def _layer_backward(self, current: _Pass, index: int, layer: int, flat: Tensor, gradient: Tensor) -> None:
+        span = current.tokens.spans[index]
+        gradient_TD = self._activations.gradient[span]
+        hidden_1TD = self._activations.layer_input(layer)[span][None].detach().requires_grad_()
+        leaves = _leaves(self._template.places(layer + 1), flat, gradient)
+        with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
+            output_1TD = self._template.layer(layer, leaves, hidden_1TD, current.calls[index][layer])
+            _backward(output_1TD, gradient_TD[None])
+        assert hidden_1TD.grad is not None
+        gradient_TD.copy_(hidden_1TD.grad[0])
+
+    def _embed_backward(self, current: _Pass, index: int, flat: Tensor, gradient_RD: Tensor) -> None:
+        span = current.tokens.spans[index]
+        rows_RD = _leaf(self._rows(current, flat), gradient_RD)
+        with self._device.workspace(("embedding", span.stop - span.start)):
+            hidden_1TD, _ = self._template.embed(
+                rows_RD, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
+            )
+            _backward(hidden_1TD, self._activations.gradient[span][None])
+
+
+def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    return {place.local_name: _leaf(place.view(flat), place.view(gradient)) for place in places}
+
+
+def _leaf(weight: Tensor, gradient: Tensor) -> Tensor:
+    """A view that autograd differentiates; its gradient is added to `gradient` and dropped as soon as it is complete."""
+    leaf = weight.detach().requires_grad_()
+
+    def accumulate(finished: Tensor) -> None:
+        assert finished.grad is not None
+        gradient.add_(finished.grad)
+        finished.grad = None
+
+    leaf.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
+    return leaf
+
+
+def _backward(output: Tensor, gradient: Tensor | None) -> None:
+    torch.autograd.backward(output, gradient)
+
+
+def _zero(tensor: Tensor) -> None:
+    tensor.zero_()
+
+
+def _distinct_bytes(calls: Sequence[LayerCall]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for call in calls for t in call.tensors()}
+    return sum(storages.values())

@@ -1,0 +1,107 @@
+"""Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it.
+
+Owns the weight slots, the prefetch order and the wait for a unit's update before it is read. Must not know what is computed.
+
+Layers share a ring of `num_slots` (2 is double buffering). Embedding rows and the head, which can be far larger than a layer and
+are needed once or twice a step, have one slot of their own.
+
+Shapes: R = rows of the embedding in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.slot_ring import Slot, SlotRing
+from horizon_server.engine.template import Template
+from horizon_server.store.host_store import HostStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRequest:
+    """One unit wanted on the device. `rows_R` picks rows of the embedding; other units come whole."""
+
+    unit_index: int
+    rows_R: Tensor | None = None
+
+
+class LayerStream:
+    """Streams units from the host store in the order the schedule asks for them.
+
+    `updated(unit_index)` names the event after which a unit may be read, or None when nothing is pending.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        store: HostStore,
+        device: Device,
+        *,
+        num_slots: int,
+        updated: Callable[[int], Event | None],
+    ) -> None:
+        assert num_slots >= 1
+        self._template, self._store, self._device, self._updated = template, store, device, updated
+        units = template.layout.units
+        self._layer_ring = SlotRing(
+            device,
+            component="weights",
+            num_slots=num_slots,
+            num_elements=max(unit.num_elements for unit in units if unit.kind == "layer"),
+        )
+        self._edge_ring = SlotRing(
+            device,
+            component="weights",
+            num_slots=1,
+            num_elements=max(units[0].num_elements, template.head_elements),
+        )
+
+    def walk(self, requests: Sequence[UnitRequest]) -> Iterator[tuple[UnitRequest, Tensor]]:
+        """Each request with its flat weights, in order; compute waits for the copy, the caller does not.
+
+        The weights are good for work submitted to compute before the next item is asked for.
+        """
+        pending: list[tuple[Slot, Event]] = []
+        num_fetched = 0
+        for position, request in enumerate(requests):
+            while num_fetched < len(requests) and self._ring(requests[num_fetched]).available:
+                pending.append(self._fetch(requests[num_fetched]))
+                num_fetched += 1
+            assert num_fetched > position, "a released slot is always available for the request in turn"
+            slot, ready = pending.pop(0)
+            self._device.compute.wait(ready)
+            yield request, slot.flat
+            self._ring(request).release(slot, self._device.compute)
+
+    def close(self) -> None:
+        """Give the slots back. The queues must be idle."""
+        self._layer_ring.close()
+        self._edge_ring.close()
+
+    def _ring(self, request: UnitRequest) -> SlotRing:
+        is_layer = self._template.layout.units[request.unit_index].kind == "layer"
+        return self._layer_ring if is_layer else self._edge_ring
+
+    def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
+        device, template = self._device, self._template
+        slot = self._ring(request).take(device.h2d)
+        self._wait_for_update(request.unit_index)
+        if request.rows_R is not None:
+            rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
+            device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
+            return slot, device.h2d.record()
+        unit = template.layout.units[request.unit_index]
+        device.upload_unit(self._store, unit.index, slot.flat[: unit.num_elements])
+        if unit.kind == "head" and template.tied:
+            self._wait_for_update(0)
+            device.upload_unit(self._store, 0, slot.flat[unit.num_elements : template.head_elements])
+        return slot, device.h2d.record()
+
+    def _wait_for_update(self, unit_index: int) -> None:
+        event = self._updated(unit_index)
+        if event is not None:
+            self._device.h2d.wait(event)

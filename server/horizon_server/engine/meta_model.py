@@ -1,0 +1,150 @@
+"""A transformers model as structure without storage: parameters on the meta device, buffers real.
+
+Owns how such a model is built and how its decoder layers are told apart. Must not know streaming, slots or the store.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from horizon_server.errors import InvalidModel
+
+_SIMPLE = (bool, int, float, str, type(None))
+_POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+class _EmptyTensorsOnMeta(TorchFunctionMode):
+    """Sends `torch.empty` to the meta device: that is how modules make parameters, while buffers are made from values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.empty:
+            return func(*args, **{**(kwargs or {}), "device": "meta"})
+        return func(*args, **(kwargs or {}))
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The config of a model folder, never running code from it.
+
+    Raises:
+        InvalidModel: no config.json there, or not one of a model that transformers knows.
+    """
+    if not (folder / "config.json").is_file():
+        raise InvalidModel(
+            f"{folder} holds no config.json; a model folder has config.json, tokenizer and *.safetensors"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise InvalidModel(
+            f"{folder / 'config.json'} is not the config of a model that transformers knows ({error}); "
+            "models that bring their own code are not supported"
+        ) from error
+    return config
+
+
+def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model of a config, in evaluation mode (dropout off), with no parameter allocated.
+
+    Raises:
+        InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
+            checkpoint holds.
+    """
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    try:
+        with _EmptyTensorsOnMeta():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except ValueError as error:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} cannot be trained as a causal language model: {error}"
+        ) from error
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"))
+    _check_buffers(model)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
+
+
+def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder's layer list and its full name, such as `model.layers`.
+
+    Raises:
+        InvalidModel: the model has no such list.
+    """
+    wanted = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted and name.rpartition(".")[2] in ("layers", "h"):
+            return name, module
+    raise InvalidModel(f"model_type {model.config.model_type!r}: found no list of {wanted} decoder layers")
+
+
+def name_of_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
+    """The first full name of a parameter object."""
+    for name, candidate in model.named_parameters(remove_duplicate=False):
+        if candidate is parameter:
+            return name
+    raise AssertionError("the parameter belongs to the model")
+
+
+def layer_signature(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for two layers exactly when one can stand for the other: same classes, settings, shapes and buffers.
+
+    The layer's own position does not count. Anything that is not a plain value counts by identity, so that in doubt layers are
+    kept apart.
+    """
+    signature: list[object] = []
+    for path, module in layer.named_modules():
+        signature.append((path, type(module)))
+        for name, value in sorted(vars(module).items()):
+            if name not in _MODULE_ATTRIBUTES and name not in _POSITION_ATTRIBUTES:
+                signature.append((name, _comparable(value)))
+        signature.extend((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
+        signature.extend((name, tuple(b.flatten().tolist())) for name, b in module.named_buffers(recurse=False))
+    return tuple(signature)
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_comparable(item) for item in value)
+    if isinstance(value, functools.partial):
+        return (
+            value.func,
+            _comparable(value.args),
+            tuple((k, _comparable(v)) for k, v in sorted(value.keywords.items())),
+        )
+    return id(value)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{prefix}.{name}".lstrip(".")
+            if buffer.is_meta:
+                raise InvalidModel(
+                    f"buffer {full_name} cannot be computed from the config; this model is not supported"
+                )
+            if name not in module._non_persistent_buffers_set:
+                raise InvalidModel(f"buffer {full_name} is part of the checkpoint; such models are not supported yet")

@@ -1,0 +1,65 @@
+"""A ring of equal pieces of device memory, handed out in turn; an event says when a piece may be overwritten.
+
+Owns the pieces and their free events. Must not know what lies in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.device.protocol import Component, Device, Event, Queue
+
+
+@dataclass
+class Slot:
+    """One piece. `in_use` until released; `free` happens when its last user's queue has let go."""
+
+    flat: Tensor
+    in_use: bool = False
+    free: Event | None = None
+
+
+class SlotRing:
+    """`num_slots` pieces of `num_elements` each, allocated once."""
+
+    def __init__(self, device: Device, *, component: Component, num_slots: int, num_elements: int) -> None:
+        self._device = device
+        self._slots = [
+            Slot(flat=device.allocate(component, num_elements, _dtype_of(device, component))) for _ in range(num_slots)
+        ]
+        self._next = 0
+
+    @property
+    def available(self) -> bool:
+        """Whether the next slot in turn has been released."""
+        return not self._slots[self._next].in_use
+
+    def take(self, queue: Queue) -> Slot:
+        """The next slot in turn; later work of `queue` waits until its last user has let go."""
+        slot = self._slots[self._next]
+        assert not slot.in_use, "slots are released in the order they were taken"
+        self._next = (self._next + 1) % len(self._slots)
+        slot.in_use = True
+        if slot.free is not None:
+            queue.wait(slot.free)
+        return slot
+
+    def release(self, slot: Slot, queue: Queue) -> None:
+        """Give a slot back; it is free when `queue` has done what was submitted so far."""
+        self._device.poison(queue, slot.flat)
+        slot.free = queue.record()
+        slot.in_use = False
+
+    def close(self) -> None:
+        """Give the memory back. The queues must be idle."""
+        for slot in self._slots:
+            self._device.free(slot.flat)
+        self._slots.clear()
+
+
+def _dtype_of(device: Device, component: Component) -> torch.dtype:
+    # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
+    return torch.float32 if component == "gradients" else device.compute_dtype

@@ -1,0 +1,245 @@
+"""The engine's face: give it the micro-batches of a step and it takes the step.
+
+Owns the life of a run: the step count, clipping, skipped steps, what has to be remembered to continue. Must not know jobs,
+datasets, files or the wire.
+
+Thread: one driving thread per trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from horizon_server.engine.device.protocol import Device, DirectionUse
+from horizon_server.engine.forward_backward import ForwardBackward
+from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.layer_stream import LayerStream
+from horizon_server.engine.loss import chunk_tokens
+from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.model_flops import FlopsCount
+from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm
+from horizon_server.engine.packing_probe import one_document_each, supports_packing
+from horizon_server.engine.report import EvalReport, StepReport, TransferReport
+from horizon_server.engine.template import Template
+from horizon_server.store.adamw import AdamWStep
+from horizon_server.store.cpus import available_cpus
+from horizon_server.store.host_store import HostStore
+
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train. The last four fields change memory and speed, never the result (`head_chunk_tokens` only its rounding).
+
+    `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use.
+    """
+
+    num_steps: int
+    learning_rate: float
+    lr_schedule: LrSchedule = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    num_weight_slots: int = 2
+    num_gradient_slots: int = 2
+    optimizer_threads: int | None = None
+    head_chunk_tokens: int | None = None
+
+
+class Trainer:
+    """Trains the model of `template`, whose weights and moments live in `store`, on `device`."""
+
+    def __init__(self, template: Template, store: HostStore, device: Device, config: TrainConfig) -> None:
+        assert store.layout == template.layout, "store and template share one layout"
+        self.config = config
+        self._template, self._store, self._device = template, store, device
+        self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
+        self._stream = LayerStream(
+            template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
+        )
+        self._sink = GradientSink(template, store, device, num_slots=config.num_gradient_slots)
+        self._forward_backward = ForwardBackward(
+            template,
+            device,
+            self._stream,
+            self._sink,
+            head_chunk_tokens=config.head_chunk_tokens or chunk_tokens(template.vocab_size),
+        )
+        self._flops = FlopsCount(
+            template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_name
+        )
+        self._step = 0
+        self._num_updates = 0
+        self._num_skipped = 0
+
+    @property
+    def step(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self._step
+
+    @cached_property
+    def supports_packing(self) -> bool:
+        """Whether the model keeps packed documents apart; tried once, on the real weights.
+
+        Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves.
+        """
+        answer = supports_packing(
+            self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
+        )
+        self._device.take_use()
+        return answer
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepReport:
+        """One optimizer step over all micro-batches, which together are the batch.
+
+        When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
+        `flush` does. A step whose loss or gradients are not finite, or that has nothing to train on, touches nothing.
+
+        Raises:
+            DoesNotFit: the step needs more device memory than its limit.
+        """
+        start_s = time.perf_counter()
+        rows = self._rows(micro_batches)
+        num_targets = sum(row.num_targets for row in rows)
+        learning_rate = self._learning_rate()
+        loss, grad_norm = math.nan, math.nan
+        if num_targets:
+            loss = self._forward_backward.gradients(rows)
+            grad_norm = global_norm(self._sink.square_sums)
+        skipped = _reason_to_skip(num_targets, loss, grad_norm)
+        self._step += 1
+        if skipped is None:
+            self._num_updates += 1
+            self._optimizer.submit(self._adamw_step(learning_rate, grad_norm))
+        else:
+            self._num_skipped += 1
+        return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalReport:
+        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training."""
+        self.flush()
+        total, num_targets = 0.0, 0
+        for group in _groups(self._rows(micro_batches), max_tokens=self._forward_backward.capacity_tokens):
+            group_targets = sum(row.num_targets for row in group)
+            if group_targets:
+                total += self._forward_backward.loss(group) * group_targets
+                num_targets += group_targets
+        self._device.take_use()
+        return EvalReport(loss=total / num_targets if num_targets else math.nan, num_targets=num_targets)
+
+    def flush(self) -> None:
+        """Block until the store holds the result of every step taken; before saving, exporting or pausing."""
+        self._optimizer.flush()
+
+    def state(self) -> dict[str, Any]:
+        """What to keep beside the store's planes to continue exactly, as JSON values. Flushes."""
+        self.flush()
+        return {
+            "version": _STATE_VERSION,
+            "step": self._step,
+            "num_updates": self._num_updates,
+            "num_skipped": self._num_skipped,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned; the store must hold the planes of that moment."""
+        assert state["version"] == _STATE_VERSION, f"unknown trainer state version {state['version']}"
+        self.flush()
+        self._step = int(state["step"])
+        self._num_updates = int(state["num_updates"])
+        self._num_skipped = int(state["num_skipped"])
+
+    def close(self) -> None:
+        """Finish what is under way and give the device's memory back. The device stays the caller's to close."""
+        self._optimizer.flush()
+        self._stream.close()
+        self._sink.close()
+        self._forward_backward.close()
+
+    def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        packed = any(len(m.document_lengths) > 1 for m in micro_batches)
+        if not packed or self.supports_packing:
+            return list(micro_batches)
+        return [row for micro_batch in micro_batches for row in one_document_each(micro_batch)]
+
+    def _learning_rate(self) -> float:
+        return learning_rate_at(
+            self._step,
+            learning_rate=self.config.learning_rate,
+            schedule=self.config.lr_schedule,
+            warmup_steps=self.config.warmup_steps,
+            num_steps=self.config.num_steps,
+        )
+
+    def _adamw_step(self, learning_rate: float, grad_norm: float) -> AdamWStep:
+        beta1, beta2 = self.config.betas
+        return AdamWStep(
+            step=self._num_updates,
+            learning_rate=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+            grad_scale=clip_coefficient(grad_norm, self.config.max_grad_norm),
+        )
+
+    def _report(
+        self,
+        rows: list[MicroBatch],
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        skipped: str | None,
+        *,
+        duration_s: float,
+    ) -> StepReport:
+        use = self._device.take_use()
+        return StepReport(
+            step=self._step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_targets=sum(row.num_targets for row in rows),
+            duration_s=duration_s,
+            skipped=skipped,
+            transfer={"h2d": _transfer(use.h2d), "d2h": _transfer(use.d2h)},
+            compute_s=use.compute_s,
+            optimizer_s=use.optimizer_s,
+            optimizer_exposed_s=use.optimizer_exposed_s,
+            model_flops=self._flops.of(rows),
+            device_memory=self._device.peak_bytes(),
+            host_memory=self._store.host_bytes(),
+        )
+
+
+def _reason_to_skip(num_targets: int, loss: float, grad_norm: float) -> str | None:
+    if not num_targets:
+        return "no_targets"
+    return None if math.isfinite(loss) and math.isfinite(grad_norm) else "non_finite_gradient"
+
+
+def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBatch]]:
+    groups: list[list[MicroBatch]] = []
+    free_tokens = 0
+    for row in rows:
+        if row.num_tokens > free_tokens:
+            groups.append([])
+            free_tokens = max_tokens
+        groups[-1].append(row)
+        free_tokens -= row.num_tokens
+    return groups
+
+
+def _transfer(use: DirectionUse) -> TransferReport:
+    return TransferReport(bytes=use.num_bytes, busy_s=use.busy_s, exposed_s=use.exposed_s)
