@@ -12,12 +12,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from horizon_server.errors import FieldViolation, InvalidSpec
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
+
+Method = Literal["sft", "pretrain"]
+Packing = Literal["auto", "true", "false"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+TrainOn = Literal["assistant", "last-assistant", "all"]
+DeviceChoice = Literal["auto", "cuda", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +34,9 @@ class TrainSpec:
     max_steps: int | None = None
     sequence_length: int = 1024
     tokens_per_step: int = 16384
-    packing: str = "auto"
+    packing: Packing = "auto"
     learning_rate: float = 1e-5
-    lr_schedule: str = "cosine"
+    lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 10
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -38,7 +44,7 @@ class TrainSpec:
     max_grad_norm: float | None = 1.0
     """None turns clipping off."""
     seed: int = 0
-    train_on: str = "assistant"
+    train_on: TrainOn = "assistant"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +66,12 @@ class JobSpec:
     project: str = ""
     """Empty means the user's own project."""
     eval_dataset: str | None = None
-    method: str = "sft"
+    method: Method = "sft"
     train: TrainSpec = field(default_factory=TrainSpec)
     eval_every_steps: int = 0
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     priority: int = 0
-    device: str = "auto"
+    device: DeviceChoice = "auto"
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data that `parse_job_spec` turns back into an equal spec."""
@@ -97,7 +103,9 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Check:
         fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if fine and (low < value if open_low else low <= value) and value <= high:
             return None
-        return f"must be a number {'above' if open_low else 'from'} {low:g} {'and up' if open_low else ''} to {high:g}".replace("  ", " ")
+        return f"must be a number {'above' if open_low else 'from'} {low:g} {'and up' if open_low else ''} to {high:g}".replace(
+            "  ", " "
+        )
 
     return check
 
@@ -135,25 +143,22 @@ def _betas(value: Any) -> str | None:
     return "must be two numbers, each from 0 to below 1"
 
 
-_packing = _choice("auto", "true", "false")
-
-
 _TRAIN: Mapping[str, Check] = MappingProxyType(
     {
         "epochs": _optional(_number(0, 10_000, open_low=True)),
         "max_steps": _optional(_whole(1, 100_000_000)),
         "sequence_length": _whole(8, 1_048_576),
         "tokens_per_step": _whole(8, 67_108_864),
-        "packing": _packing,
+        "packing": _choice(*get_args(Packing)),
         "learning_rate": _number(0, 10),
-        "lr_schedule": _choice("constant", "linear", "cosine"),
+        "lr_schedule": _choice(*get_args(LrSchedule)),
         "warmup_steps": _whole(0, 100_000_000),
         "weight_decay": _number(0, 10),
         "betas": _betas,
         "eps": _number(0, 1, open_low=True),
         "max_grad_norm": _optional(_number(0, 1e9, open_low=True)),
         "seed": _whole(0, 2**63 - 1),
-        "train_on": _choice("assistant", "last-assistant", "all"),
+        "train_on": _choice(*get_args(TrainOn)),
     }
 )
 _CHECKPOINT: Mapping[str, Check] = MappingProxyType(
@@ -166,10 +171,10 @@ _JOB: Mapping[str, Check] = MappingProxyType(
         "model": _model,
         "dataset": _name,
         "eval_dataset": _optional(_name),
-        "method": _choice("sft", "pretrain"),
+        "method": _choice(*get_args(Method)),
         "eval_every_steps": _whole(0, 100_000_000),
         "priority": _whole(-100, 100),
-        "device": _choice("auto", "cuda", "host"),
+        "device": _choice(*get_args(DeviceChoice)),
     }
 )
 
@@ -182,16 +187,24 @@ def parse_job_spec(plain: object) -> JobSpec:
     """
     violations: list[FieldViolation] = []
     if not isinstance(plain, Mapping):
-        raise InvalidSpec(f"the job spec must be a mapping of fields such as name, model and dataset, not {type(plain).__name__}")
+        raise InvalidSpec(
+            f"the job spec must be a mapping of fields such as name, model and dataset, not {type(plain).__name__}"
+        )
     top = dict(plain)
     train = _section(_take_section(top, "train", violations), _TRAIN, "train.", violations)
     checkpoint = _section(_take_section(top, "checkpoint", violations), _CHECKPOINT, "checkpoint.", violations)
     job = _section(top, _JOB, "", violations, sections=("train", "checkpoint"))
     violations += [
-        FieldViolation(field=name, description=f"{name} is required") for name in ("name", "model", "dataset") if name not in top
+        FieldViolation(field=name, description=f"{name} is required")
+        for name in ("name", "model", "dataset")
+        if name not in top
     ]
     if train.get("epochs") is not None and train.get("max_steps") is not None:
-        violations.append(FieldViolation(field="train.max_steps", description="train.max_steps and train.epochs exclude each other; keep one"))
+        violations.append(
+            FieldViolation(
+                field="train.max_steps", description="train.max_steps and train.epochs exclude each other; keep one"
+            )
+        )
     if violations:
         raise InvalidSpec(_sentence(violations), violations=violations)
     if train.get("epochs") is None and train.get("max_steps") is None:
@@ -215,7 +228,11 @@ def _take_section(top: dict[str, Any], name: str, violations: list[FieldViolatio
 
 
 def _section(
-    given: dict[str, Any], checks: Mapping[str, Check], prefix: str, violations: list[FieldViolation], sections: tuple[str, ...] = ()
+    given: dict[str, Any],
+    checks: Mapping[str, Check],
+    prefix: str,
+    violations: list[FieldViolation],
+    sections: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the checked fields of one section; add a violation for each that is unknown or wrong."""
     if isinstance(given.get("packing"), bool) and "packing" in checks:
@@ -225,7 +242,9 @@ def _section(
         check = checks.get(str(name))
         if check is None:
             known = ", ".join((*checks, *sections))
-            violations.append(FieldViolation(field=path, description=f"{path} is not a field of the job spec; known here: {known}"))
+            violations.append(
+                FieldViolation(field=path, description=f"{path} is not a field of the job spec; known here: {known}")
+            )
         elif problem := check(value):
             violations.append(FieldViolation(field=path, description=f"{path} is {value!r:.60}; it {problem}"))
     return {name: value for name, value in given.items() if name in checks}

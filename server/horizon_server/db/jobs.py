@@ -175,14 +175,8 @@ def _record(row: JobRow) -> JobRecord:
     plan: Any = row.plan
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
-        spec=parse_job_spec(_stored_spec(row.spec)),
+        spec=parse_job_spec(row.spec),
         job_state=JobState(row.job_state),
         last_step=decode(row.last_step) if row.last_step else None,
         plan=JobPlan(**plan) if plan else None,
     )
-
-
-def _stored_spec(spec: Any) -> Any:
-    """A spec names both `epochs` and `max_steps` once stored; the unset one is null and drops out."""
-    train = {name: value for name, value in spec["train"].items() if value is not None or name == "max_grad_norm"}
-    return {**spec, "train": train}

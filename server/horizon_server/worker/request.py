@@ -1,0 +1,47 @@
+"""What the daemon asks of one worker: a JSON file beside the log, so that an attempt can be looked at, and run again by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.spec import JobSpec, parse_job_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRequest:
+    """One attempt. `planes` maps plane names to descriptors that the daemon created and lends; the worker only maps them."""
+
+    job_id: str
+    attempt: int
+    spec: JobSpec
+    model: Path
+    prepared: Path
+    evaluation: Path | None
+    checkpoints: Path
+    resume_from: Path | None
+    planes: dict[str, int]
+    grad_dtype_bytes: int
+    num_threads: int
+    arena_limit_bytes: int
+
+
+def read_request(path: Path) -> WorkerRequest:
+    """Read what the daemon wrote; both are of one version, so a malformed file is a defect."""
+    plain: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return WorkerRequest(
+        job_id=plain["job_id"],
+        attempt=plain["attempt"],
+        spec=parse_job_spec(plain["spec"]),
+        model=Path(plain["model"]),
+        prepared=Path(plain["prepared"]),
+        evaluation=Path(plain["evaluation"]) if plain["evaluation"] else None,
+        checkpoints=Path(plain["checkpoints"]),
+        resume_from=Path(plain["resume_from"]) if plain["resume_from"] else None,
+        planes={str(name): int(fd) for name, fd in plain["planes"].items()},
+        grad_dtype_bytes=plain["grad_dtype_bytes"],
+        num_threads=plain["num_threads"],
+        arena_limit_bytes=plain["arena_limit_bytes"],
+    )

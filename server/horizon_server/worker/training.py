@@ -1,0 +1,268 @@
+"""One attempt from the loaded model to the last checkpoint: where spec and engine meet.
+
+Owns the loop over steps, evaluations, checkpoints and the orders of the daemon. Every number it reports comes from the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from horizon_server.engine.data import PreparedDataset, StepPlan
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.report import StepReport, TransferReport
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.errors import InvalidSpec
+from horizon_server.events import (
+    AttemptReady,
+    CheckpointWritten,
+    EvalDone,
+    Message,
+    StepDone,
+    TransferFigures,
+)
+from horizon_server.spec import JobSpec
+from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.host_store import HostStore
+from horizon_server.worker.channel import EventWriter, Order, Orders
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.retention import apply_retention, folder_of_step, size_bytes
+
+_ETA_STEPS = 20
+"""The time to the end is estimated from the pace of so many last steps."""
+
+
+class Training:
+    """One attempt's training.
+
+    Thread: everything runs on the caller's thread; the engine has its own.
+    """
+
+    def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
+        self._request = request
+        self._spec = request.spec
+        self._events = events
+        self._orders = orders
+        self._num_input_tokens_seen = 0
+        self._last_eval: tuple[int, float] | None = None
+        self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
+        template = Template.from_folder(request.model)
+        self._store = HostStore.attach(
+            template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
+        )
+        self._resumed_state = self._load()
+        self._device = HostDevice(limit_bytes=request.arena_limit_bytes, num_threads=request.num_threads)
+        dataset = PreparedDataset.open(request.prepared)
+        packing_wanted = self._spec.train.packing != "false"
+        self._plan = _step_plan(dataset, self._spec, packing=packing_wanted)
+        self._trainer = Trainer(
+            template, self._store, self._device, _train_config(self._spec, self._plan.num_steps, request.num_threads)
+        )
+        if packing_wanted and not self._trainer.supports_packing:
+            self._tell_unpacked()
+        self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
+
+    def run(self) -> bool:
+        """Train to the end. Returns False when an order stopped it before."""
+        step = self._restore()
+        self._events.send(AttemptReady(step=step, num_steps=self._plan.num_steps, device=self._device.name))
+        if step == 0 and self._evaluation is not None:
+            self._evaluate(0)
+        saved = step
+        every = self._spec.checkpoint.every_steps
+        while step < self._plan.num_steps:
+            if self._orders.current is not Order.GO_ON:
+                if self._orders.current is Order.STOP and step > saved:
+                    self._save(step)
+                return False
+            report = self._trainer.train_step(self._plan.step(step))
+            step = report.step
+            self._num_input_tokens_seen += report.num_tokens
+            self._events.send(self._step_done(report))
+            if self._due(step, self._spec.eval_every_steps):
+                self._evaluate(step)
+            if every and step % every == 0 and step < self._plan.num_steps:
+                self._save(step)
+                saved = step
+        if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
+            self._evaluate(step)
+        if step > saved or not folder_of_step(self._request.checkpoints, step).is_dir():
+            self._save(step)
+        return True
+
+    def close(self) -> None:
+        """Give everything back; the planes' memory stays with the daemon."""
+        self._trainer.close()
+        self._device.close()
+        self._store.close()
+
+    def _load(self) -> dict[str, Any] | None:
+        if self._request.resume_from is None:
+            load_model(self._store, self._request.model)
+            return None
+        kept: dict[str, Any] = load_checkpoint(self._store, self._request.resume_from)
+        return kept
+
+    def _restore(self) -> int:
+        """Continue where the checkpoint ended; returns the last finished step."""
+        kept = self._resumed_state
+        if kept is None:
+            return 0
+        if kept["data"] != self._data_identity():
+            raise InvalidSpec(
+                "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly"
+            )
+        self._trainer.restore(kept["trainer"])
+        self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
+        self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
+        step = int(kept["trainer"]["step"])
+        self._events.send(Message(level="info", text=f"continues after step {step}"))
+        return step
+
+    def _save(self, step: int) -> None:
+        started_s = time.monotonic()
+        target = folder_of_step(self._request.checkpoints, step)
+        state = {
+            "trainer": self._trainer.state(),
+            "num_input_tokens_seen": self._num_input_tokens_seen,
+            "last_eval": self._last_eval,
+            "data": self._data_identity(),
+            "spec": self._spec.to_mapping(),
+        }
+        eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
+        save_checkpoint(self._store, target, source=self._request.model, trainer_state=state, eval_loss=eval_loss)
+        self._events.send(
+            CheckpointWritten(
+                step=step,
+                duration_s=time.monotonic() - started_s,
+                size_bytes=size_bytes(target),
+                eval_loss=eval_loss,
+            )
+        )
+        apply_retention(
+            self._request.checkpoints,
+            keep_last=self._spec.checkpoint.keep_last,
+            keep_best=self._spec.checkpoint.keep_best,
+        )
+
+    def _evaluate(self, step: int) -> None:
+        assert self._evaluation is not None
+        train = self._spec.train
+        plan = StepPlan(
+            self._evaluation,
+            sequence_length=train.sequence_length,
+            tokens_per_step=train.tokens_per_step,
+            packing=train.packing != "false" and self._trainer.supports_packing,
+            epochs=1,
+            shuffle=False,
+        )
+        total, num_targets = 0.0, 0
+        for i in range(plan.num_steps):
+            if self._orders.current is Order.CANCEL:
+                return
+            report = self._trainer.evaluate(plan.step(i))
+            if report.num_targets:
+                total += report.loss * report.num_targets
+                num_targets += report.num_targets
+        loss = total / num_targets if num_targets else math.nan
+        self._last_eval = (step, loss)
+        self._events.send(EvalDone(step=step, eval_loss=loss, num_targets=num_targets))
+
+    def _due(self, step: int, every: int) -> bool:
+        return self._evaluation is not None and every > 0 and step % every == 0
+
+    def _tell_unpacked(self) -> None:
+        """The trainer splits packed rows by itself where the architecture cannot take them; the user should know."""
+        if self._spec.train.packing == "true":
+            raise InvalidSpec(
+                "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
+                "weights); use train.packing: auto or false"
+            )
+        text = "packing is off: this architecture does not keep packed documents apart (probed on its own weights)"
+        self._events.send(Message(level="warning", text=text))
+
+    def _data_identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to see the same batches."""
+        return {
+            "prepared": self._request.prepared.name,
+            "num_steps": self._plan.num_steps,
+            "seed": self._spec.train.seed,
+        }
+
+    def _step_done(self, report: StepReport) -> StepDone:
+        self._pace.append(report.duration_s)
+        remaining = self._plan.num_steps - report.step
+        return StepDone(
+            step=report.step,
+            num_steps=self._plan.num_steps,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            learning_rate=report.learning_rate,
+            epoch=self._plan.epoch_of(report.step),
+            num_input_tokens_seen=self._num_input_tokens_seen,
+            num_tokens=report.num_tokens,
+            tokens_per_second=report.num_tokens / report.duration_s if report.duration_s > 0 else 0.0,
+            duration_s=report.duration_s,
+            h2d=_figures(report.transfer["h2d"]),
+            d2h=_figures(report.transfer["d2h"]),
+            compute_s=report.compute_s,
+            optimizer_s=report.optimizer_s,
+            optimizer_exposed_s=report.optimizer_exposed_s,
+            overlap_ratio=report.overlap_ratio,
+            model_flops=report.model_flops,
+            host_memory_bytes=dict(report.host_memory),
+            device_memory_bytes=dict(report.device_memory),
+            skipped=report.skipped or "",
+            eta_s=remaining * sum(self._pace) / len(self._pace),
+        )
+
+
+def _figures(transfer: TransferReport) -> TransferFigures:
+    return TransferFigures(bytes=transfer.bytes, busy_s=transfer.busy_s, exposed_s=transfer.exposed_s)
+
+
+def _grad_dtype(num_bytes: int) -> torch.dtype:
+    return {2: torch.bfloat16, 4: torch.float32}[num_bytes]
+
+
+def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> StepPlan:
+    train = spec.train
+
+    def plan(*, epochs: int | None = None, max_steps: int | None = None) -> StepPlan:
+        return StepPlan(
+            dataset,
+            sequence_length=train.sequence_length,
+            tokens_per_step=train.tokens_per_step,
+            packing=packing,
+            seed=train.seed,
+            epochs=epochs,
+            max_steps=max_steps,
+        )
+
+    if train.max_steps is not None:
+        return plan(max_steps=train.max_steps)
+    epochs = train.epochs or 1.0
+    if epochs.is_integer():
+        return plan(epochs=int(epochs))
+    return plan(max_steps=max(1, math.ceil(epochs * plan(epochs=1).num_steps)))
+
+
+def _train_config(spec: JobSpec, num_steps: int, num_threads: int) -> TrainConfig:
+    train = spec.train
+    return TrainConfig(
+        num_steps=num_steps,
+        learning_rate=train.learning_rate,
+        lr_schedule=train.lr_schedule,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        betas=train.betas,
+        eps=train.eps,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        optimizer_threads=num_threads,
+    )
