@@ -53,6 +53,7 @@ class Row:
 
     number: int
     columns: Mapping[str, Any]
+    num_bytes: int = 0
     violation: FieldViolation | None = None
 
 
@@ -193,7 +194,7 @@ def _parse(number: int, offset: int, line: bytes) -> Row:
         return _refused(number, f"is not JSON that can be read: {error}")
     if not isinstance(columns, dict):
         return _refused(number, f"is a JSON {json_kind(columns)}; each line must be one JSON object")
-    return Row(number=number, columns=columns)
+    return Row(number=number, columns=columns, num_bytes=len(line))
 
 
 def _refused(number: int, problem: str) -> Row:
