@@ -110,11 +110,15 @@ class AttemptReady:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """The last line of a worker. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed. Only on the worker's pipe."""
+    """The last line of a child. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed. Only on the child's pipe.
+
+    `details` are further sentences, such as one for each bad line of a dataset.
+    """
 
     outcome: str
     reason: str = ""
     message: str = ""
+    details: tuple[str, ...] = ()
 
 
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
@@ -165,6 +169,8 @@ def decode(line: str | bytes) -> Any:
         for direction in ("h2d", "d2h"):
             if kind is StepDone and direction in plain:
                 plain[direction] = TransferFigures(**plain[direction])
+        if kind is AttemptEnded:
+            plain["details"] = tuple(plain.get("details", ()))
         return kind(**plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkerFailed(f"a child process wrote a line that is no event: {line[:120]!r}") from error

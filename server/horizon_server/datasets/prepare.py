@@ -1,21 +1,19 @@
 """The preparation child: one request in, one prepared folder out, progress on the way.
 
-`python -m horizon_server.datasets.prepare --events-fd N [REQUEST.json]` reads the request from the file or from stdin and writes JSON
-lines to descriptor N (stdout without it): `prepare_progress` with rows done and total, then `prepared` with the report, or
-`failed` with reason, message and violations. Exit code 0 or 1. Must not know jobs or databases.
+`python -m horizon_server.datasets.prepare --events-fd N [REQUEST.json]` reads the request from the file or from stdin and writes events
+to descriptor N (stdout without it): progress with rows done and total and at last the report, then how it ended, with a detail for
+every bad row. Exit code 0 or 1. Must not know jobs or databases.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from horizon_server.datasets.document_writer import DocumentWriter
 from horizon_server.datasets.formats import check_field_map
@@ -25,6 +23,7 @@ from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import Document, RowTokenizer, TextSplitter, text_blocks
 from horizon_server.datasets.violations import ViolationTally
 from horizon_server.errors import FieldViolation, HorizonError, InvalidData
+from horizon_server.events import AttemptEnded, PrepareProgress, encode
 
 OnProgress = Callable[[int], None]
 """Called with the number of rows done."""
@@ -48,15 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request = PrepareRequest.from_json(text)
         report = prepare(request, on_progress=lambda done: events.progress(done, request.num_rows))
     except HorizonError as error:
-        violations = [{"field": item.field, "description": item.description} for item in error.violations]
-        events.write({"type": "failed", "reason": error.reason, "message": error.message, "violations": violations})
+        details = tuple(violation.description for violation in error.violations)
+        events.write(AttemptEnded(outcome="failed", reason=error.reason, message=error.message, details=details))
         return 1
     except BrokenPipeError:
         return 1  # the daemon that asked is gone
     except OSError as error:
-        events.write({"type": "failed", "reason": "WORKER_FAILED", "message": str(error), "violations": []})
+        events.write(AttemptEnded(outcome="failed", reason="IO_ERROR", message=str(error)))
         return 1
-    events.write({"type": "prepared", "report": report.to_mapping()})
+    events.write(PrepareProgress(done_rows=report.rows, total_rows=report.rows, report=report.to_mapping()))
+    events.write(AttemptEnded(outcome="succeeded"))
     return 0
 
 
@@ -170,10 +170,10 @@ class _EventLines:
         if now_s < self._next_progress_s:
             return
         self._next_progress_s = now_s + _PROGRESS_EVERY_S
-        self.write({"type": "prepare_progress", "done": done, "total": total})
+        self.write(PrepareProgress(done_rows=done, total_rows=total))
 
-    def write(self, event: dict[str, Any]) -> None:
-        line = memoryview(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+    def write(self, event: PrepareProgress | AttemptEnded) -> None:
+        line = memoryview(encode(event).encode() + b"\n")
         while line:
             line = line[os.write(self._descriptor, line) :]
 

@@ -146,13 +146,13 @@ class Attempt:
     async def _prepare(self, dataset: DatasetFiles, model: Path) -> Path | None:
         """Return the prepared folder, or None when the preparation was stopped."""
 
-        async def progress(payload: PrepareProgress) -> None:
+        async def tell(payload: PrepareProgress | Message) -> None:
             await self._journal.append(self.job.job_id, payload)
 
         attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
         self._folders.attempt(self.job.job_id, self.job.attempt)
         return await self._preparation.run(
-            self.job.spec, dataset, model, log=attempt_log, environment=self._options.environment, on_progress=progress
+            self.job.spec, dataset, model, log=attempt_log, environment=self._options.environment, tell=tell
         )
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from horizon_server.accounts.principal import Principal
 from horizon_server.events import JobEvent, Payload, StateChanged
 from horizon_server.jobs.job import JobRecord, JobState
+from horizon_server.spec import JobSpec
 
 
 class JobStore(Protocol):
@@ -60,13 +61,30 @@ class JobStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFiles:
-    """A READY dataset as the preparation needs it: id, digest, format's wire name, field map and the files' places on disk."""
+    """A READY dataset as the preparation needs it. `files` are the names its user knows and where the bytes lie."""
 
     dataset_id: str
     digest: str
     format: str
     field_map: dict[str, str]
-    files: tuple[Path, ...]
+    num_rows: int
+    files: tuple[tuple[str, Path], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationCall:
+    """What the preparation child is to do: the folder it makes (there already when it was made before), and its request as JSON."""
+
+    target: Path
+    request: str
+
+
+class PreparationRecipe(Protocol):
+    """Says how a dataset is prepared for a model; see `datasets.preparation`."""
+
+    def __call__(self, spec: JobSpec, dataset: DatasetFiles, model: Path) -> PreparationCall:
+        """Return the call; reads the tokenizer's files, so it belongs in a thread. Raises InvalidModel without a tokenizer."""
+        ...
 
 
 class Resources(Protocol):
