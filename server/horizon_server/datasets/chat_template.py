@@ -54,7 +54,15 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+        ) as error:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
 
     def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span | None]]:
@@ -148,17 +156,17 @@ class _SafeNamespace(Namespace):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name in dict(*args, **kwargs):
-            self._refuse(name)
+            _refuse_reserved(name)
         super().__init__(*args, **kwargs)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._refuse(name)
+        _refuse_reserved(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _refuse(name: str) -> None:
-        if str(name).startswith("_"):
-            raise TemplateError(f"a namespace may not hold {name!r}: names with a leading underscore are reserved")
+
+def _refuse_reserved(name: object) -> None:
+    if str(name).startswith("_"):
+        raise TemplateError(f"a namespace may not hold {name!r}: names with a leading underscore are reserved")
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:

@@ -1,0 +1,128 @@
+"""Which characters of a rendered chat are trained, for templates with and without generation markers."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from horizon_server.datasets.chat_template import ChatTemplate
+from horizon_server.errors import InvalidData, InvalidModel
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+END_MARKERS = ("<|im_end|>", "</s>", "<eot>")
+
+PLAIN = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Turns without roles spelled out, content stripped, the end token glued to the reply.
+BRACKETS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Reasoning is shown in the last reply only, as some models do.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}<eot>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": " hello\n"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+]
+
+
+def trained(source: str, messages: list[dict[str, str]] = CHAT) -> list[str]:
+    text, spans = ChatTemplate(source, SPECIAL, end_markers=END_MARKERS).assistant_spans(messages)
+    return [text[span[0] : span[1]] for span in spans if span is not None]
+
+
+def test_markers_and_prefixes_find_the_same_characters() -> None:
+    assert trained(MARKED) == trained(PLAIN) == [" hello\n<|im_end|>", "bye<|im_end|>"]
+    template = ChatTemplate(MARKED, SPECIAL)
+    assert template.assistant_spans(CHAT) == ChatTemplate(PLAIN, SPECIAL, end_markers=END_MARKERS).assistant_spans(CHAT)
+
+
+def test_spans_belong_to_their_messages() -> None:
+    _, spans = ChatTemplate(PLAIN, SPECIAL, end_markers=END_MARKERS).assistant_spans(CHAT)
+    assert [span is not None for span in spans] == [False, False, True, False, True]
+
+
+def test_the_end_token_is_trained_where_it_is_glued_to_the_reply() -> None:
+    assert trained(BRACKETS, CHAT[1:]) == [" hello</s>", " bye</s>"]
+
+
+def test_a_reply_that_later_turns_render_differently_is_found_by_its_content() -> None:
+    assert trained(FORGETFUL, CHAT[1:]) == [" hello\n<eot>", "<think></think>bye<eot>"]
+
+
+def test_a_template_without_end_tokens_trains_the_whole_turn() -> None:
+    source = (
+        "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant\n{% endif %}"
+    )
+    assert trained(source, CHAT[1:3]) == [" hello\n\n\n"]
+
+
+def test_templates_that_cannot_be_masked_are_refused_with_the_reason() -> None:
+    cue_differs = PLAIN.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>model\n' }}{% endif")
+    with pytest.raises(InvalidData, match=r"does not begin with, .* add \{% generation %\} markers"):
+        trained(cue_differs)
+    shouting = FORGETFUL.replace(
+        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
+    )
+    with pytest.raises(InvalidData, match=r"rewrites messages\[1\]\.content when other messages follow"):
+        trained(shouting, CHAT[1:])
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}"
+    with pytest.raises(InvalidData, match="refuses this chat: start with the user"):
+        trained(refusing)
+    with pytest.raises(InvalidModel, match="chat template cannot be read"):
+        ChatTemplate("{% for %}", SPECIAL)
+
+
+def test_markers_survive_only_in_templates_that_leave_their_text_alone() -> None:
+    trimmed = (
+        "{% for m in messages %}{% set body %}{% generation %} {{ m.content }} {% endgeneration %}{% endset %}"
+        "{{ body | trim }}{% endfor %}"
+    )
+    with pytest.raises(InvalidData, match="changes the text inside its generation markers"):
+        trained(trimmed, CHAT[:3])
+    reserved = [{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(InvalidData, match=r"U\+FDD0"):
+        trained(MARKED, reserved)
+
+
+@pytest.mark.parametrize(
+    "source", [PLAIN, MARKED, BRACKETS, FORGETFUL, "{%- for m in messages %}\n  {{ m | tojson }}\n{%- endfor %}"]
+)
+@pytest.mark.parametrize("cue", [False, True])
+def test_renders_as_transformers_does(source: str, cue: bool) -> None:
+    options: dict[str, Any] = {"chat_template": source, "add_generation_prompt": cue, **SPECIAL}
+    (rendered,), _ = cast("tuple[list[str], list[object]]", render_jinja_template([CHAT], **options))
+    assert ChatTemplate(source, SPECIAL).render(CHAT, add_generation_prompt=cue) == rendered
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ dict.mro() }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__.values() }}",
+    ],
+)
+def test_templates_cannot_reach_python(attack: str) -> None:
+    with pytest.raises(InvalidData, match="refuses this chat"):
+        ChatTemplate(attack, SPECIAL).render(CHAT)
