@@ -67,6 +67,11 @@ class Arena:
             self._peak[component] = max(self._peak.get(component, 0), self._held[component])
             self._peak_total = max(self._peak_total, held_total + num_bytes)
 
+    def held_bytes(self) -> Mapping[str, int]:
+        """What each component holds now."""
+        with self._lock:
+            return dict(self._held)
+
     def peak_bytes(self) -> Mapping[str, int]:
         """The most each component has held."""
         with self._lock:

@@ -70,11 +70,25 @@ class Device(Protocol):
     Thread: methods are called by one driving thread; queue work may call `workspace` and `charge`.
     """
 
-    name: str
-    compute_dtype: torch.dtype
-    h2d: Queue
-    compute: Queue
-    d2h: Queue
+    @property
+    def name(self) -> str:
+        """The kind of device, as users choose it."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What weights are computed with."""
+
+    @property
+    def h2d(self) -> Queue:
+        """Copies from the host."""
+
+    @property
+    def compute(self) -> Queue:
+        """Computation."""
+
+    @property
+    def d2h(self) -> Queue:
+        """Copies to the host."""
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the arena.

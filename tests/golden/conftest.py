@@ -1,0 +1,180 @@
+"""Tiny models with random weights, and the plain in-memory PyTorch they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.store.host_store import HostStore
+
+VOCAB = 96
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 7,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts_per_tok": 2}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9},
+    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    "smollm3": {},
+    "cohere2": {"sliding_window": 9},
+    "mixtral": {"num_local_experts": 4, **_MOE},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, **_MOE},
+    "gpt_oss": {"num_local_experts": 4, **_MOE},
+}
+
+
+def config_of(model_type: str, **changes: Any) -> PretrainedConfig:
+    """A tiny config of an architecture."""
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**_SIZES, **_CHANGES[model_type], **changes})
+    return config
+
+
+def micro_batch(documents: Sequence[Tensor]) -> MicroBatch:
+    """Documents packed into a row; every token predicts the next one of its document."""
+    ignored = torch.tensor([IGNORED_LABEL])
+    return MicroBatch(
+        input_ids_T=torch.cat(list(documents)),
+        position_ids_T=torch.cat([torch.arange(d.numel()) for d in documents]),
+        labels_T=torch.cat([torch.cat([d[1:], ignored]) for d in documents]),
+        document_lengths=tuple(d.numel() for d in documents),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """A model in memory, the template of the same config, and stores filled with the same weights."""
+
+    config: PretrainedConfig
+    template: Template
+    weights: dict[str, Tensor]
+    stores: list[HostStore]
+
+    def reference(self) -> torch.nn.Module:
+        """The model as plain PyTorch."""
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.weights[name])
+        return model.train(False)
+
+    def store(self, **options: Any) -> HostStore:
+        """A new store with the model's weights and no moments."""
+        store = HostStore.allocate(self.template.layout, num_threads=1, **options)
+        for name in self.template.shapes:
+            store.write_master(name, self.weights[name])
+        self.stores.append(store)
+        return store
+
+
+@pytest.fixture(autouse=True)
+def quiet_transformers() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def tiny_model() -> Iterator[Callable[..., TinyModel]]:
+    """Builds a tiny model of an architecture, with weights that leave no parameter without effect."""
+    stores: list[HostStore] = []
+
+    def build(model_type: str, **changes: Any) -> TinyModel:
+        config = config_of(model_type, **changes)
+        generator = torch.Generator().manual_seed(1)
+        template = Template.from_config(config)
+        weights = {}
+        for name, shape in template.shapes.items():
+            noise = torch.randn(shape, generator=generator)
+            weights[name] = 1 + 0.1 * noise if len(shape) == 1 and "norm" in name else 0.08 * noise
+        return TinyModel(config=config, template=template, weights=weights, stores=stores)
+
+    yield build
+    for store in stores:
+        store.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A trainer with what it works on."""
+
+    trainer: Trainer
+    store: HostStore
+    device: HostDevice
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """Starts a trainer on a new store; `device` and config options by name."""
+    runs: list[Run] = []
+
+    def begin(
+        model: TinyModel, *, device: HostDevice | None = None, store: HostStore | None = None, **options: Any
+    ) -> Run:
+        device = device or HostDevice(num_threads=1)
+        store = store or model.store()
+        settings: dict[str, Any] = {"num_steps": 20, "learning_rate": 1e-3, "optimizer_threads": 1, **options}
+        run = Run(trainer=Trainer(model.template, store, device, TrainConfig(**settings)), store=store, device=device)
+        runs.append(run)
+        return run
+
+    yield begin
+    for run in runs:
+        run.device.close()
+
+
+@pytest.fixture
+def documents() -> Callable[..., list[Tensor]]:
+    """Random documents of the given lengths."""
+
+    def draw(*lengths: int, seed: int = 0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(VOCAB, (n,), generator=generator) for n in lengths]
+
+    return draw
+
+
+def summed_loss(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """Plain PyTorch: the sum of the losses of a row's targets, the whole row's logits at once."""
+    logits_TV = model(
+        input_ids=batch.input_ids_T[None], position_ids=batch.position_ids_T[None], use_cache=False
+    ).logits[0]
+    return functional.cross_entropy(logits_TV.float(), batch.labels_T, reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+@pytest.fixture
+def pack() -> Callable[[Sequence[Tensor]], MicroBatch]:
+    """`micro_batch`, for tests."""
+    return micro_batch
+
+
+@pytest.fixture
+def plain_loss() -> Callable[[torch.nn.Module, MicroBatch], Tensor]:
+    """`summed_loss`, for tests."""
+    return summed_loss

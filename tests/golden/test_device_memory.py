@@ -1,0 +1,93 @@
+"""What the device holds: bounded by one unit and the activations, whatever the depth; refused with numbers when too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.errors import DoesNotFit
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+
+
+def test_only_the_layer_inputs_grow_with_depth(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    rows = [pack(documents(40, 30)), pack(documents(31))]
+    peaks = {}
+    for depth in (2, 8):
+        run = start(tiny_model("llama", num_hidden_layers=depth))
+        run.trainer.train_step(rows)
+        peaks[depth] = run.trainer.train_step(rows).device_memory
+
+    for component in ("weights", "gradients", "workspace"):
+        assert peaks[8][component] == peaks[2][component] > 0
+    num_tokens, hidden_size, fp32_bytes = 101, 32, 4
+    assert peaks[8]["activations"] == (8 + 2) * num_tokens * hidden_size * fp32_bytes
+    assert peaks[2]["activations"] == (2 + 2) * num_tokens * hidden_size * fp32_bytes
+
+
+def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    small, large = [pack(documents(16))], [pack(documents(100)) for _ in range(20)]
+    unlimited = start(model)
+    unlimited.trainer.train_step(small)
+    run = start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes))
+    run.trainer.train_step(small)
+
+    with pytest.raises(DoesNotFit, match=r"activations needs 1,280,000 bytes more, but .* of the limit of"):
+        run.trainer.train_step(large)
+
+    assert run.trainer.step == 1
+    assert run.trainer.train_step(small).skipped is None
+
+
+def test_a_workspace_beyond_the_limit_fails_the_step(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    rows = [pack(documents(100))]
+    unlimited = start(model)
+    unlimited.trainer.train_step(rows)
+    run = start(model, device=HostDevice(num_threads=1, limit_bytes=unlimited.device.arena.peak_total_bytes - 1))
+
+    with pytest.raises(DoesNotFit, match="workspace needs"):
+        run.trainer.train_step(rows)
+
+
+def test_closing_gives_everything_back(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    run = start(tiny_model("qwen3"))
+    run.trainer.train_step([pack(documents(20, 12))])
+
+    run.trainer.close()
+
+    assert run.device.arena.held_bytes() == {"weights": 0, "gradients": 0, "activations": 0, "workspace": 0}
+
+
+def test_weights_cross_twice_and_gradients_once(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    (document,) = documents(24)
+    run = start(model)
+
+    report = run.trainer.train_step([pack([document])])
+
+    units, fp32_bytes = model.template.layout.units, 4
+    layers = sum(unit.num_elements for unit in units[1:-1])
+    rows = torch.unique(document).numel() * 32
+    assert report.transfer["h2d"].bytes == (2 * layers + units[-1].num_elements + 2 * rows) * fp32_bytes
+    assert report.transfer["d2h"].bytes == (layers + units[-1].num_elements + rows) * fp32_bytes

@@ -1,0 +1,141 @@
+"""Streamed loss and gradients against plain autograd, architecture by architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from horizon_server.engine.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+ARCHITECTURES = [
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "cohere2",
+    "mixtral",
+    "qwen3_moe",
+]
+Pack = Callable[[list[Tensor]], MicroBatch]
+
+
+def worst_error(run: Run, reference: torch.nn.Module) -> tuple[float, str]:
+    """The largest relative error of any parameter's gradient, and whose it is."""
+    errors = []
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        got = run.store.tensor(name, "grad")
+        errors.append((float((got - parameter.grad).norm() / parameter.grad.norm()), name))
+    return max(errors)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_documents_give_the_gradients_of_plain_autograd(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    both = documents(14, 22)
+    row = pack(both)
+    run = start(model, head_chunk_tokens=16)
+
+    report = run.trainer.train_step([row])
+
+    assert run.trainer.supports_packing
+    same_kernels, apart = model.reference(), model.reference()
+    torch.autograd.backward(plain_loss(same_kernels, row) / row.num_targets)
+    for document in both:
+        torch.autograd.backward(plain_loss(apart, pack([document])) / row.num_targets)
+    loss = sum(plain_loss(apart, pack([document])).item() for document in both) / row.num_targets
+    assert report.loss == pytest.approx(loss, rel=1e-6)
+    error, name = worst_error(run, same_kernels)
+    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    # Rows of other lengths round differently; plain PyTorch itself is up to 2e-6 away from float64 here.
+    error, name = worst_error(run, apart)
+    assert error <= 5e-6, f"gradient of {name} is off by {error:.1e} from that of separate documents"
+
+
+def test_a_model_that_mixes_packed_documents_is_found_out_and_fed_single_ones(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model("gpt_oss")
+    both = documents(14, 22)
+    run = start(model)
+
+    report = run.trainer.train_step([pack(both)])
+
+    assert not run.trainer.supports_packing
+    reference = model.reference()
+    for document in both:
+        torch.autograd.backward(plain_loss(reference, pack([document])) / report.num_targets)
+    error, name = worst_error(run, reference)
+    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_split_into_micro_batches_does_not_matter(
+    architecture: str,
+    num_rows: int,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model(architecture)
+    five = documents(9, 12, 5, 17, 8)
+    split = {2: [five[:2], five[2:]], 5: [[document] for document in five]}[num_rows]
+    whole, parts = start(model), start(model)
+
+    in_one = whole.trainer.train_step([pack(five)])
+    in_parts = parts.trainer.train_step([pack(row) for row in split])
+
+    assert in_parts.loss == pytest.approx(in_one.loss, rel=1e-6)
+    assert in_parts.grad_norm == pytest.approx(in_one.grad_norm, rel=1e-6)
+    assert in_parts.transfer["h2d"].bytes == in_one.transfer["h2d"].bytes
+    one, other = whole.store.plane("grad"), parts.store.plane("grad")
+    assert float((one - other).norm() / one.norm()) <= 1e-6
+
+
+def test_untrained_positions_have_no_part_in_the_loss(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model("llama")
+    row = pack(documents(30))
+    row.labels_T[:20] = -100
+    run = start(model, head_chunk_tokens=4)
+
+    report = run.trainer.train_step([row])
+
+    reference = model.reference()
+    loss = plain_loss(reference, row) / 9
+    torch.autograd.backward(loss)
+    assert report.num_targets == 9
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    error, name = worst_error(run, reference)
+    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"

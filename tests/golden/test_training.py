@@ -1,0 +1,188 @@
+"""Whole runs against a plain PyTorch loop, across restarts, and through a step that must not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.store.host_store import HostStore
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+MAX_GRAD_NORM = 1.8
+WEIGHTS_AND_MOMENTS = ("hi", "lo", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture
+def step_rows(documents: Callable[..., list[Tensor]], pack: Pack) -> Callable[[int], list[MicroBatch]]:
+    """Step -> its micro-batches: four documents in two rows, the same tokens again every five steps."""
+
+    def rows(step: int) -> list[MicroBatch]:
+        four = documents(11, 20, 16, 9, seed=step % 5)
+        return [pack(four[:2]), pack(four[2:])]
+
+    return rows
+
+
+def copy_planes(store: HostStore) -> dict[str, Tensor]:
+    return {plane: store.plane(plane).clone() for plane in WEIGHTS_AND_MOMENTS}
+
+
+def assert_same_planes(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for plane in WEIGHTS_AND_MOMENTS:
+        assert torch.equal(one[plane], other[plane]), f"plane {plane} differs"
+
+
+def plain_loop(
+    model: TinyModel, step_rows: Callable[[int], list[MicroBatch]], plain_loss: Callable[..., Tensor], num_steps: int
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of torch.optim.AdamW in fp32 with clipping and a cosine schedule."""
+    reference = model.reference()
+    decayed = {tensor.name: tensor.decay for unit in model.template.layout.units for tensor in unit.tensors}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in reference.named_parameters() if decayed[n]], "weight_decay": 0.1},
+        {"params": [p for n, p in reference.named_parameters() if not decayed[n]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99), eps=1e-8)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 3, num_steps)
+    losses, norms = [], []
+    for step in range(num_steps):
+        rows = step_rows(step)
+        loss = sum((plain_loss(reference, row) for row in rows), torch.zeros(())) / sum(r.num_targets for r in rows)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_GRAD_NORM)))
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_twenty_steps_follow_a_plain_loop(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    step_rows: Callable[[int], list[MicroBatch]],
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    losses, norms = plain_loop(model, step_rows, plain_loss, 20)
+    run = start(
+        model, learning_rate=3e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=3, max_grad_norm=MAX_GRAD_NORM
+    )
+
+    reports = [run.trainer.train_step(step_rows(step)) for step in range(20)]
+
+    assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-5)
+    assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-4)
+    assert min(norms) < MAX_GRAD_NORM < max(norms), "the test is about clipping that is active in some steps only"
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_an_evaluation_sees_the_last_update_and_changes_nothing(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    run = start(tiny_model("qwen3"), lr_schedule="constant")
+    rows = step_rows(0)
+    before = run.trainer.evaluate(rows)
+    first = run.trainer.train_step(rows)
+    after = run.trainer.evaluate(rows + step_rows(1) + rows)
+    planes = copy_planes(run.store)
+    again = run.trainer.evaluate(rows)
+    second = run.trainer.train_step(rows)
+
+    assert before.loss == pytest.approx(first.loss, rel=1e-6)
+    assert again.loss == pytest.approx(second.loss, rel=1e-6)
+    assert again.loss < before.loss
+    assert after.num_targets == 3 * again.num_targets
+    run.trainer.flush()
+    assert not torch.equal(planes["lo"], run.store.plane("lo"))
+
+
+def test_a_restored_run_continues_bit_for_bit(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("qwen3")
+    straight = start(model, warmup_steps=2)
+    losses = [straight.trainer.train_step(step_rows(step)).loss for step in range(6)]
+    straight.trainer.flush()
+
+    first = start(model, warmup_steps=2)
+    for step in range(3):
+        first.trainer.train_step(step_rows(step))
+    state, planes = first.trainer.state(), copy_planes(first.store)
+    store = model.store()
+    for name, plane in planes.items():
+        store.plane(name).copy_(plane)
+    second = start(model, store=store, warmup_steps=2)
+    second.trainer.restore(state)
+    resumed = [second.trainer.train_step(step_rows(step)).loss for step in range(3, 6)]
+    second.trainer.flush()
+
+    assert resumed == losses[3:]
+    assert_same_planes(copy_planes(second.store), copy_planes(straight.store))
+
+
+def test_a_step_with_an_infinite_gradient_and_a_finite_loss_touches_nothing(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    # Embeddings this small make every norm multiply the gradient by 1e15: it overflows on its way down, the loss does not.
+    model = tiny_model("llama", rms_norm_eps=1e-30)
+    good = dict(model.weights)
+    model.weights["model.embed_tokens.weight"] = 1e-30 * good["model.embed_tokens.weight"]
+    run = start(model, lr_schedule="constant")
+    before = copy_planes(run.store)
+
+    report = run.trainer.train_step(step_rows(0))
+    run.trainer.flush()
+
+    assert report.skipped == "non_finite_gradient"
+    assert report.loss == pytest.approx(4.56, abs=0.2)
+    assert_same_planes(before, copy_planes(run.store))
+    assert run.trainer.state()["num_skipped"] == 1
+
+    # The next good step is the first update, with the bias correction of a first update.
+    model.weights.update(good)
+    for name, weight in good.items():
+        run.store.write_master(name, weight)
+    fresh = start(model, lr_schedule="constant")
+    for each in (run, fresh):
+        assert each.trainer.train_step(step_rows(1)).skipped is None
+        each.trainer.flush()
+    assert_same_planes(copy_planes(run.store), copy_planes(fresh.store))
+
+
+def test_a_nan_among_the_weights_skips_the_step(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("llama")
+    model.weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    run = start(model)
+    before = copy_planes(run.store)
+
+    report = run.trainer.train_step(step_rows(0))
+    run.trainer.flush()
+
+    assert report.skipped == "non_finite_gradient"
+    for plane in WEIGHTS_AND_MOMENTS:
+        assert torch.equal(before[plane].view(torch.uint8), run.store.plane(plane).view(torch.uint8))
+
+
+def test_a_step_without_targets_is_skipped(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    row = pack(documents(10))
+    row.labels_T.fill_(-100)
+    run = start(tiny_model("llama"))
+
+    assert run.trainer.train_step([row]).skipped == "no_targets"
+    assert run.trainer.step == 1
