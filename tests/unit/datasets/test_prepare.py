@@ -1,0 +1,305 @@
+"""From data files to prepared folders: masks, truncation, splitting, and the child's conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
+from horizon_server.datasets.prepare import prepare
+from horizon_server.datasets.rows import DataFile
+from horizon_server.datasets.tokenization import TextSplitter, text_blocks
+from horizon_server.demo.chats import demo_chats
+from horizon_server.demo.recipe import write_demo_dataset
+from horizon_server.engine.data import PreparedDataset
+from horizon_server.errors import InvalidData, NotAvailableYet
+from horizon_server.events import AttemptEnded, PrepareProgress, decode
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Yes, one.", "weight": 1},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "No."},
+]
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def request_for(model: Path, *files: Path, output: Path | None = None, **options: Any) -> PrepareRequest:
+    return PrepareRequest(
+        dataset_files=tuple(DataFile.at(file) for file in files),
+        model_dir=model,
+        output_dir=output or files[0].parent / "out",
+        options=PrepareOptions(**({"sequence_length": 64} | options)),
+    )
+
+
+def run(request: PrepareRequest) -> tuple[PrepareReport, list[tuple[list[int], list[int]]]]:
+    report = prepare(request, on_progress=lambda done: None)
+    dataset = PreparedDataset.open(request.output_dir)
+    assert dataset.report == report.to_mapping()
+    rows = [dataset.micro_batch([document]) for document in range(dataset.num_documents)]
+    assert report.trained_tokens == sum(row.num_targets for row in rows)
+    assert report.tokens == dataset.num_tokens
+    return report, [(row.input_ids_T.tolist(), row.labels_T.tolist()) for row in rows]
+
+
+def targets(model: Path, labels: list[int]) -> str:
+    decoded = AutoTokenizer.from_pretrained(model).decode([label for label in labels if label >= 0])
+    assert isinstance(decoded, str)
+    return decoded
+
+
+@pytest.fixture(params=["demo_model", "tiny_base"])
+def marked_model(request: pytest.FixtureRequest) -> Path:
+    folder = request.getfixturevalue(request.param)
+    assert isinstance(folder, Path)
+    return folder
+
+
+def test_tokens_and_masks_are_those_of_transformers(marked_model: Path, tmp_path: Path) -> None:
+    reference: Any = AutoTokenizer.from_pretrained(marked_model)
+    report, documents = run(request_for(marked_model, write_demo_dataset(tmp_path), sequence_length=512))
+    for chat, (ids, labels) in zip(demo_chats(), documents, strict=True):
+        expected = reference.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        mask = [*expected["assistant_masks"][1:], 0]
+        assert ids == expected["input_ids"]
+        assert labels == [token if trained else -100 for token, trained in zip([*ids[1:], 0], mask, strict=True)]
+    assert (report.rows, report.documents, report.truncated_rows) == (len(demo_chats()), len(demo_chats()), 0)
+
+
+def test_the_same_template_without_markers_gives_the_same_masks(marked_model: Path, tmp_path: Path) -> None:
+    unmarked = tmp_path / "unmarked"
+    shutil.copytree(marked_model, unmarked, copy_function=shutil.copyfile)
+    unmarked.chmod(0o755)
+    template = (unmarked / "chat_template.jinja").read_text()
+    for marker in ("{% generation %}", "{% endgeneration %}", "{%- generation -%}", "{%- endgeneration -%}"):
+        template = template.replace(marker, "")
+    assert "generation %}" not in template.replace("add_generation_prompt", "")
+    (unmarked / "chat_template.jinja").write_text(template)
+    file = write_demo_dataset(tmp_path)
+    _, marked = run(request_for(marked_model, file, output=tmp_path / "a", sequence_length=512))
+    _, plain = run(request_for(unmarked, file, output=tmp_path / "b", sequence_length=512))
+    assert marked == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "Yes, one.<|im_end|>No.<|im_end|>"),
+        ({"train_on": "last-assistant"}, "No.<|im_end|>"),
+        (
+            {"train_on": "all"},
+            "user\nOne?<|im_end|>\n<|im_start|>assistant\nYes, one.<|im_end|>\n"
+            "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n",
+        ),
+    ],
+)
+def test_train_on_chooses_the_turns(demo_model: Path, tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    _, [(_, labels)] = run(request_for(demo_model, write(tmp_path / "c.jsonl", {"messages": CHAT}), **options))
+    assert targets(demo_model, labels) == expected
+    if options.get("train_on") == "all":
+        pretrain = request_for(demo_model, tmp_path / "c.jsonl", output=tmp_path / "p", method="pretrain")
+        assert run(pretrain)[1][0][1] == labels
+
+
+def test_a_weight_of_zero_leaves_a_reply_out(demo_model: Path, tmp_path: Path) -> None:
+    muted = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:]]
+    _, [(_, labels)] = run(request_for(demo_model, write(tmp_path / "c.jsonl", {"messages": muted})))
+    assert targets(demo_model, labels) == "No.<|im_end|>"
+    last_muted = [*CHAT[:3], CHAT[3] | {"weight": 0}]
+    request = request_for(demo_model, write(tmp_path / "d.jsonl", {"messages": last_muted}), train_on="last-assistant")
+    with pytest.raises(InvalidData, match=r"d\.jsonl: line\[1\] has no trainable token"):
+        prepare(request, on_progress=lambda done: None)
+
+
+def test_a_prompt_and_its_completion_are_a_user_and_an_assistant_turn(demo_model: Path, tmp_path: Path) -> None:
+    pairs = write(tmp_path / "p.jsonl", {"q": "One?", "a": "Yes, one."})
+    chats = write(tmp_path / "c.jsonl", {"messages": CHAT[:2]})
+    field_map = {"prompt": "q", "completion": "a"}
+    _, from_pairs = run(request_for(demo_model, pairs, output=tmp_path / "x", field_map=field_map))
+    _, from_chats = run(request_for(demo_model, chats, output=tmp_path / "y"))
+    assert from_pairs == from_chats
+
+
+def test_without_a_template_a_completion_follows_its_prompt(bare_model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "p.jsonl", {"prompt": "2 + 2 = ", "completion": "4"})
+    _, [(ids, labels)] = run(request_for(bare_model, file))
+    tokenizer: Any = AutoTokenizer.from_pretrained(bare_model)
+    assert tokenizer.decode(ids) == "2 + 2 = 4<|im_end|>"
+    assert targets(bare_model, labels) == "4<|im_end|>"
+    with pytest.raises(InvalidData, match="the model has no chat template; add"):
+        prepare(request_for(bare_model, write(tmp_path / "c.jsonl", {"messages": CHAT})), on_progress=lambda done: None)
+
+
+def test_long_rows_are_cut_only_where_something_trained_is_left(demo_model: Path, tmp_path: Path) -> None:
+    fine = {"prompt": "Hi", "completion": "one two three four " * 30}
+    lost = {"prompt": "one two three four " * 30, "completion": "Hi"}
+    report, [(ids, _)] = run(request_for(demo_model, write(tmp_path / "a.jsonl", fine)))
+    assert (report.truncated_rows, len(ids), report.longest_document) == (1, 64, 64)
+    with pytest.raises(
+        InvalidData, match=r"line\[2\] has \d+ tokens, and within sequence_length 64 none is trained"
+    ) as caught:
+        prepare(request_for(demo_model, write(tmp_path / "b.jsonl", fine, lost, lost)), on_progress=lambda done: None)
+    assert caught.value.message.endswith("(the first of 2 problems)")
+    assert [violation.field for violation in caught.value.violations] == ["line[2]", "line[3]"]
+
+
+def test_a_failed_preparation_leaves_nothing_behind(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    request = request_for(demo_model, write(tmp_path / "b.jsonl", {"text": 3}), output=tmp_path / "data" / "out")
+    with pytest.raises(InvalidData, match=r"line\[1\]\.text is 3; it must be a string \(the only problem found\)"):
+        prepare(request, on_progress=lambda done: None)
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_folder_that_is_there_already_is_kept(demo_model: Path, tmp_path: Path) -> None:
+    request = request_for(demo_model, write(tmp_path / "c.jsonl", {"messages": CHAT}))
+    run(request)
+    before = (tmp_path / "out" / "tokens.safetensors").stat().st_ino
+    run(request)
+    assert (tmp_path / "out" / "tokens.safetensors").stat().st_ino == before
+    assert {path.name for path in tmp_path.iterdir()} == {"c.jsonl", "out"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tokens.safetensors", "report.json"}
+
+
+def test_several_files_make_one_dataset_and_problems_name_the_file(demo_model: Path, tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.jsonl", {"messages": CHAT}), write(tmp_path / "b.jsonl", {"messages": CHAT[:2]})
+    report, documents = run(request_for(demo_model, first, second))
+    assert (report.rows, len(documents)) == (2, 2)
+    broken = write(tmp_path / "z.jsonl", {"messages": CHAT}, {"messages": []})
+    with pytest.raises(
+        InvalidData, match=r"a\.jsonl, z\.jsonl: z\.jsonl: line\[2\]\.messages is a JSON array"
+    ) as caught:
+        prepare(request_for(demo_model, first, broken, output=tmp_path / "o2"), on_progress=lambda done: None)
+    assert caught.value.violations[0].field == "z.jsonl.line[2].messages"
+
+
+@pytest.mark.parametrize("method", ["sft", "pretrain"])
+def test_a_text_becomes_documents_of_the_sequence_length(bare_model: Path, tmp_path: Path, method: str) -> None:
+    text = "".join(f"{chat[-1]['content']}\n" for chat in demo_chats()[:40])
+    (tmp_path / "play.txt").write_text(text)
+    report, documents = run(request_for(bare_model, tmp_path / "play.txt", method=method))
+    tokenizer: Any = AutoTokenizer.from_pretrained(bare_model)
+    assert [token for ids, _ in documents for token in ids] == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert all(labels == [*ids[1:], -100] for ids, labels in documents)
+    assert {len(ids) for ids, _ in documents[:-1]} == {64}
+    assert report.rows == 40
+    rows = write(tmp_path / "rows.jsonl", {"text": text})
+    from_rows = run(request_for(bare_model, rows, output=tmp_path / "r", method=method))[1]
+    assert from_rows == documents
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 40), max_size=6), sequence_length=st.integers(8, 16))
+def test_splitting_keeps_every_token_and_leaves_none_alone(lengths: list[int], sequence_length: int) -> None:
+    splitter = TextSplitter(sequence_length)
+    total = sum(lengths)
+    stream = iter(range(total))
+    documents = [document for length in lengths for document in splitter.add([next(stream) for _ in range(length)])]
+    documents += splitter.finish()
+    assert [token for document in documents for token in document.ids] == list(range(total))
+    assert all(2 <= len(document.ids) <= sequence_length for document in documents) or total == 1
+
+
+def test_text_is_cut_into_blocks_where_tokenizers_cut_too(demo_model: Path, qwen_class_model: Path) -> None:
+    text = "".join(f"{chat[0]['content']}\n\n  {chat[-1]['content']} and more\n" for chat in demo_chats())
+    blocks = list(text_blocks([text[i : i + 37] for i in range(0, len(text), 37)], block_characters=500))
+    assert "".join(blocks) == text
+    assert len(blocks) > 20
+    for folder in (demo_model, qwen_class_model):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        assert [token for block in blocks for token in tokenizer(block)["input_ids"]] == tokenizer(text)["input_ids"]
+    assert list(text_blocks(["x" * 30], block_characters=10)) == ["x" * 30]
+
+
+def child(request: PrepareRequest) -> tuple[int, list[Any], str]:
+    """Run the real child with a pipe for its events."""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer)]
+    process = subprocess.run(
+        command, input=request.to_json(), pass_fds=[writer], capture_output=True, text=True, check=False
+    )
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        events = [decode(line) for line in stream]
+    return process.returncode, events, process.stdout + process.stderr
+
+
+def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
+    request = request_for(demo_model, write_demo_dataset(tmp_path))
+    code, events, output = child(request)
+    assert (code, output) == (0, "")
+    first, *_, last, end = events
+    assert isinstance(first, PrepareProgress)
+    assert first.done_rows > 0
+    assert (last.done_rows, last.report["rows"]) == (len(demo_chats()), len(demo_chats()))
+    assert end == AttemptEnded(outcome="succeeded")
+    assert PreparedDataset.open(request.output_dir).num_tokens == last.report["tokens"]
+
+
+def test_the_child_names_what_is_wrong(demo_model: Path, tmp_path: Path) -> None:
+    code, events, _ = child(request_for(demo_model, write(tmp_path / "c.jsonl", *[{"messages": []}] * 200)))
+    end = events[-1]
+    assert (code, end.outcome, end.reason) == (1, "failed", "INVALID_DATA")
+    assert end.message.endswith("(the first of 200 problems)")
+    assert len(end.details) == 100
+    code, events, _ = child(request_for(demo_model, tmp_path / "gone.jsonl"))
+    assert (code, events[-1].outcome, events[-1].reason) == (1, "failed", "IO_ERROR")
+    assert "gone.jsonl" in events[-1].message
+
+
+def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "endless.txt"
+    os.mkfifo(fifo)
+    (tmp_path / "work").mkdir()
+    request = request_for(demo_model, fifo, output=tmp_path / "work" / "out")
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer]) as process:
+        os.close(writer)
+        assert process.stdin is not None
+        process.stdin.write(request.to_json().encode())
+        process.stdin.close()
+        # Opening the pipe waits until the child reads from it; by then its folder exists.
+        with fifo.open("wb"):
+            assert list((tmp_path / "work").iterdir()) != []
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    os.close(reader)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_formats_of_later_versions_are_refused(demo_model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", {"input_ids": [1, 2], "labels": [1, 2]})
+    with pytest.raises(NotAvailableYet, match="format tokens is not read"):
+        prepare(request_for(demo_model, file), on_progress=lambda done: None)
+
+
+def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) -> None:
+    request = request_for(demo_model, write(tmp_path / "c.jsonl", {"messages": CHAT}), format=DatasetFormat.MESSAGES)
+    run(request)
+    raw = (tmp_path / "out" / "tokens.safetensors").read_bytes()
+    header_bytes = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + header_bytes])
+    assert (8 + header_bytes) % 8 == 0
+    begin, end = header["document_starts"]["data_offsets"]
+    assert begin == 0
+    starts = np.frombuffer(raw[8 + header_bytes :][begin:end], dtype="<i8")
+    assert starts.tolist() == [0, header["input_ids"]["shape"][0]]
