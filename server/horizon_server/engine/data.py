@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ class StepPlan:
     Each epoch is its own seeded permutation, packed into rows of at most `sequence_length` tokens, the rows grouped
     into steps of at most `tokens_per_step` real tokens (a single longer row makes a step of its own). The last step of
     an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
-    the steps are reached.
+    the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps.
 
     `packing=False` gives every document its own row. `shuffle=False` keeps the order of the file: for evaluation.
     Thread: not thread-safe; a plan caches the epoch it is in.
@@ -126,7 +127,7 @@ class StepPlan:
         tokens_per_step: int,
         packing: bool = True,
         seed: int = 0,
-        epochs: int | None = None,
+        epochs: float | None = None,
         max_steps: int | None = None,
         shuffle: bool = True,
     ) -> None:
@@ -145,7 +146,7 @@ class StepPlan:
         self._shuffle = shuffle
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
         self._epoch_plan: tuple[int, _EpochPlan] | None = None
-        self.num_steps = max_steps if max_steps is not None else self._steps_before(epochs or 0)
+        self.num_steps = max_steps if max_steps is not None else self._steps_of_epochs(epochs or 0)
 
     @property
     def packing_efficiency(self) -> float:
@@ -173,6 +174,12 @@ class StepPlan:
             self._steps_before(len(self._first_steps))
         epoch = bisect.bisect_right(self._first_steps, i) - 1
         return epoch, i - self._first_steps[epoch]
+
+    def _steps_of_epochs(self, epochs: float) -> int:
+        # A fraction takes that share of the last epoch's steps, at least one.
+        whole = int(epochs)
+        steps = self._steps_before(whole)
+        return steps if epochs == whole else steps + math.ceil((epochs - whole) * self._plan_of(whole).num_steps)
 
     def _steps_before(self, epoch: int) -> int:
         while len(self._first_steps) <= epoch:

@@ -106,6 +106,15 @@ def test_epochs_and_seeds_differ_and_evaluation_keeps_the_files_order() -> None:
     assert order(unshuffled) == list(range(50))
 
 
+def test_a_fraction_of_an_epoch_takes_that_share_of_its_steps() -> None:
+    dataset = dataset_of([3] * 40)
+
+    def steps(epochs: float) -> int:
+        return StepPlan(dataset, sequence_length=3, tokens_per_step=12, epochs=epochs).num_steps
+
+    assert [steps(epochs) for epochs in (0.01, 0.5, 1, 1.0, 2.5)] == [1, 5, 10, 10, 25]
+
+
 def test_best_fit_fills_rows_nearly_full() -> None:
     lengths = np.random.default_rng(0).integers(20, 400, 3000).tolist()
     plan = StepPlan(dataset_of(lengths), sequence_length=1024, tokens_per_step=16384, epochs=1)
