@@ -24,7 +24,9 @@ class HorizonError(Exception):
 
     reason = "INTERNAL"
 
-    def __init__(self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.violations = tuple(violations)
@@ -62,6 +64,12 @@ class InvalidUpload(HorizonError, ValueError):
     """The bytes received do not match the announced size, offset or sha256."""
 
     reason = "INVALID_UPLOAD"
+
+
+class UploadInProgress(HorizonError, RuntimeError):
+    """Another connection of the same user is sending the same content right now; a retry after a while goes on from there."""
+
+    reason = "UPLOAD_IN_PROGRESS"
 
 
 class RequestIdReused(HorizonError, ValueError):

@@ -1,0 +1,76 @@
+"""The file system calls that a full disk makes fail, and the sentence for when it is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from horizon_server.errors import DiskFull, HorizonError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Disk(Protocol):
+    """What uploads need from the disk."""
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write some of `data` and return how much."""
+        ...
+
+    def sync(self, descriptor: int) -> None:
+        """Make what was written durable."""
+        ...
+
+    def free_bytes(self, folder: Path) -> int:
+        """Return what can still be written below `folder`."""
+        ...
+
+
+class SystemDisk:
+    """The real one."""
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write some of `data` and return how much."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        """Make what was written durable."""
+        os.fsync(descriptor)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Return what can still be written below `folder`."""
+        return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def told_when_full() -> Iterator[None]:
+    """Turn the system's "no space left" into a sentence.
+
+    Raises:
+        DiskFull: when the block failed for want of space.
+    """
+    try:
+        yield
+    except HorizonError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise DiskFull(
+            "the node's disk is full; what is durable of this upload is kept: free space there, then push again to go on",
+            retry_after_s=60.0,
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

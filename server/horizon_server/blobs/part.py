@@ -1,0 +1,102 @@
+"""One half upload on disk: appended to, made durable in stretches, hashed as it grows.
+
+Knows no network and no user. Everything here blocks.
+
+Thread: one at a time; `BlobStore` sees to that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from horizon_server.blobs.disk import Disk
+from horizon_server.errors import InvalidUpload
+
+SYNC_EVERY_BYTES = 32 * 2**20
+"""So much is lost at most when the power fails."""
+
+_REHASH_BLOCK_BYTES = 4 * 2**20
+
+
+class Part:
+    """A half upload open for writing. `committed_bytes` are durable; what lies above may be lost."""
+
+    def __init__(self, path: Path, descriptor: int, disk: Disk) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._disk = disk
+        self._hash = hashlib.sha256()
+        self.size_bytes = os.fstat(descriptor).st_size
+        self.committed_bytes = self.size_bytes
+
+    @classmethod
+    def open(cls, path: Path, *, offset: int, disk: Disk) -> Part:
+        """Open the part at `path`, making it when there is none, and stand at `offset`.
+
+        An offset below what has arrived is taken: the bytes above it are sent again.
+
+        Raises:
+            InvalidUpload: when the offset lies beyond what has arrived.
+        """
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        part = cls(path, descriptor, disk)
+        try:
+            part._stand_at(offset)
+        except BaseException:
+            part.close()
+            raise
+        return part
+
+    def append(self, data: bytes) -> None:
+        """Write `data` at the end. Where that fails, the part ends at its last durable byte, so that a retry can go on."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._disk.write(self._descriptor, rest) :]
+        except OSError:
+            self._rewind()
+            raise
+        self._hash.update(data)
+        self.size_bytes += len(data)
+        if self.size_bytes - self.committed_bytes >= SYNC_EVERY_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make everything durable; where that fails, as for `append`."""
+        if self.committed_bytes == self.size_bytes:
+            return
+        try:
+            self._disk.sync(self._descriptor)
+        except OSError:
+            self._rewind()
+            raise
+        self.committed_bytes = self.size_bytes
+
+    def sha256(self) -> str:
+        """Return the sha256 of everything written, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Give the descriptor back. The file stays, unless nothing is in it."""
+        os.close(self._descriptor)
+        if self.size_bytes == 0:
+            self.path.unlink(missing_ok=True)
+
+    def _stand_at(self, offset: int) -> None:
+        if not 0 <= offset <= self.size_bytes:
+            raise InvalidUpload(
+                f"the upload cannot go on at byte {offset}: {self.size_bytes} bytes have arrived; "
+                "ask for the blob's status and send from there"
+            )
+        if offset < self.size_bytes:
+            os.ftruncate(self._descriptor, offset)
+        while block := os.read(self._descriptor, _REHASH_BLOCK_BYTES):
+            self._hash.update(block)
+        self.size_bytes = self.committed_bytes = offset
+
+    def _rewind(self) -> None:
+        os.ftruncate(self._descriptor, self.committed_bytes)
+        self.size_bytes = self.committed_bytes

@@ -1,0 +1,210 @@
+"""The contents on disk: half uploads per user, whole ones stored once for all.
+
+`uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` beside it says that they have sent all of it.
+`blobs/<aa>/<sha256>` is a whole, verified, durable content. Half uploads are never shared between users: who could go on with another's
+part, or be told that it exists, would learn what others have, and get at it without having it.
+
+Knows no database: who refers to a content is told by `Uploads`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+
+from horizon_server.blobs.disk import Disk, SystemDisk, sync_folder, told_when_full
+from horizon_server.blobs.manifest import BlobRef, BlobStatus
+from horizon_server.blobs.part import Part
+from horizon_server.blobs.threads import in_thread
+from horizon_server.blobs.turns import Turn, Turns
+from horizon_server.errors import DiskFull, InvalidUpload
+from horizon_server.spec import NAME_PATTERN
+
+MAX_CHUNK_BYTES = 2**20
+
+_PART = ".part"
+_PROVED = ".proved"
+
+
+class BlobStore:
+    """Contents below `root`, the daemon's state folder.
+
+    Thread: the async methods belong to one event loop; each upload has one writer at a time.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        disk: Disk | None = None,
+        turns: Turns | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._blobs = root / "blobs"
+        self._uploads = root / "uploads"
+        self._disk = disk or SystemDisk()
+        self._turns = turns or Turns()
+        self._clock = clock
+        self._changing = threading.Lock()
+        for folder in (self._blobs, self._uploads):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, sha256: str) -> Path:
+        """Return where the whole content lies, or would lie."""
+        return self._blobs / sha256[:2] / sha256
+
+    def holds(self, ref: BlobRef) -> bool:
+        """Whether the whole content is here, whoever sent it."""
+        path = self.path(ref.sha256)
+        return path.is_file() and path.stat().st_size == ref.size_bytes
+
+    def proved_by(self, owner: str, ref: BlobRef) -> bool:
+        """Whether `owner` has sent all of a content that is still here."""
+        return self._entry(owner, ref, _PROVED).exists() and self.holds(ref)
+
+    async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
+        """Return how much has arrived from `owner`; a part that is whole but unverified is verified now."""
+        if self.proved_by(owner, ref):
+            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+        if (turn := self._turns.holder((owner, ref))) is not None and turn.part is not None:
+            return BlobStatus(ref=ref, committed_bytes=turn.part.committed_bytes, complete=False)
+        arrived = await in_thread(lambda: self._arrived_bytes(owner, ref))
+        if arrived < ref.size_bytes:
+            return BlobStatus(ref=ref, committed_bytes=arrived, complete=False)
+        return await self.write(owner, ref, arrived, _nothing())
+
+    async def write(self, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]) -> BlobStatus:
+        """Append `chunks` from `offset` on. When the stream ends early or is cut, what arrived stays for the next try.
+
+        Raises:
+            InvalidUpload: a wrong offset, too many bytes, a chunk above 1 MiB, or bytes that have another sha256.
+            UploadInProgress: when another connection keeps sending the same.
+            DiskFull: what is durable stays, and a retry goes on from there.
+        """
+        async with self._turns.take((owner, ref)) as turn:
+            if self.proved_by(owner, ref):
+                return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+            with told_when_full():
+                return await self._receive(turn, owner, ref, offset, chunks)
+
+    async def forget_proofs(self, owner: str, refs: Iterable[BlobRef]) -> None:
+        """Remove the notes that `owner` has sent these contents: something of theirs refers to them now."""
+        entries = [self._entry(owner, ref, _PROVED) for ref in refs]
+        await in_thread(lambda: _unlink(entries))
+
+    async def expire(self, max_age_s: float) -> int:
+        """Remove half uploads and proofs that were not touched for so long; return how many."""
+        return await in_thread(lambda: self._expire(self._clock() - max_age_s))
+
+    async def remove_all_but(self, referenced: frozenset[str], *, among: Iterable[str] | None = None) -> int:
+        """Remove contents (of `among`, or all) that neither `referenced` nor a proof names; return how many."""
+        candidates = None if among is None else frozenset(among)
+        return await in_thread(lambda: self._remove_all_but(referenced, candidates))
+
+    async def _receive(
+        self, turn: Turn, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]
+    ) -> BlobStatus:
+        self._refuse_what_cannot_fit(ref, offset)
+        path = self._entry(owner, ref, _PART)
+        part = await in_thread(lambda: Part.open(path, offset=offset, disk=self._disk))
+        turn.part = part
+        try:
+            await _append_all(turn, part, ref, chunks)
+            whole = part.size_bytes == ref.size_bytes
+            if whole:
+                await in_thread(lambda: self._complete(owner, ref, part))
+        finally:
+            await in_thread(part.close)
+        return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+
+    def _refuse_what_cannot_fit(self, ref: BlobRef, offset: int) -> None:
+        needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
+        if needed > free:
+            raise DiskFull(
+                f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
+                retry_after_s=60.0,
+            )
+
+    def _complete(self, owner: str, ref: BlobRef, part: Part) -> None:
+        found = part.sha256()
+        if found != ref.sha256:
+            part.path.unlink()
+            raise InvalidUpload(
+                f"the {ref.size_bytes} bytes that arrived have sha256 {found}, not the announced {ref.sha256}; they are removed: "
+                "push again, and if that repeats, check whether the file changes while it is sent"
+            )
+        target = self.path(ref.sha256)
+        with self._changing:
+            if self.holds(ref):
+                part.path.unlink()
+            else:
+                part.path.chmod(0o444)
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                part.path.replace(target)
+                sync_folder(target.parent)
+                sync_folder(self._blobs)
+            self._entry(owner, ref, _PROVED).touch(mode=0o600)
+
+    def _arrived_bytes(self, owner: str, ref: BlobRef) -> int:
+        path = self._entry(owner, ref, _PART)
+        if not path.exists():
+            return 0
+        with path.open("rb") as stream:
+            self._disk.sync(stream.fileno())  # after a crash of the daemon some of it may be in memory only
+            return min(path.stat().st_size, ref.size_bytes)
+
+    def _expire(self, before: float) -> int:
+        held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.held()}
+        old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
+        _unlink(old)
+        return len(old)
+
+    def _remove_all_but(self, referenced: frozenset[str], among: frozenset[str] | None) -> int:
+        names = among if among is not None else [path.name for path in self._blobs.glob("*/*")]
+        removed = 0
+        with self._changing:
+            proved = {entry.name.partition("-")[0] for entry in self._uploads.glob(f"*/*{_PROVED}")}
+            for sha256 in names:
+                path = self.path(sha256)
+                if sha256 not in referenced and sha256 not in proved and path.exists():
+                    path.unlink()
+                    removed += 1
+        return removed
+
+    def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
+        assert NAME_PATTERN.fullmatch(owner), owner
+        return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
+
+
+async def _append_all(turn: Turn, part: Part, ref: BlobRef, chunks: AsyncIterator[bytes]) -> None:
+    try:
+        turn.begins_to_wait()
+        async for data in chunks:
+            turn.got_data()
+            _check_chunk(data, part.size_bytes, ref)
+            await in_thread(lambda data=data: part.append(data))  # type: ignore[misc]
+            turn.begins_to_wait()
+    finally:
+        turn.got_data()
+        await in_thread(part.sync)
+
+
+def _check_chunk(data: bytes, arrived: int, ref: BlobRef) -> None:
+    if len(data) > MAX_CHUNK_BYTES:
+        raise InvalidUpload(f"a piece of {len(data)} bytes was sent; send pieces of at most {MAX_CHUNK_BYTES} bytes")
+    if arrived + len(data) > ref.size_bytes:
+        raise InvalidUpload(
+            f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and sha256"
+        )
+
+
+def _unlink(entries: Iterable[Path]) -> None:
+    for entry in entries:
+        entry.unlink(missing_ok=True)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield b""

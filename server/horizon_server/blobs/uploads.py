@@ -1,0 +1,163 @@
+"""Who has which content: what a caller still has to send, and what nobody needs any more.
+
+A caller has a content when something of theirs that is READY is made of it, or when they have sent all of it. What others have sent is
+never told: it has to be sent again, and is then stored once.
+
+Knows owners by name only; whether a caller may upload at all is decided above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Protocol
+
+from horizon_server.blobs.manifest import BlobFile, BlobRef, BlobStatus, check_ref
+from horizon_server.blobs.store import BlobStore
+from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
+
+MAX_REFS = 8192
+
+
+class BlobReferences(Protocol):
+    """Tells which contents datasets and models are made of, by sha256."""
+
+    async def of_ready(self, owner: str) -> frozenset[str]:
+        """Return the contents of everything READY of `owner`."""
+        ...
+
+    async def of_all(self) -> frozenset[str]:
+        """Return the contents of everything, READY or announced, of everybody."""
+        ...
+
+
+class Uploads:
+    """Takes contents from callers and says what is missing."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        references: BlobReferences,
+        *,
+        max_blob_bytes: int,
+        on_upload: Callable[[int, str], None] = lambda num_bytes, result: None,
+    ) -> None:
+        """`on_upload` is told the bytes of each call and its result: stored, partial, refused or cut."""
+        self._store = store
+        self._references = references
+        self._max_blob_bytes = max_blob_bytes
+        self._on_upload = on_upload
+        self._collecting = asyncio.Lock()
+
+    @property
+    def store(self) -> BlobStore:
+        """Where the contents lie."""
+        return self._store
+
+    async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
+        """Return how far each content is that `owner` still has to send.
+
+        Raises:
+            InvalidSpec, TooLarge: for what cannot name a content.
+        """
+        if len(refs) > MAX_REFS:
+            raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
+        for i, ref in enumerate(refs):
+            check_ref(ref, max_bytes=self._max_blob_bytes, field=f"blobs[{i}]")
+        ready = await self._references.of_ready(owner)
+        statuses = [await self._status(owner, ref, ready) for ref in dict.fromkeys(refs)]
+        return [status for status in statuses if not status.complete]
+
+    async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
+        """Return how far one content is.
+
+        Raises:
+            InvalidSpec, TooLarge: for what cannot name a content.
+        """
+        check_ref(ref, max_bytes=self._max_blob_bytes)
+        return await self._status(owner, ref, await self._references.of_ready(owner))
+
+    async def write(self, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]) -> BlobStatus:
+        """Take `chunks` of a content from `offset` on; nothing is read of what `owner` has already.
+
+        Raises:
+            InvalidSpec, TooLarge: for what cannot name a content.
+            InvalidUpload, UploadInProgress, DiskFull: as for `BlobStore.write`.
+        """
+        check_ref(ref, max_bytes=self._max_blob_bytes)
+        if self._has(owner, ref, await self._references.of_ready(owner)):
+            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+        counted = _Counted(chunks)
+        result = "cut"
+        try:
+            status = await self._store.write(owner, ref, offset, counted)
+            result = "stored" if status.complete else "partial"
+        except HorizonError:
+            result = "refused"
+            raise
+        finally:
+            self._on_upload(counted.num_bytes, result)
+        return status
+
+    async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
+        """Let pass when `owner` has sent every file.
+
+        Raises:
+            InvalidUpload: with one violation per file that is not there.
+        """
+        ready = await self._references.of_ready(owner)
+        statuses = {file.ref: await self._status(owner, file.ref, ready) for file in files}
+        absent = [(i, file) for i, file in enumerate(files) if not statuses[file.ref].complete]
+        if not absent:
+            return
+        raise InvalidUpload(
+            f"{len(absent)} of {len(files)} files have not arrived whole, {absent[0][1].path} among them; send them, then finalize again",
+            violations=[
+                FieldViolation(
+                    field=f"files[{i}]",
+                    description=f"{file.path}: {statuses[file.ref].committed_bytes} of {file.size_bytes} bytes have arrived",
+                )
+                for i, file in absent
+            ],
+        )
+
+    async def release(self, owner: str, files: Iterable[BlobFile]) -> None:
+        """Forget that `owner` has sent these: something READY of theirs refers to them from now on."""
+        async with self._collecting:
+            await self._store.forget_proofs(owner, {file.ref for file in files})
+
+    async def collect(self, files: Iterable[BlobFile]) -> int:
+        """Remove those contents that nothing refers to any more; return how many."""
+        async with self._collecting:
+            referenced = await self._references.of_all()
+            return await self._store.remove_all_but(referenced, among={file.sha256 for file in files})
+
+    async def sweep(self, max_age_s: float) -> int:
+        """Remove half uploads older than that, then every content that nothing refers to; return how many files went."""
+        async with self._collecting:
+            expired = await self._store.expire(max_age_s)
+            return expired + await self._store.remove_all_but(await self._references.of_all())
+
+    async def _status(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> BlobStatus:
+        if self._has(owner, ref, ready):
+            return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
+        return await self._store.status(owner, ref)  # makes the empty content, which nobody has to send
+
+    def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
+        return (ref.sha256 in ready and self._store.holds(ref)) or self._store.proved_by(owner, ref)
+
+
+class _Counted:
+    """Chunks on their way, with the bytes that came by."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self.num_bytes = 0
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        data = await self._chunks.__anext__()
+        self.num_bytes += len(data)
+        return data
