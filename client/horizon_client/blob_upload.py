@@ -1,0 +1,160 @@
+"""Sends contents to the blob calls of a service: only what is missing, from the committed offset on, again after every cut.
+
+Knows files and offsets, not what they mean; `datasets` and `models` lend it their four calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc.aio
+
+from horizon_client.connection import FINALIZE_DEADLINE_S, STALL_DEADLINE_S, Backoff, Connection
+from horizon_client.errors import BadFile, HorizonClientError, ServerFailed, Unavailable
+from horizon_client.local_files import HashedFile
+from horizon_client.progress import OnNotice, OnProgress, Progress
+from horizon_client.rpc_errors import from_rpc
+from horizon_proto.v1 import blob_pb2
+
+CHUNK_BYTES = 512 * 1024
+_BLOBS_PER_QUESTION = 500
+_UPLOAD_REFUSED = "INVALID_UPLOAD"
+"""Also said when an older stream of the same upload was still writing, so the offset is asked for again before giving up."""
+
+
+class BlobCalls(Protocol):
+    """The blob calls of one service."""
+
+    async def find_missing(self, blobs: Sequence[blob_pb2.BlobRef]) -> list[blob_pb2.BlobStatus]:
+        """Return the contents to send, with what has arrived of each."""
+
+    async def query(self, blob: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
+        """Return how far one content is."""
+
+    def open_write(self) -> Any:
+        """Open the upload stream: an aio stream-unary call."""
+
+    def write_request(self, chunk: blob_pb2.BlobChunk) -> Any:
+        """Wrap one piece."""
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    """Bytes over all contents of one push."""
+
+    total_bytes: int
+    there_bytes: int
+    sent_bytes: int = 0
+
+
+class BlobUpload:
+    """One push: the contents of its files, each at most once."""
+
+    def __init__(
+        self, connection: Connection, calls: BlobCalls, *, on_progress: OnProgress, on_notice: OnNotice
+    ) -> None:
+        self._connection = connection
+        self._calls = calls
+        self._on_progress = on_progress
+        self._on_notice = on_notice
+
+    async def send_missing(self, files: Sequence[HashedFile]) -> int:
+        """Send what the server lacks and return how many bytes of data travelled.
+
+        Raises:
+            HorizonClientError: when the server refuses a content, or stays away for too long.
+            BadFile: when a file changes meanwhile.
+        """
+        by_sha = {file.sha256: file for file in files}
+        refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.file.size_bytes) for sha, file in by_sha.items()]
+        missing: list[blob_pb2.BlobStatus] = []
+        for start in range(0, len(refs), _BLOBS_PER_QUESTION):
+            missing += await self._calls.find_missing(refs[start : start + _BLOBS_PER_QUESTION])
+        total = sum(ref.size_bytes for ref in refs)
+        left = sum(status.blob.size_bytes - status.committed_bytes for status in missing)
+        tally = _Tally(total_bytes=total, there_bytes=total - left)
+        for status in missing:
+            file = by_sha.get(status.blob.sha256)
+            if file is None:
+                raise ServerFailed(f"the server asks for a content that was not announced: {status.blob.sha256[:64]}")
+            await self._send(file, status, tally)
+        return tally.sent_bytes
+
+    async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> None:
+        """Send one content until the server has all of it; after a failure ask where to go on."""
+        backoff = Backoff(self._connection.stream_retry)
+        while not status.complete:
+            start = status.committed_bytes
+            problem: HorizonClientError = Unavailable(f"the server has only part of {file.file.path}")
+            try:
+                status = await self._write(file, status, tally)
+            except HorizonClientError as error:
+                if not isinstance(error, Unavailable) and error.reason != _UPLOAD_REFUSED:
+                    raise
+                problem = error
+                status = await self._calls.query(status.blob)
+            tally.there_bytes += status.committed_bytes - start
+            if status.committed_bytes > start:
+                backoff.succeeded()
+            elif status.committed_bytes == start and problem.reason == _UPLOAD_REFUSED:
+                raise problem  # asking again would send the same bytes from the same place
+            if not status.complete:
+                await self._pause(backoff, problem, file)
+
+    async def _pause(self, backoff: Backoff, problem: HorizonClientError, file: HashedFile) -> None:
+        wait_s = backoff.wait_s(problem)
+        if wait_s is None:
+            raise problem
+        self._on_notice(f"the upload of {file.file.path} was cut ({problem.message}); going on in {wait_s:.1f} s")
+        await asyncio.sleep(wait_s)
+
+    async def _write(self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> blob_pb2.BlobStatus:
+        file.file.require_unchanged()
+        call = self._calls.open_write()
+        try:
+            await self._feed(call, file, status, tally)
+            async with asyncio.timeout(FINALIZE_DEADLINE_S):
+                answer: blob_pb2.BlobStatus = (await call).status
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._connection.endpoint.server) from None
+        except TimeoutError:
+            raise Unavailable(f"the upload of {file.file.path} stood still for {STALL_DEADLINE_S:.0f} s") from None
+        finally:
+            call.cancel()
+        return answer
+
+    async def _feed(self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> None:
+        """Write all chunks, or stop early when the server has ended the call: its answer then says why."""
+        offset = sent_to = status.committed_bytes
+        chunk = blob_pb2.BlobChunk(blob=status.blob, offset=offset)
+        async for data in _pieces(file, offset):
+            chunk.data = data
+            try:
+                async with asyncio.timeout(STALL_DEADLINE_S):
+                    await call.write(self._calls.write_request(chunk))
+            except asyncio.InvalidStateError:
+                return
+            chunk = blob_pb2.BlobChunk()
+            sent_to += len(data)
+            tally.sent_bytes += len(data)
+            done = min(tally.there_bytes + sent_to - offset, tally.total_bytes)
+            self._on_progress(
+                Progress(phase="upload", name=file.file.path, done_bytes=done, total_bytes=tally.total_bytes)
+            )
+        file.file.require_unchanged()
+        await call.done_writing()
+
+
+async def _pieces(file: HashedFile, offset: int) -> AsyncIterator[bytes]:
+    """Yield the file from `offset` on; an empty remainder yields one empty piece, so that the server hears of the content."""
+    try:
+        with file.file.source.open("rb") as source:
+            source.seek(offset)
+            yield await asyncio.to_thread(source.read, CHUNK_BYTES)
+            while data := await asyncio.to_thread(source.read, CHUNK_BYTES):
+                yield data
+    except OSError as error:
+        raise BadFile(f"cannot read {file.file.source}: {error.strerror}") from error

@@ -1,0 +1,102 @@
+"""`client.checkpoints`: list, pull and delete what a job has written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from horizon_client.checkpoint_download import TRAINER_PREFIX, CheckpointDownload
+from horizon_client.connection import Connection
+from horizon_client.conversion import from_message
+from horizon_client.errors import NotFound
+from horizon_client.progress import OnNotice, OnProgress, ignore_notice, ignore_progress
+from horizon_client.resources import Checkpoint, CheckpointPull
+from horizon_proto.v1 import checkpoint_pb2
+from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
+
+if TYPE_CHECKING:
+    from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceAsyncStub
+
+
+class AsyncCheckpoints:
+    """The checkpoints of the caller's jobs."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def list(self, job: str) -> list[Checkpoint]:
+        """Return the complete checkpoints of a job, oldest first."""
+        request = checkpoint_pb2.ListCheckpointsRequest(job_id=job)
+        answer = await self._connection.unary(self._stub().ListCheckpoints, request)
+        return [from_message(Checkpoint, item) for item in answer.checkpoints]
+
+    async def pull(
+        self,
+        job: str,
+        to: str | os.PathLike[str],
+        *,
+        at: int | str = "last",
+        with_trainer: bool = False,
+        force: bool = False,
+        on_progress: OnProgress = ignore_progress,
+        on_notice: OnNotice = ignore_notice,
+    ) -> CheckpointPull:
+        """Bring a checkpoint (a step, `last` or `best`) into the folder `to`: a Hugging Face model folder when done.
+
+        A pull that was cut goes on where it stopped. `with_trainer` brings the trainer state as well.
+
+        Raises:
+            NotFound: when the job has no such checkpoint.
+            FileConflict: when different files are in the way and `force` is not given.
+            CorruptDownload: when a file does not have the listed sha256.
+        """
+        checkpoint = _chosen(await self.list(job), job, at)
+        files = [f for f in checkpoint.files if with_trainer or not f.path.startswith(TRAINER_PREFIX)]
+        folder = _folder(to)
+
+        def read_file(path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
+            return self._read_file(checkpoint, path, offset)
+
+        download = CheckpointDownload(
+            read_file, folder, retry=self._connection.stream_retry, on_progress=on_progress, on_notice=on_notice
+        )
+        received_bytes = await download.fetch(files, force=force)
+        return CheckpointPull(
+            checkpoint=checkpoint, folder=str(folder), files=tuple(f.path for f in files), received_bytes=received_bytes
+        )
+
+    async def delete(self, job: str, step: int) -> None:
+        """Delete one checkpoint."""
+        request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
+        await self._connection.unary(self._stub().DeleteCheckpoint, request, idempotent=False)
+
+    async def _read_file(self, checkpoint: Checkpoint, path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
+        request = checkpoint_pb2.ReadCheckpointFileRequest(
+            job_id=checkpoint.job_id, step=checkpoint.step, path=path, offset=offset
+        )
+        async for piece in self._connection.stream(self._stub().ReadCheckpointFile, request):
+            yield piece.offset, piece.data
+
+    def _stub(self) -> CheckpointServiceAsyncStub:
+        return cast("CheckpointServiceAsyncStub", self._connection.stub(CheckpointServiceStub))
+
+
+def _folder(to: str | os.PathLike[str]) -> Path:
+    return Path(to).expanduser()
+
+
+def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:
+    if not checkpoints:
+        raise NotFound(f"job {job} has no checkpoint yet")
+    found = next((c for c in checkpoints if c.best if at == "best"), None)
+    if at == "last":
+        found = next((c for c in checkpoints if c.last), checkpoints[-1])
+    elif at != "best":
+        found = next((c for c in checkpoints if str(c.step) == str(at)), None)
+    if found is None:
+        steps = ", ".join(str(c.step) for c in checkpoints)
+        why = "no checkpoint with an eval loss" if at == "best" else f"no checkpoint at step {at}"
+        raise NotFound(f"job {job} has {why}; it has those of steps {steps}")
+    return found

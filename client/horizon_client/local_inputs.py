@@ -1,0 +1,142 @@
+"""Job specs that name local files: finds them, pushes them, and puts the pushed names in their place.
+
+A value is local when it exists on this disk: below the spec file's folder, else below the working folder. A bare word that is also the name
+of something pushed stays that name. Knows the three fields that can be local (`model`, `dataset`, `eval_dataset`) and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_client.dataset_files import check_dataset_files, dataset_files
+from horizon_client.datasets import AsyncDatasets
+from horizon_client.errors import AlreadyExists, NotFound
+from horizon_client.local_files import content_digest, hash_files
+from horizon_client.model_folder import model_files
+from horizon_client.models import AsyncModels
+from horizon_client.progress import OnNotice, OnProgress
+from horizon_client.spec_file import load_spec_file, with_overrides
+
+_DATASET_FIELDS = ("dataset", "eval_dataset")
+_MAX_NAME = 63
+_PLACEHOLDER = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSpec:
+    """A job spec before its local inputs are pushed, and where relative paths in it start."""
+
+    mapping: Mapping[str, Any]
+    folders: tuple[Path, ...]
+
+
+def load_job_spec(spec: Mapping[str, Any] | str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedSpec:
+    """Return the spec of a file or mapping with overrides applied.
+
+    Raises:
+        BadFile: when the file is unusable.
+        InvalidRequest: when an override is.
+    """
+    if isinstance(spec, Mapping):
+        return LoadedSpec(mapping=with_overrides(spec, overrides), folders=(Path(),))
+    path = Path(spec).expanduser()
+    return LoadedSpec(mapping=with_overrides(load_spec_file(path), overrides), folders=(path.parent, Path()))
+
+
+class LocalInputs:
+    """Pushes what a spec names on this disk."""
+
+    def __init__(self, datasets: AsyncDatasets, models: AsyncModels) -> None:
+        self._datasets = datasets
+        self._models = models
+
+    def with_placeholders(self, loaded: LoadedSpec) -> dict[str, Any]:
+        """Return the spec as it would be after the push, with a stand-in for every name that is not known yet."""
+        mapping = dict(loaded.mapping)
+        for field in (*_DATASET_FIELDS, "model"):
+            if local_sources(mapping.get(field), loaded.folders, many=field != "model"):
+                mapping[field] = _PLACEHOLDER
+        return mapping
+
+    async def pushed(self, loaded: LoadedSpec, *, on_progress: OnProgress, on_notice: OnNotice) -> dict[str, Any]:
+        """Push the local inputs and return the spec with their pushed names."""
+        mapping = dict(loaded.mapping)
+        model = local_sources(mapping.get("model"), loaded.folders, many=False)
+        if model and not await self._is_pushed(mapping["model"], self._models.get):
+            on_notice(f"pushing the model folder {model[0]}")
+            mapping["model"] = await self._push_model(model[0], on_progress, on_notice)
+        for field in _DATASET_FIELDS:
+            sources = local_sources(mapping.get(field), loaded.folders, many=True)
+            if sources and not await self._is_pushed(mapping[field], self._datasets.get):
+                on_notice(f"pushing the {field.replace('_', ' ')} {', '.join(map(str, sources))}")
+                mapping[field] = await self._push_dataset(sources, on_progress, on_notice)
+        return mapping
+
+    async def _is_pushed(self, value: object, get: Callable[[str], Awaitable[object]]) -> bool:
+        if not isinstance(value, str) or _looks_like_path(value):
+            return False
+        try:
+            await get(value)
+        except NotFound:
+            return False
+        return True
+
+    async def _push_model(self, folder: Path, on_progress: OnProgress, on_notice: OnNotice) -> str:
+        files = await hash_files(model_files(folder), on_progress)
+
+        async def push(name: str) -> str:
+            result = await self._models.push_hashed(files, name=name, on_progress=on_progress, on_notice=on_notice)
+            return result.model.name
+
+        return await _push_named(push, folder, content_digest(files))
+
+    async def _push_dataset(self, sources: Sequence[Path], on_progress: OnProgress, on_notice: OnNotice) -> str:
+        found = dataset_files(sources)
+        await check_dataset_files(found, on_progress)
+        files = await hash_files(found, on_progress)
+
+        async def push(name: str) -> str:
+            result = await self._datasets.push_hashed(files, name=name, on_progress=on_progress, on_notice=on_notice)
+            return result.dataset.name
+
+        return await _push_named(push, sources[0], content_digest(files, "auto"))
+
+
+async def _push_named(push: Callable[[str], Awaitable[str]], source: Path, digest: str) -> str:
+    """Push under the source's stem, or with a piece of the content's hash behind it where the name is taken by other content."""
+    name = valid_name(source)
+    try:
+        return await push(name)
+    except AlreadyExists:
+        return await push(f"{name[: _MAX_NAME - 9]}-{digest[:8]}")
+
+
+def valid_name(source: Path) -> str:
+    """Return the name under which a local file (without its endings) or folder is pushed."""
+    resolved = source.resolve()
+    text = resolved.name if resolved.is_dir() else resolved.name.split(".")[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_MAX_NAME] or "data"
+
+
+def local_sources(value: object, folders: Sequence[Path], *, many: bool) -> list[Path]:
+    """Return the local paths that a spec's value stands for; empty when it names something pushed.
+
+    A list must be local files throughout; one that is not is left for the spec's own checks to refuse.
+    """
+    if many and isinstance(value, list | tuple) and value:
+        each = [local_sources(item, folders, many=False) for item in value]
+        return [paths[0] for paths in each] if all(each) else []
+    if not isinstance(value, str) or not value or "\0" in value:
+        return []
+    path = Path(value).expanduser()
+    found = next((folder / path for folder in folders if (folder / path).exists()), None)
+    return [found] if found is not None else []
+
+
+def _looks_like_path(value: str) -> bool:
+    return "/" in value or os.sep in value or value.startswith((".", "~"))

@@ -1,0 +1,191 @@
+"""Which daemon a command speaks to: flag, then `HORIZON_*`, then the profile file. The only reader of the environment in the client.
+
+The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600, because it holds
+tokens. A profile's token and CA belong to the profile's server: they are never sent to a server that a flag or the environment names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
+from horizon_client.errors import BadConfig, NotFound
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One daemon the user has logged in to."""
+
+    name: str
+    server: str
+    token: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+
+
+class ProfileFile:
+    """The profiles of one user. Reads on every call; a write replaces the whole file atomically."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or config_folder()
+        self.path = self.folder / "profiles.yaml"
+
+    def profiles(self) -> list[Profile]:
+        """Return all profiles by name."""
+        entries = self._read()["profiles"]
+        return [self._profile(name, entries[name]) for name in sorted(entries)]
+
+    def current_name(self) -> str | None:
+        """Return the name of the profile in use, or None before the first login."""
+        current = self._read()["current"]
+        return str(current) if current else None
+
+    def get(self, name: str) -> Profile:
+        """Return one profile.
+
+        Raises:
+            NotFound: when there is none of that name.
+        """
+        for profile in self.profiles():
+            if profile.name == name:
+                return profile
+        known = (
+            ", ".join(p.name for p in self.profiles())
+            or "none yet; log in with: horizon login HOST:PORT --token-file FILE"
+        )
+        raise NotFound(f"there is no profile {name!r}; known: {known}")
+
+    def save(self, profile: Profile) -> Profile:
+        """Store `profile`, make it the current one, and return it as stored: its CA file is copied beside the profiles."""
+        if not _NAME.fullmatch(profile.name):
+            raise BadConfig(f"{profile.name!r} cannot name a profile; use letters, digits, '.', '_' and '-'")
+        content = self._read()
+        ca_file = profile.ca_file
+        if ca_file is not None and str(ca_file) != SYSTEM_CA:
+            ca_file = self.folder / f"ca-{profile.name}.pem"
+            _write_private(ca_file, read_ca_file(profile.ca_file or ca_file))
+        entry = {"server": profile.server, "token": profile.token, "ca_file": str(ca_file) if ca_file else None}
+        content["profiles"][profile.name] = {key: value for key, value in entry.items() if value is not None}
+        content["current"] = profile.name
+        self._write(content)
+        return Profile(name=profile.name, server=profile.server, token=profile.token, ca_file=ca_file)
+
+    def use(self, name: str) -> Profile:
+        """Make `name` the current profile.
+
+        Raises:
+            NotFound: when there is none of that name.
+        """
+        profile = self.get(name)
+        self._write({**self._read(), "current": name})
+        return profile
+
+    def _profile(self, name: str, entry: Mapping[str, Any]) -> Profile:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("server"), str):
+            raise BadConfig(f"{self.path}: profile {name!r} has no server; log in again with --profile {name}")
+        ca_file = entry.get("ca_file")
+        token = entry.get("token")
+        return Profile(
+            name=str(name),
+            server=entry["server"],
+            token=None if token is None else str(token),
+            ca_file=Path(str(ca_file)) if ca_file else None,
+        )
+
+    def _read(self) -> dict[str, Any]:
+        import yaml
+
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {"current": None, "profiles": {}}
+        except OSError as error:
+            raise BadConfig(f"cannot read {self.path}: {error.strerror}") from error
+        if os.name == "posix" and self.path.stat().st_mode & 0o077:
+            raise BadConfig(f"{self.path} holds tokens and others may read it; run: chmod 600 {self.path}")
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise BadConfig(f"{self.path} is not YAML any more; remove it and log in again") from error
+        if not isinstance(content, dict) or not isinstance(content.get("profiles"), dict):
+            raise BadConfig(f"{self.path} is not a profile file; remove it and log in again")
+        return {"current": content.get("current"), "profiles": content["profiles"]}
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        import yaml
+
+        _write_private(self.path, yaml.safe_dump(dict(content), sort_keys=True).encode())
+
+
+def config_folder() -> Path:
+    """Return the folder of the client's configuration."""
+    override = os.environ.get("HORIZON_CONFIG_DIR")
+    if override:
+        return Path(override)
+    from platformdirs import user_config_path
+
+    return user_config_path("horizon")
+
+
+def resolve_endpoint(
+    server: str | None = None,
+    *,
+    token: str | None = None,
+    ca_file: str | Path | None = None,
+    profile: str | None = None,
+) -> Endpoint:
+    """Return the daemon to speak to; what is not given comes from the environment, then from the profile.
+
+    Raises:
+        BadConfig: when nothing names a server, or what was given is unusable.
+        NotFound: when the named profile does not exist.
+    """
+    environment = (
+        {} if profile and not server else os.environ
+    )  # a profile asked for by flag stands above the environment, as a whole
+    given_server = server or environment.get("HORIZON_SERVER") or None
+    given_token = token or environment.get("HORIZON_TOKEN") or None
+    given_ca = str(ca_file or environment.get("HORIZON_CA") or "") or None
+    chosen = _chosen_profile(profile, needed=given_server is None)
+    address = given_server or (chosen.server if chosen else None)
+    if address is None:
+        raise BadConfig(
+            "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER"
+        )
+    if chosen is not None and normal_address(chosen.server) == normal_address(address):
+        given_token = given_token or chosen.token
+        given_ca = given_ca or (str(chosen.ca_file) if chosen.ca_file else None)
+    return Endpoint(server=address, token=given_token, ca_file=Path(given_ca) if given_ca else None)
+
+
+def _chosen_profile(name: str | None, *, needed: bool) -> Profile | None:
+    file = ProfileFile()
+    wanted = name or os.environ.get("HORIZON_PROFILE") or None
+    if wanted is None and not needed and not file.path.exists():
+        return None
+    wanted = wanted or file.current_name()
+    return file.get(wanted) if wanted else None
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Replace `path` atomically by a file only its owner may read."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise BadConfig(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,297 @@
+"""What the daemon answers, as frozen dataclasses with the wire's field names. Knows no protobuf; `conversion` fills them.
+
+Enumerations are text: states in capitals (`RUNNING`), the rest as in a job spec (`prompt-completion`). Times are aware datetimes in UTC,
+durations are seconds. A job's spec is the plain mapping that could be submitted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, ClassVar, Literal, TypeAlias
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a dataset, model or checkpoint."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One pushed dataset. `state` is UPLOADING or READY."""
+
+    dataset_id: str
+    name: str
+    owner: str
+    format: str
+    field_map: Mapping[str, str]
+    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    state: str
+    num_rows: int
+    size_bytes: int
+    create_time: datetime | None
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One pushed model folder. `state` is UPLOADING or READY."""
+
+    model_id: str
+    name: str
+    owner: str
+    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    state: str
+    architecture: str
+    num_parameters: int
+    size_bytes: int
+    create_time: datetime | None
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewSpan:
+    """A piece of a rendered row, and whether it carries loss."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRow:
+    """One row as a model would see it."""
+
+    spans: tuple[PreviewSpan, ...] = field(metadata={"of": PreviewSpan})
+    num_tokens: int
+    num_trained_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFigures:
+    """One direction of the link over a step. Units: bytes and seconds."""
+
+    bytes: int
+    busy_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One finished optimizer step. `sequence` is 0 and `time` None where it is a job's `last_step`."""
+
+    kind: ClassVar[Literal["step"]] = "step"
+    sequence: int = 0
+    time: datetime | None = None
+    step: int
+    num_steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    epoch: float
+    num_input_tokens_seen: int
+    tokens_per_second: float
+    duration_s: float
+    h2d: TransferFigures | None = field(metadata={"of": TransferFigures})
+    d2h: TransferFigures | None = field(metadata={"of": TransferFigures})
+    compute_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
+    host_memory_bytes: Mapping[str, int]
+    device_memory_bytes: Mapping[str, int]
+    skipped: str
+    eta_s: float
+    overlap_ratio: float
+    model_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateEvent:
+    """A change of the job's state."""
+
+    kind: ClassVar[Literal["state"]] = "state"
+    sequence: int
+    time: datetime | None
+    state: str
+    reason: str
+    message: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareEvent:
+    """Progress of the data preparation; `report` comes with the last one."""
+
+    kind: ClassVar[Literal["prepare"]] = "prepare"
+    sequence: int
+    time: datetime | None
+    done_rows: int
+    total_rows: int
+    report: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalEvent:
+    """One finished evaluation."""
+
+    kind: ClassVar[Literal["eval"]] = "eval"
+    sequence: int
+    time: datetime | None
+    step: int
+    eval_loss: float
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """One written checkpoint."""
+
+    kind: ClassVar[Literal["checkpoint"]] = "checkpoint"
+    sequence: int
+    time: datetime | None
+    step: int
+    duration_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageEvent:
+    """One sentence for people. `level` is info or warning."""
+
+    kind: ClassVar[Literal["message"]] = "message"
+    sequence: int
+    time: datetime | None
+    level: str
+    text: str
+
+
+JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The ledger of a job: bytes by component on host and device."""
+
+    host_bytes: Mapping[str, int]
+    device_bytes: Mapping[str, int]
+    host_total_bytes: int
+    device_total_bytes: int
+    host_limit_bytes: int
+    device_limit_bytes: int
+    fits: bool
+    message: str
+    num_parameters: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """What a job would take, and its spec with every default filled in."""
+
+    plan: MemoryPlan
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One submitted job as it stands."""
+
+    job_id: str
+    spec: Mapping[str, Any]
+    owner: str
+    state: str
+    reason: str
+    message: str
+    step: int
+    num_steps: int
+    attempt: int
+    create_time: datetime | None
+    start_time: datetime | None
+    end_time: datetime | None
+    last_step: StepEvent | None = field(metadata={"of": StepEvent})
+    queue_position: int
+    plan: MemoryPlan | None = field(metadata={"of": MemoryPlan})
+    last_sequence: int
+    eta: float | None
+
+    @property
+    def name(self) -> str:
+        """The name it was submitted under."""
+        return str(self.spec.get("name", ""))
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in ENDED_STATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One complete checkpoint of a job."""
+
+    job_id: str
+    step: int
+    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    size_bytes: int
+    create_time: datetime | None
+    eval_loss: float | None
+    last: bool
+    best: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One GPU of the node."""
+
+    index: int
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The machine the daemon runs on, and who the caller is to it."""
+
+    hostname: str
+    version: str
+    host_memory_limit_bytes: int
+    host_memory_available_bytes: int
+    num_cpus: int
+    accelerators: tuple[Accelerator, ...] = field(metadata={"of": Accelerator})
+    disk_free_bytes: int
+    num_jobs: Mapping[str, int]
+    draining: bool
+    user: str
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPush:
+    """A finished push. `sent_bytes` is the data that really travelled: 0 when the server had all of it."""
+
+    dataset: Dataset
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPush:
+    """A finished push. `sent_bytes` is the data that really travelled: 0 when the server had all of it."""
+
+    model: Model
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPull:
+    """A finished pull. `received_bytes` leaves out what was there already."""
+
+    checkpoint: Checkpoint
+    folder: str
+    files: tuple[str, ...]
+    received_bytes: int
