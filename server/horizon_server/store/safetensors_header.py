@@ -18,8 +18,7 @@ from typing import Any
 
 from horizon_server.errors import InvalidModel
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+MODEL_STEM = "model"
 MAX_HEADER_BYTES = 100_000_000
 MAX_INDEX_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -63,20 +62,21 @@ class TensorHeader:
         return math.prod(self.shape)
 
 
-def read_safetensors_headers(folder: Path) -> dict[str, TensorHeader]:
-    """All tensors of a model folder by name, in the order of its files.
+def read_safetensors_headers(folder: Path, *, stem: str = MODEL_STEM) -> dict[str, TensorHeader]:
+    """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
 
     Raises:
         InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names
         it.
     """
     if not folder.is_dir():
-        raise InvalidModel(f"{folder} is not a folder; give a folder with config.json and {SINGLE_FILE}")
-    if (folder / SINGLE_FILE).is_file():
-        return read_safetensors_file(folder / SINGLE_FILE)
-    if (folder / INDEX_FILE).is_file():
-        return _read_sharded(folder)
-    raise InvalidModel(_why_no_weights(folder))
+        raise InvalidModel(f"{folder} is not a folder; give a folder written by save_pretrained")
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        return read_safetensors_file(single)
+    if index.is_file():
+        return _read_sharded(folder, index)
+    raise InvalidModel(_why_no_weights(folder, stem))
 
 
 def read_safetensors_file(file: Path) -> dict[str, TensorHeader]:
@@ -103,31 +103,27 @@ def read_safetensors_file(file: Path) -> dict[str, TensorHeader]:
 _COPY_AGAIN = "the file is damaged: copy or download it again"
 
 
-def _why_no_weights(folder: Path) -> str:
-    for name in _PICKLES:
-        if (folder / name).exists():
-            return (
-                f"{folder} holds {name}, a pickle, which can run code when it is opened and is never read here; "
-                f"save the model with safe_serialization=True to get {SINGLE_FILE}"
-            )
-    if (folder / "adapter_model.safetensors").exists():
+def _why_no_weights(folder: Path, stem: str) -> str:
+    if found := [name for name in _PICKLES if (folder / name).exists()]:
         return (
-            f"{folder} holds an adapter, not a model; merge the adapter into its base model and give the merged folder"
+            f"{folder} holds {found[0]}, a pickle: opening one can run code, so none is ever read; "
+            f"save the model as safetensors with save_pretrained"
         )
-    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder written by save_pretrained"
+    if (folder / "adapter_model.safetensors").exists():
+        return f"{folder} holds an adapter, not a model; merge it into its base model and give the merged folder"
+    return f"{folder} holds neither {stem}.safetensors nor its index; give a folder written by save_pretrained"
 
 
-def _read_sharded(folder: Path) -> dict[str, TensorHeader]:
-    index = folder / INDEX_FILE
+def _read_sharded(folder: Path, index: Path) -> dict[str, TensorHeader]:
     shard_of = _read_weight_map(index)
     tensors: dict[str, TensorHeader] = {}
     for shard in dict.fromkeys(shard_of.values()):
         if not (folder / shard).is_file():
-            raise InvalidModel(f"{folder} lacks the shard {shard} that {INDEX_FILE} names; copy or download it again")
+            raise InvalidModel(f"{folder} lacks the shard {shard} that {index.name} names; copy or download it again")
         for name, tensor in read_safetensors_file(folder / shard).items():
             if name in tensors:
                 raise InvalidModel(
-                    f"{name} is in both {tensors[name].file.name} and {shard} of {folder}; keep one of them"
+                    f"{folder}: {name} is in both {tensors[name].file.name} and {shard}; keep one of them"
                 )
             tensors[name] = tensor
     for name, shard in shard_of.items():

@@ -1,0 +1,108 @@
+"""The manifest of a checkpoint: every file with its size and sha256, and what wrote it.
+
+Owns the file trainer/manifest.json. Torch-free: the daemon lists checkpoints with it. A folder without a readable
+manifest, or whose files do not have the sizes it states, is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import InvalidModel
+
+TRAINER_FOLDER = "trainer"
+MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
+FORMAT_VERSION = 1
+READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and sha256 (hex) of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Files by their path relative to the checkpoint, and the versions of the software that wrote them."""
+
+    files: Mapping[str, FileRecord]
+    versions: Mapping[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, the manifest itself not counted."""
+        return sum(record.size_bytes for record in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into a checkpoint folder; it comes last, after every file it names."""
+    document = {
+        "format_version": FORMAT_VERSION,
+        "versions": dict(manifest.versions),
+        "files": {
+            name: {"size_bytes": record.size_bytes, "sha256": record.sha256} for name, record in manifest.files.items()
+        },
+    }
+    (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        InvalidModel: there is none, it is damaged, or a newer version wrote it.
+    """
+    file = folder / MANIFEST_FILE
+    if not file.is_file():
+        raise InvalidModel(f"{folder} is no checkpoint: it has no {MANIFEST_FILE}")
+    try:
+        document: dict[str, Any] = json.loads(file.read_bytes())
+        version = document["format_version"]
+        if type(version) is not int or version > FORMAT_VERSION:
+            raise InvalidModel(
+                f"{file} has format_version {version!r}, this version reads up to {FORMAT_VERSION}; update horizon-train"
+            )
+        files = {
+            name: FileRecord(size_bytes=int(entry["size_bytes"]), sha256=str(entry["sha256"]))
+            for name, entry in document["files"].items()
+        }
+        versions = {str(name): str(version) for name, version in document["versions"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidModel):
+            raise
+        raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+    if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InvalidModel(f"{file} names {outside[0]}, which lies outside the checkpoint; use another checkpoint")
+    return Manifest(files=files, versions=versions)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder is a whole checkpoint: a readable manifest and every file at its stated size. Checks no checksum."""
+    try:
+        manifest = read_manifest(folder)
+    except InvalidModel:
+        return False
+    return all(_size_of(folder / name) == record.size_bytes for name, record in manifest.files.items())
+
+
+def record_file(file: Path) -> FileRecord:
+    """Size and sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    size_bytes = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(READ_BYTES):
+            digest.update(piece)
+            size_bytes += len(piece)
+    return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def _size_of(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else -1

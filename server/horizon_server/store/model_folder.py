@@ -1,0 +1,154 @@
+"""A Hugging Face model folder as the store sees it: config.json, tensor headers, the layout they imply.
+
+Owns what the daemon may know of a model without torch: its shape numbers, whether it is tied, which files travel with
+it. Reads no weights, runs no code from the folder, and must not know how a model computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import InvalidModel
+from horizon_server.store.layout import StoreLayout, build_layout, is_output_projection, parameter_shapes
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 16_000_000
+
+UNBOUNDED_POSITIONS = 1 << 40
+"""Stands for a config without a limit on the sequence length."""
+
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+)
+"""Files copied beside the weights of a checkpoint when the source has them: data only, never code, never a pickle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that memory depends on, under one name each whatever its config calls them."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tied: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
+        """Read the sizes from the object in config.json; a multimodal config's text part counts.
+
+        `names` of the tensors decide whether the model is tied where its config does not say.
+
+        Raises:
+            InvalidModel: a size is missing or no positive integer; the message names it.
+        """
+        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        hidden_size = _size(text, "hidden_size", "n_embd", "d_model")
+        num_heads = _size(text, "num_attention_heads", "n_head", "num_heads")
+        return cls(
+            hidden_size=hidden_size,
+            num_hidden_layers=_size(text, "num_hidden_layers", "n_layer", "num_layers"),
+            vocab_size=_size(text, "vocab_size"),
+            intermediate_size=_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+            num_attention_heads=num_heads,
+            num_key_value_heads=_size(text, "num_key_value_heads", default=num_heads),
+            head_dim=_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
+            max_position_embeddings=_size(text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS),
+            tied=_is_tied(config, names),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """What a model folder announces, checked: its parsed config, its shape, its tensors and where each will lie."""
+
+    path: Path
+    config: Mapping[str, Any]
+    shape: ModelShape
+    headers: Mapping[str, TensorHeader]
+    layout: StoreLayout
+
+
+def open_model_folder(folder: Path) -> ModelFolder:
+    """Read a folder's config and headers and lay its parameters out, without torch and without reading a weight.
+
+    Raises:
+        InvalidModel: the folder cannot be trained from; the message says which file and what to do.
+    """
+    config = read_config(folder)
+    if "quantization_config" in config:
+        raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
+    headers = read_safetensors_headers(folder)
+    shape = ModelShape.from_config(config, names=headers)
+    if not shape.tied and not any(is_output_projection(name) for name in headers):
+        raise InvalidModel(
+            f"{folder}: config.json says tie_word_embeddings = false, but no tensor is the output projection "
+            f"(lm_head.weight); copy the folder again or correct the config"
+        )
+    layout = build_layout(parameter_shapes(headers), num_layers=shape.num_hidden_layers, tied=shape.tied)
+    return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's config.json.
+
+    Raises:
+        InvalidModel: the file is missing, too large or no JSON object.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InvalidModel(f"{file} must hold a JSON object, not a {type(config).__name__}")
+    return config
+
+
+def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        if isinstance(source.get("tie_word_embeddings"), bool):
+            return bool(source["tie_word_embeddings"])
+    return names is not None and not any(is_output_projection(name) for name in names)
+
+
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise InvalidModel(f"config.json: {name} is {value!r}; it must be a positive integer")
+        return value
+    if default is None:
+        raise InvalidModel(f"config.json: {names[0]} is missing; give the config.json that belongs to the weights")
+    return default

@@ -1,0 +1,188 @@
+"""Units and offsets from names and shapes, for the naming habits of many architectures."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horizon_server.errors import InvalidModel
+from horizon_server.store.layout import (
+    TENSOR_ALIGN_ELEMENTS,
+    UNIT_ALIGN_ELEMENTS,
+    StoreLayout,
+    build_layout,
+    parameter_shapes,
+    plane_sizes,
+)
+from horizon_server.store.safetensors_header import TensorHeader
+
+LLAMA = {
+    "model.embed_tokens.weight": (100, 16),
+    "model.norm.weight": (16,),
+    "lm_head.weight": (100, 16),
+    **{f"model.layers.{i}.self_attn.q_proj.weight": (16, 16) for i in range(12)},
+    **{f"model.layers.{i}.input_layernorm.weight": (16,) for i in range(12)},
+    **{f"model.layers.{i}.self_attn.q_proj.bias": (16,) for i in range(12)},
+}
+
+
+def layout_of(shapes: dict[str, tuple[int, ...]], *, num_layers: int, tied: bool = False) -> dict[str, list[str]]:
+    layout = build_layout(shapes, num_layers=num_layers, tied=tied)
+    return {unit.name: [tensor.name for tensor in unit.tensors] for unit in layout.units}
+
+
+def test_embedding_first_layers_in_order_head_last() -> None:
+    layout = build_layout(LLAMA, num_layers=12, tied=False)
+    assert [unit.name for unit in layout.units] == ["embedding", *(f"layers.{i}" for i in range(12)), "head"]
+    assert [unit.index for unit in layout.units] == list(range(14))
+    assert {tensor.name for tensor in layout.units[11].tensors} == {
+        n for n in LLAMA if n.startswith("model.layers.10.")
+    }
+    assert {tensor.name for tensor in layout.units[-1].tensors} == {"lm_head.weight", "model.norm.weight"}
+    assert layout.num_parameters == sum(math.prod(shape) for shape in LLAMA.values())
+
+
+def test_a_tied_projection_is_stored_once() -> None:
+    layout = build_layout(LLAMA, num_layers=12, tied=True)
+    assert [tensor.name for tensor in layout.units[-1].tensors] == ["model.norm.weight"]
+    assert layout.num_parameters == sum(math.prod(shape) for shape in LLAMA.values()) - 1600
+    assert layout.tied
+
+
+def test_weight_decay_spares_norms_biases_and_the_embedding() -> None:
+    layout = build_layout(LLAMA, num_layers=12, tied=False)
+    decayed = {tensor.name for _, tensor in layout.tensors() if tensor.decay}
+    assert decayed == {name for name in LLAMA if name.endswith("q_proj.weight")} | {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("table", "beside", "block"),
+    [
+        ("wte.weight", "wpe.weight", "h.{}.attn.c_attn.weight"),
+        ("gpt_neox.embed_in.weight", None, "gpt_neox.layers.{}.attention.dense.weight"),
+        (
+            "transformer.word_embeddings.weight",
+            "transformer.word_embeddings_layernorm.weight",
+            "transformer.h.{}.mlp.weight",
+        ),
+        (
+            "model.decoder.embed_tokens.weight",
+            "model.decoder.embed_positions.weight",
+            "model.decoder.layers.{}.fc1.weight",
+        ),
+    ],
+)
+def test_other_naming_habits(table: str, beside: str | None, block: str) -> None:
+    shapes: dict[str, tuple[int, ...]] = {block.format(i): (8, 8) for i in range(2)}
+    shapes |= {table: (10, 8), "transformer.ln_f.weight": (8,)} | ({beside: (4, 8)} if beside else {})
+    units = layout_of(shapes, num_layers=2, tied=True)
+    assert units["embedding"] == sorted(name for name in (table, beside) if name)
+    assert units["layers.1"] == [block.format(1)]
+    assert units["head"] == ["transformer.ln_f.weight"]
+
+
+def test_experts_are_no_layers_even_when_there_are_as_many() -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{i}.mlp.experts.{e}.up.weight": (8, 8) for i in range(4) for e in range(4)
+    }
+    shapes |= {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,)}
+    units = layout_of(shapes, num_layers=4, tied=True)
+    assert units["layers.2"] == [f"model.layers.2.mlp.experts.{e}.up.weight" for e in range(4)]
+
+
+def test_a_layer_count_that_the_tensors_do_not_have_is_refused_with_what_was_found() -> None:
+    with pytest.raises(InvalidModel, match=r"num_hidden_layers = 13.*model\.layers\.0 to model\.layers\.11"):
+        build_layout(LLAMA, num_layers=13, tied=False)
+
+
+def test_a_model_without_an_input_embedding_is_refused() -> None:
+    shapes = {name: shape for name, shape in LLAMA.items() if "embed" not in name}
+    with pytest.raises(InvalidModel, match=r"no input embedding.*embed_tokens\.weight"):
+        build_layout(shapes, num_layers=12, tied=False)
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=50, deadline=None)
+def test_tensors_never_overlap_and_order_of_names_does_not_matter(sizes: list[list[int]], seed: int) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        f"layers.{i}.t{j}.weight": (size, 2) for i, unit in enumerate(sizes) for j, size in enumerate(unit)
+    }
+    shapes |= {"embed_tokens.weight": (7, 3), "norm.weight": (3,)}
+    layout = build_layout(shapes, num_layers=len(sizes), tied=True)
+    shuffled = list(shapes.items())
+    random.Random(seed).shuffle(shuffled)
+    assert build_layout(dict(shuffled), num_layers=len(sizes), tied=True) == layout
+    assert_sound(layout)
+
+
+def assert_sound(layout: StoreLayout) -> None:
+    position = 0
+    for unit in layout.units:
+        assert unit.offset == position and unit.offset % UNIT_ALIGN_ELEMENTS == 0
+        inner = 0
+        for tensor in unit.tensors:
+            assert tensor.offset >= inner and tensor.offset % TENSOR_ALIGN_ELEMENTS == 0
+            assert tensor.num_elements == math.prod(tensor.shape)
+            assert layout.find(tensor.name) == (unit, tensor)
+            inner = tensor.offset + tensor.num_elements
+        assert inner <= unit.num_elements
+        position += unit.num_elements
+    assert position == layout.num_elements
+
+
+def test_plane_sizes_are_twelve_bytes_a_parameter_and_the_gradient() -> None:
+    layout = build_layout(LLAMA, num_layers=12, tied=False)
+    n = layout.num_elements
+    assert plane_sizes(layout, grad_dtype_bytes=2) == {
+        "hi": 2 * n,
+        "lo": 2 * n,
+        "exp_avg": 4 * n,
+        "exp_avg_sq": 4 * n,
+        "grad": 2 * n,
+    }
+    assert "grad" not in plane_sizes(layout, grad_dtype_bytes=0)
+
+
+def test_tables_that_can_be_computed_are_no_parameters() -> None:
+    def header(name: str, dtype: str) -> TensorHeader:
+        return TensorHeader(name=name, shape=(4,), dtype=dtype, file=Path("f"), start=0, end=0)
+
+    headers = {
+        name: header(name, dtype)
+        for name, dtype in [
+            ("model.layers.0.self_attn.rotary_emb.inv_freq", "F32"),
+            ("h.0.attn.bias", "BOOL"),
+            ("h.0.attn.masked_bias", "F32"),
+            ("h.0.ln_1.bias", "F16"),
+        ]
+    }
+    assert parameter_shapes(headers) == {"h.0.ln_1.bias": (4,)}
+
+
+def test_the_daemons_half_of_the_store_loads_no_torch() -> None:
+    modules = [
+        "layout",
+        "ledger",
+        "manifest",
+        "model_folder",
+        "planes",
+        "bandwidth",
+        "cpus",
+        "native",
+        "durable_folder",
+    ]
+    script = (
+        f"import sys; import {', '.join(f'horizon_server.store.{m}' for m in modules)}; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False"

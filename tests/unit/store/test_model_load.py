@@ -1,0 +1,172 @@
+"""Loading: every value exact, every mismatch named, nothing of a pickle touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from horizon_server.errors import InvalidModel
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_folder import ModelShape, open_model_folder
+from horizon_server.store.model_load import STAGING_ELEMENTS, load_model
+
+MakeModel = Callable[..., Path]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def store_for(folder: Path) -> HostStore:
+    return HostStore.allocate(open_model_folder(folder).layout, num_threads=1)
+
+
+def master(store: HostStore, name: str) -> torch.Tensor:
+    unit, place = store.layout.find(name)
+    out = torch.empty(unit.num_elements)
+    store.merge_master(unit.index, out)
+    return out.narrow(0, place.offset, place.num_elements).view(place.shape)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def changed_copy(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_every_master_is_the_value_in_the_file(
+    make_model: MakeModel, tied: bool, dtype: torch.dtype, shard: str
+) -> None:
+    folder = make_model(tied=tied, dtype=dtype, shard=shard)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == "20KB")
+    store = store_for(folder)
+    store.plane("exp_avg").fill_(1)
+    report = load_model(store, folder)
+    weights = weights_of(folder)
+    assert report.num_tensors == len(weights) and not report.ignored
+    for name, weight in weights.items():
+        assert weight.dtype == dtype
+        assert torch.equal(master(store, name), weight.float()), name
+    assert int(store.plane("exp_avg").count_nonzero()) == 0
+
+
+def test_tensors_larger_than_the_staging_buffer_arrive_whole(tmp_path: Path) -> None:
+    rows = STAGING_ELEMENTS // 1024 + 3
+    weights = {"embed_tokens.weight": torch.randn(rows, 1024), "layers.0.a.weight": torch.ones(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": True}))
+    store = store_for(tmp_path)
+    load_model(store, tmp_path)
+    assert torch.equal(master(store, "embed_tokens.weight"), weights["embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(UP), f"lacks {UP}"),
+        (lambda w: w.update({UP: torch.ones(3, 3)}), rf"{UP} has shape \[3, 3\], the model needs \[48, 32\]"),
+        (lambda w: w.update(extra=torch.ones(1)), "holds extra, which the model in its config.json does not have"),
+        (lambda w: w.update({UP: torch.ones(48, 32, dtype=torch.int8)}), f"{UP} is I8; weights must be"),
+        (lambda w: w[UP][3, 4].fill_(torch.nan), f"{UP} holds NaN"),
+        (lambda w: w[UP][3, 4].fill_(torch.inf), f"{UP} holds NaN or infinite"),
+    ],
+)
+def test_a_tensor_that_does_not_belong_is_named(
+    make_model: MakeModel, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    folder = make_model()
+    store = store_for(folder)
+    with pytest.raises(InvalidModel, match=message):
+        load_model(store, changed_copy(folder, tmp_path, change))
+
+
+def test_names_are_checked_before_anything_is_written(make_model: MakeModel, tmp_path: Path) -> None:
+    folder = make_model()
+    store = store_for(folder)
+    with pytest.raises(InvalidModel):
+        load_model(store, changed_copy(folder, tmp_path, lambda w: w.pop(UP)))
+    assert int(store.plane("hi").count_nonzero()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}), "which it equals"),
+        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}), "although these differ"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(2, 2)}), "shape or dtype differs"),
+    ],
+)
+def test_a_projection_beside_a_tied_embedding_is_left_out_with_the_reason(
+    make_model: MakeModel, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], reason: str
+) -> None:
+    folder = changed_copy(make_model(), tmp_path, change)
+    report = load_model(store_for(folder), folder)
+    assert reason in report.ignored["lm_head.weight"]
+
+
+def test_buffers_of_old_checkpoints_are_left_out(make_model: MakeModel, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = changed_copy(make_model(), tmp_path, lambda w: w.update({name: torch.ones(4)}))
+    assert load_model(store_for(folder), folder).ignored == {name: "a buffer that the model computes by itself"}
+
+
+CONFIG = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+    "intermediate_size": 48,
+}
+
+
+def test_shape_is_read_under_the_names_of_other_families() -> None:
+    gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 3, "vocab_size": 9, "n_inner": None, "n_positions": 77}
+    shape = ModelShape.from_config(gpt2, names=["wte.weight"])
+    assert (shape.hidden_size, shape.num_hidden_layers, shape.intermediate_size) == (32, 3, 128)
+    assert (shape.head_dim, shape.num_key_value_heads, shape.max_position_embeddings) == (8, 4, 77)
+    assert shape.tied
+    assert not ModelShape.from_config({"text_config": CONFIG}, names=["lm_head.weight"]).tied
+    assert not ModelShape.from_config(CONFIG | {"tie_word_embeddings": False}, names=[]).tied
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, "32", True])
+def test_a_size_that_is_no_positive_integer_is_named(value: object) -> None:
+    with pytest.raises(InvalidModel, match="hidden_size is"):
+        ModelShape.from_config(CONFIG | {"hidden_size": value})
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(InvalidModel, match="vocab_size is missing"):
+        ModelShape.from_config({name: value for name, value in CONFIG.items() if name != "vocab_size"})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object, not a list"),
+        (json.dumps(CONFIG | {"quantization_config": {}}), "quantised"),
+        (json.dumps(CONFIG | {"tie_word_embeddings": False}), r"output projection \(lm_head.weight\)"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_says_why(
+    make_model: MakeModel, tmp_path: Path, config: str | None, message: str
+) -> None:
+    shutil.copy(make_model() / "model.safetensors", tmp_path)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InvalidModel, match=message):
+        open_model_folder(tmp_path)
