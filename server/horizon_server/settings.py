@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ DEFAULT_STATE_DIR = Path("/var/lib/horizond")
 
 def _default_state_dir() -> Path:
     """A system folder for root (the systemd unit), a folder of the user's own otherwise."""
-    import os
-
     return DEFAULT_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local" / "share" / "horizond"
 
 
@@ -74,6 +73,10 @@ class Settings(BaseSettings):
         """Flags and file arrive as keywords (flags already on top); the environment stands between them, see `load_settings`."""
         return (init_settings, env_settings)
 
+    def arena_limit(self, host_limit_bytes: int) -> int:
+        """Bound of the device arena in bytes where the device is the host: as set, or half of the host's memory."""
+        return self.device_arena_bytes or host_limit_bytes // 2
+
     @property
     def database_path(self) -> Path:
         """The SQLite file."""
@@ -86,8 +89,6 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     Raises:
         BadSetting: naming the file and the key that is unknown or wrong.
     """
-    import os
-
     given = {name: value for name, value in flags.items() if value is not None}
     for name, value in _read_toml(config).items():
         if f"HORIZOND_{name.upper()}" not in os.environ:
@@ -111,3 +112,14 @@ def _read_toml(config: Path | None) -> dict[str, Any]:
         raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of child processes: the daemon's own, with hubs switched off and no secrets of the daemon's settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZOND_")}
+    return kept | {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "PYTHONUNBUFFERED": "1",
+    }

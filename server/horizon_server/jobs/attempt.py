@@ -175,7 +175,8 @@ class Attempt:
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
     ) -> dict[str, Any]:
-        newest = self._folders.newest(self.job.job_id)
+        checkpoints = self._folders.checkpoints(self.job.job_id)
+        newest = checkpoints.newest()
         return {
             "job_id": self.job.job_id,
             "attempt": self.job.attempt,
@@ -183,7 +184,7 @@ class Attempt:
             "model": str(model),
             "prepared": str(prepared),
             "evaluation": None if evaluation is None else str(evaluation),
-            "checkpoints": str(self._folders.checkpoints(self.job.job_id)),
+            "checkpoints": str(checkpoints.path),
             "resume_from": None if newest is None else str(newest),
             "planes": planes,
             "grad_dtype_bytes": memory.grad_dtype_bytes,

@@ -99,7 +99,9 @@ class Scheduler:
         on_device = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
         for job in await self._journal.store.in_states(on_device):
             await self._end_orphan(job)
-            await self._settle(job)
+            now = await self._journal.store.get(job.job_id)
+            assert now is not None
+            await self._settle(now)
 
     async def _end_orphan(self, job: JobRecord) -> None:
         folder = self._folders.attempt(job.job_id, job.attempt)

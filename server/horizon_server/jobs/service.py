@@ -141,6 +141,8 @@ class JobService:
             return job
         if job.job_state in ON_DEVICE and await self._stop_running(job, "cancel"):
             return await self.get(principal, job.job_id)
+        if job.job_state in ON_DEVICE:
+            return await self._mark(job, "cancel")
         return await self._journal.move(
             job, JobState.CANCELLED, reason="CANCELLED", message="cancelled by a user", ended_s=time.time()
         )
@@ -156,6 +158,8 @@ class JobService:
             return job
         if job.job_state in ON_DEVICE and await self._stop_running(job, "pause"):
             return await self.get(principal, job.job_id)
+        if job.job_state in ON_DEVICE:
+            return await self._mark(job, "pause")
         message = "paused by a user; resume it with: horizon job resume"
         return await self._journal.move(job, JobState.PAUSED, reason="PAUSED", message=message)
 
@@ -211,7 +215,7 @@ class JobService:
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""
         job = await self._find(principal, key)
-        return await asyncio.to_thread(self._folders.all, job.job_id)
+        return await asyncio.to_thread(self._folders.checkpoints(job.job_id).all)
 
     async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
         """Return where one file of a checkpoint lies.
@@ -220,7 +224,7 @@ class JobService:
             NotFound: when the checkpoint or the file does not exist.
         """
         job = await self._find(principal, key)
-        return await asyncio.to_thread(self._folders.file, job.job_id, step, path)
+        return await asyncio.to_thread(self._folders.checkpoints(job.job_id).file, step, path)
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
         """Remove one checkpoint.
@@ -229,10 +233,11 @@ class JobService:
             WrongJobState: when a job that has not ended would resume from it.
         """
         job = await self._change(principal, key)
-        newest = await asyncio.to_thread(self._folders.newest, job.job_id)
-        if job.job_state not in ENDED and newest is not None and newest.name == f"step-{step:08d}":
+        checkpoints = self._folders.checkpoints(job.job_id)
+        newest = await asyncio.to_thread(checkpoints.newest)
+        if job.job_state not in ENDED and newest is not None and newest == checkpoints.of_step(step):
             raise WrongJobState(f"job {job.job_id} has not ended and would go on from step {step}; cancel it first")
-        await asyncio.to_thread(self._folders.delete, job.job_id, step)
+        await asyncio.to_thread(checkpoints.delete, step)
 
     async def in_use(self, resource_id: str) -> str | None:
         """Return the id of a job that has not ended and needs this dataset or model."""
@@ -278,6 +283,12 @@ class JobService:
             return False
         await attempt.stop(wanted)
         return True
+
+    async def _mark(self, job: JobRecord, wanted: str) -> JobRecord:
+        """Note what is wanted of a job whose daemon died and that is not settled yet; the recovery carries it out."""
+        if job.job_state is JobState.STOPPING:
+            return await self._journal.store.set(job.job_id, wanted=wanted)
+        return await self._journal.move(job, JobState.STOPPING, reason=wanted.upper(), wanted=wanted)
 
     async def _placed(self, job: JobRecord) -> JobRecord:
         if job.job_state is not JobState.QUEUED:

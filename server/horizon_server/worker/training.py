@@ -26,12 +26,12 @@ from horizon_server.events import (
     StepDone,
     TransferFigures,
 )
+from horizon_server.jobs.checkpoint_folder import CheckpointFolder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.channel import EventWriter, Order, Orders
 from horizon_server.worker.request import WorkerRequest
-from horizon_server.worker.retention import apply_retention, folder_of_step, size_bytes
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of so many last steps."""
@@ -49,6 +49,7 @@ class Training:
         self._events = events
         self._orders = orders
         self._num_input_tokens_seen = 0
+        self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         template = Template.from_folder(request.model)
@@ -91,7 +92,7 @@ class Training:
                 saved = step
         if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
             self._evaluate(step)
-        if step > saved or not folder_of_step(self._request.checkpoints, step).is_dir():
+        if step > saved or not self._checkpoints.of_step(step).is_dir():
             self._save(step)
         return True
 
@@ -126,7 +127,7 @@ class Training:
 
     def _save(self, step: int) -> None:
         started_s = time.monotonic()
-        target = folder_of_step(self._request.checkpoints, step)
+        target = self._checkpoints.of_step(step)
         state = {
             "trainer": self._trainer.state(),
             "num_input_tokens_seen": self._num_input_tokens_seen,
@@ -135,20 +136,18 @@ class Training:
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
-        save_checkpoint(self._store, target, source=self._request.model, trainer_state=state, eval_loss=eval_loss)
+        self._checkpoints.path.mkdir(parents=True, exist_ok=True)
+        manifest = save_checkpoint(self._store, target, source=self._request.model, trainer_state=state)
         self._events.send(
             CheckpointWritten(
                 step=step,
                 duration_s=time.monotonic() - started_s,
-                size_bytes=size_bytes(target),
+                size_bytes=manifest.size_bytes,
                 eval_loss=eval_loss,
             )
         )
-        apply_retention(
-            self._request.checkpoints,
-            keep_last=self._spec.checkpoint.keep_last,
-            keep_best=self._spec.checkpoint.keep_best,
-        )
+        keep = self._spec.checkpoint
+        self._checkpoints.apply_retention(keep_last=keep.keep_last, keep_best=keep.keep_best)
 
     def _evaluate(self, step: int) -> None:
         assert self._evaluation is not None

@@ -1,0 +1,26 @@
+"""The entry of `horizond`: says what to install when the server extra is missing, then hands over to the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+_NEEDED = ("alembic", "aiosqlite", "cryptography", "fastapi", "pydantic_settings", "sqlalchemy", "structlog", "torch", "transformers")
+
+
+def main() -> int:
+    """Run horizond and return its exit code."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"horizond needs the server extra, and {', '.join(missing)} cannot be found; "
+            "install it with: pip install 'horizon-train[server]'\n"
+        )
+        return 2
+    from horizon_server.cli import run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

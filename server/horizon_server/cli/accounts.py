@@ -1,0 +1,135 @@
+"""`horizond user` and `horizond token`: straight into the database, with or without a running daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from horizon_server.accounts.principal import ROLES
+from horizon_server.accounts.service import Accounts
+from horizon_server.cli.options import print_rows, with_output_option, with_settings_options
+from horizon_server.db.accounts import AccountStore
+from horizon_server.db.database import Database
+from horizon_server.errors import BadSetting
+from horizon_server.settings import load_settings
+
+_UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
+
+Result = TypeVar("Result")
+
+
+@click.group(name="user")
+def user_group() -> None:
+    """Make and list users."""
+
+
+@user_group.command("add")
+@click.argument("name")
+@click.option("--role", type=click.Choice(ROLES), default="user", show_default=True, help="What they may do.")
+@click.option("--project", help="Project that pays for what they run. [default: one of their own]")
+@with_settings_options
+def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
+    """Make a user. Example: horizond user add ada --role admin."""
+    user = _with_accounts(config, state_dir, lambda a: a.add_user(name, role=role, project=project))
+    click.echo(
+        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}", err=True
+    )
+    click.echo(user.name)
+
+
+@user_group.command("list")
+@with_output_option
+@with_settings_options
+def user_list(output: str, config: Path | None, state_dir: Path | None) -> None:
+    """List users."""
+    users = _with_accounts(config, state_dir, lambda a: a.users())
+    rows = [{"name": u.name, "role": u.role, "project": u.project, "created": _day(u.created_s)} for u in users]
+    print_rows(rows, output, name_key="name")
+
+
+@click.group(name="token")
+def token_group() -> None:
+    """Make, list and revoke bearer tokens."""
+
+
+@token_group.command("create")
+@click.argument("user")
+@click.option("--expires", default="90d", show_default=True, help="Lifetime such as 12h, 90d, 1y, or never.")
+@with_settings_options
+def token_create(user: str, expires: str, config: Path | None, state_dir: Path | None) -> None:
+    """Make a token for USER and print it, this once. Example: horizond token create ada > ada.token."""
+    lifetime_s = parse_lifetime(expires)
+    token, secret = _with_accounts(config, state_dir, lambda a: a.create_token(user, lifetime_s=lifetime_s))
+    end = "never expires" if token.expires_s is None else f"expires {_day(token.expires_s)}"
+    click.echo(f"token {token.token_id} of {user}, {end}; it is shown this once:", err=True)
+    click.echo(secret)
+
+
+@token_group.command("list")
+@with_output_option
+@with_settings_options
+def token_list(output: str, config: Path | None, state_dir: Path | None) -> None:
+    """List tokens, never their secrets."""
+    tokens = _with_accounts(config, state_dir, lambda a: a.tokens())
+    rows = [
+        {
+            "token_id": t.token_id,
+            "user": t.user,
+            "created": _day(t.created_s),
+            "expires": _day(t.expires_s) if t.expires_s else "never",
+            "revoked": _day(t.revoked_s) if t.revoked_s else "",
+        }
+        for t in tokens
+    ]
+    print_rows(rows, output, name_key="token_id")
+
+
+@token_group.command("revoke")
+@click.argument("token_id")
+@with_settings_options
+def token_revoke(token_id: str, config: Path | None, state_dir: Path | None) -> None:
+    """Make a token useless from now on."""
+    _with_accounts(config, state_dir, lambda a: a.revoke_token(token_id))
+    click.echo(f"token {token_id} is revoked", err=True)
+
+
+def parse_lifetime(text: str) -> float | None:
+    """Return seconds, or None for never.
+
+    Raises:
+        BadSetting: when it is not a number with h, d, w or y.
+    """
+    if text == "never":
+        return None
+    match = re.fullmatch(r"(\d{1,6})([hdwy])", text)
+    if match is None or int(match.group(1)) == 0:
+        raise BadSetting(
+            f"--expires {text!r} is not a lifetime: write a number with h, d, w or y such as 90d, or never"
+        )
+    return int(match.group(1)) * _UNITS_S[match.group(2)]
+
+
+def _with_accounts(
+    config: Path | None, state_dir: Path | None, call: Callable[[Accounts], Awaitable[Result]]
+) -> Result:
+    settings = load_settings(config, state_dir=state_dir)
+
+    async def run() -> Any:
+        database = await Database.open(settings.database_path)
+        try:
+            return await call(Accounts(AccountStore(database)))
+        finally:
+            await database.close()
+
+    result: Result = asyncio.run(run())
+    return result
+
+
+def _day(time_s: float) -> str:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

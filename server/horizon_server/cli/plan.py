@@ -1,0 +1,80 @@
+"""`horizond plan`: a job's memory ledger, without a daemon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from horizon_server.cli.options import print_mapping, with_settings_options
+from horizon_server.errors import InvalidSpec, NotFound
+from horizon_server.jobs.node import host_memory, num_cpus
+from horizon_server.jobs.plan import Planner
+from horizon_server.settings import load_settings
+from horizon_server.spec import parse_job_spec
+
+
+@click.command()
+@click.argument("spec_file", metavar="SPEC.yaml", type=click.Path(path_type=Path))
+@click.option("--model-dir", type=click.Path(path_type=Path), help="Model folder, where the spec names a pushed model.")
+@click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
+@with_settings_options
+def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | None, state_dir: Path | None) -> int:
+    """Print how much memory a job takes and whether it fits this node. Exit code 1 when it does not fit."""
+    settings = load_settings(config, state_dir=state_dir)
+    spec = parse_job_spec(_read_spec(spec_file))
+    folder = model_dir or Path(spec.model)
+    if not (folder / "config.json").is_file():
+        raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
+    planner = Planner(
+        memory=host_memory,
+        limit_bytes=settings.host_memory_limit_bytes,
+        reserve_bytes=settings.host_memory_reserve_bytes,
+        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
+        num_threads=settings.num_threads or num_cpus(),
+    )
+    job_plan = planner.plan(spec, folder)
+    mapping: dict[str, Any] = {
+        "model": str(folder),
+        "num_parameters": job_plan.num_parameters,
+        "device": job_plan.device,
+        "host_bytes": job_plan.host_bytes,
+        "host_total_bytes": job_plan.host_total_bytes,
+        "host_limit_bytes": job_plan.host_limit_bytes,
+        "device_bytes": job_plan.device_bytes,
+        "device_total_bytes": job_plan.device_total_bytes,
+        "device_limit_bytes": job_plan.device_limit_bytes,
+        "fits": job_plan.fits,
+        "message": job_plan.message,
+    }
+    print_mapping(_readable(mapping) if output == "table" else mapping, output)
+    return 0 if job_plan.fits else 1
+
+
+def _read_spec(path: Path) -> Any:
+    try:
+        text = path.read_text("utf-8")
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} does not exist") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InvalidSpec(f"{path} cannot be read as a job spec: {str(error).splitlines()[0]}") from error
+
+
+def _readable(mapping: dict[str, Any]) -> dict[str, str]:
+    lines: dict[str, str] = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            lines |= {f"{key.removesuffix('_bytes')}.{part}": _mib(size) for part, size in value.items()}
+        elif key.endswith("_bytes"):
+            lines[key.removesuffix("_bytes")] = _mib(value)
+        elif value != "":
+            lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return lines
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,72 @@
+"""The demo's proof, in a process of its own: plain torch and transformers, and not a line of the engine.
+
+Reads {before, after, held_out, prompts} as JSON from standard input and writes {loss_before, loss_after, samples} to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_NEW_TOKENS = 40
+
+
+def main() -> int:
+    """Entry point."""
+    request = json.load(sys.stdin)
+    tokenizer = AutoTokenizer.from_pretrained(request["after"])
+    chats = [json.loads(line)["messages"] for line in Path(request["held_out"]).read_text("utf-8").splitlines()]
+    before, after = _load(request["before"]), _load(request["after"])
+    samples = [
+        {"prompt": prompt, "before": _answer(before, tokenizer, prompt), "after": _answer(after, tokenizer, prompt)}
+        for prompt in request["prompts"]
+    ]
+    result = {
+        "loss_before": held_out_loss(before, tokenizer, chats),
+        "loss_after": held_out_loss(after, tokenizer, chats),
+        "samples": samples,
+    }
+    json.dump(result, sys.stdout)
+    return 0
+
+
+def _load(folder: str) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]]) -> float:
+    """Return the mean loss over all assistant tokens, by the template's own generation markers."""
+    total, count = 0.0, 0
+    for chat in chats:
+        encoded = tokenizer.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        ids = encoded["input_ids"]
+        mask = torch.as_tensor(encoded["assistant_masks"]).reshape(ids.shape)[:, 1:].bool()
+        logits = model(ids).logits[:, :-1]
+        total += float(functional.cross_entropy(logits[mask], ids[:, 1:][mask], reduction="sum"))
+        count += int(mask.sum())
+    return total / count
+
+
+@torch.no_grad()
+def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
+    encoded = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    output = model.generate(**encoded, max_new_tokens=_NEW_TOKENS, do_sample=False, eos_token_id=end)
+    text: str = tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

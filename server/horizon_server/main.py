@@ -1,0 +1,251 @@
+"""The daemon: wires every part to its neighbours, serves, and drains. The one place that knows all parts; owns no logic of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sdnotify
+import structlog
+
+from horizon_server.accounts.service import Accounts
+from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
+from horizon_server.api.http.app import make_app
+from horizon_server.api.http.server import HttpServer, start_http_server
+from horizon_server.api.services import Services
+from horizon_server.blobs.store import BlobStore
+from horizon_server.datasets.service import DatasetService
+from horizon_server.db.accounts import AccountStore
+from horizon_server.db.database import Database
+from horizon_server.db.datasets import DatasetStore
+from horizon_server.db.jobs import JobStore
+from horizon_server.db.models import ModelStore
+from horizon_server.db.requests import Requests
+from horizon_server.jobs.attempt import Attempt, WorkerOptions
+from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.job import JobRecord
+from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus
+from horizon_server.jobs.plan import Planner
+from horizon_server.jobs.preparation import Preparation
+from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.service import JobService
+from horizon_server.models.service import ModelService
+from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.resources import NodeResources, PreparationRecipes
+from horizon_server.settings import Settings, child_environment
+from horizon_server.state_dir import held_state_dir, write_endpoints
+from horizon_server.telemetry.logs import configure_logging
+from horizon_server.telemetry.metrics import Metrics
+from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
+from horizon_server.version import VERSION
+
+log = structlog.get_logger(__name__)
+
+_MEMORY_EVERY_S = 5.0
+_EXPIRY_EVERY_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the daemon is made of, wired."""
+
+    services: Services
+    jobs: JobService
+    node: NodeFacts
+    journal: Journal
+    scheduler: Scheduler
+    blobs: BlobStore
+    metrics: Metrics
+
+
+def run_daemon(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        InUse: when another daemon holds the state folder.
+        BadSetting: when an address cannot be used.
+    """
+    configure_logging(settings.log_level, settings.log_json)
+    with held_state_dir(settings.state_dir):
+        asyncio.run(_serve(settings))
+    return 0
+
+
+async def _serve(settings: Settings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
+    certificate = _certificate(settings, grpc_address, http_address)
+    async with _database(settings.database_path) as database:
+        parts = await _wire(settings, database)
+        grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
+        _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
+        queue = asyncio.create_task(_run_queue(parts), name="queue")
+        chores = asyncio.create_task(_chores(settings, parts), name="chores")
+        waiting = asyncio.create_task(stop.wait(), name="signals")
+        # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
+        await asyncio.wait({queue, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await _drain(settings, parts, grpc_server, http_server)
+        chores.cancel()
+        waiting.cancel()
+        await asyncio.gather(chores, waiting, return_exceptions=True)
+        await queue
+
+
+@contextlib.asynccontextmanager
+async def _database(path: Path) -> AsyncIterator[Database]:
+    database = await Database.open(path)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+async def _wire(settings: Settings, database: Database) -> Parts:
+    metrics = Metrics()
+    requests = Requests()
+    store = JobStore(database, requests)
+    journal = Journal(store, metrics)
+    metrics.set_jobs(await store.counts())
+    memory = host_memory()
+    metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
+
+    async def in_use(resource_id: str) -> str | None:
+        return await jobs.in_use(resource_id)
+
+    blobs = BlobStore(settings.state_dir)
+    datasets = DatasetService(
+        DatasetStore(database, requests), blobs, in_use=in_use, max_dataset_bytes=settings.max_dataset_bytes
+    )
+    models = ModelService(
+        ModelStore(database, requests),
+        blobs,
+        root=settings.state_dir / "models",
+        in_use=in_use,
+        max_model_bytes=settings.max_model_bytes,
+    )
+    resources = NodeResources(datasets=datasets, models=models, blobs=blobs, model_roots=settings.model_roots)
+    folders = JobFolders(settings.state_dir)
+    num_threads = settings.num_threads or num_cpus()
+    arena_limit_bytes = settings.arena_limit(memory.limit_bytes)
+    planner = Planner(
+        memory=host_memory,
+        limit_bytes=settings.host_memory_limit_bytes,
+        reserve_bytes=settings.host_memory_reserve_bytes,
+        arena_limit_bytes=arena_limit_bytes,
+        num_threads=num_threads,
+    )
+    options = WorkerOptions(
+        num_threads=num_threads, arena_limit_bytes=arena_limit_bytes, environment=child_environment()
+    )
+    recipes = PreparationRecipes(settings.state_dir / "prepared")
+
+    def make_attempt(job: JobRecord) -> Attempt:
+        return Attempt(
+            job,
+            journal=journal,
+            resources=resources,
+            folders=folders,
+            planner=planner,
+            preparation=Preparation(recipes),
+            options=options,
+        )
+
+    scheduler = Scheduler(
+        journal,
+        observer=metrics,
+        folders=folders,
+        make_attempt=make_attempt,
+        max_attempts=settings.max_attempts,
+        orphan_grace_s=settings.drain_timeout_s,
+    )
+    jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
+    node = NodeFacts(store, state_dir=settings.state_dir, accelerators=await find_accelerators())
+    services = Services(
+        accounts=Accounts(AccountStore(database)), jobs=jobs, datasets=datasets, models=models, blobs=blobs, node=node
+    )
+    return Parts(
+        services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, blobs=blobs, metrics=metrics
+    )
+
+
+def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
+    """Return the certificate to serve with; None on loopback, where none was asked for."""
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        return given_certificate(settings.tls_cert, settings.tls_key)
+    if all(is_loopback(address.host) for address in addresses):
+        return None
+    hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
+    return own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
+
+
+async def _listen(
+    settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
+) -> tuple[GrpcServer, HttpServer]:
+    def not_ready() -> str | None:
+        return "the daemon is shutting down" if parts.node.draining else None
+
+    grpc_server = await start_grpc_server(parts.services, address=str(grpc), tls=certificate, metrics=parts.metrics)
+    app = make_app(
+        parts.services,
+        parts.metrics,
+        metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
+        health_open=is_loopback(http.host),
+        version=VERSION,
+        ready=not_ready,
+    )
+    try:
+        return grpc_server, await start_http_server(app, http.host, http.port, certificate)
+    except BaseException:
+        await grpc_server.stop(0)
+        raise
+
+
+def _announce(
+    settings: Settings, grpc: Address, grpc_server: GrpcServer, http: Address, http_server: HttpServer,
+    certificate: ServerCertificate | None,
+) -> None:  # fmt: skip
+    grpc_at, http_at = f"{grpc.host}:{grpc_server.port}", f"{http.host}:{http_server.port}"
+    authority = certificate.authority if certificate else None
+    write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
+    log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
+    if authority is not None:
+        log.info("laptops need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
+    sdnotify.SystemdNotifier().notify("READY=1")
+
+
+async def _run_queue(parts: Parts) -> None:
+    await parts.scheduler.recover()
+    await parts.scheduler.run()
+
+
+async def _chores(settings: Settings, parts: Parts) -> None:
+    """Keep the memory gauges fresh, and remove half uploads that nobody went on with."""
+    loop = asyncio.get_running_loop()
+    next_expiry_s = loop.time()
+    while True:
+        memory = host_memory()
+        parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
+        if loop.time() >= next_expiry_s:
+            next_expiry_s = loop.time() + _EXPIRY_EVERY_S
+            await parts.blobs.expire(settings.upload_expiry_s)
+        await asyncio.sleep(_MEMORY_EVERY_S)
+
+
+async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http_server: HttpServer) -> None:
+    """Stop taking work, checkpoint the running job at its step boundary, say goodbye to callers, and close."""
+    log.info("draining")
+    sdnotify.SystemdNotifier().notify("STOPPING=1")
+    parts.node.draining = True
+    parts.jobs.start_draining()
+    await grpc_server.set_serving(False)
+    await parts.scheduler.drain(settings.drain_timeout_s)
+    parts.journal.close()
+    await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+    log.info("stopped")
