@@ -1,0 +1,61 @@
+# Every target works from a bare clone: it makes what it needs and says what it does.
+# PYTHON chooses the interpreter (3.11 or newer); the environment lives in .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all verify fix bench protos dashboards clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "horizon needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.server: pyproject.toml constraints.txt server/horizon_server/store/kernels/adamw.cpp tools/build_kernels.py | .venv/bin/python
+	@echo "installing the server and its dependencies into .venv (most of the time is torch) ..."
+	@$(PIP) -e '.[server]'
+	@touch $@
+
+.venv/.dev: .venv/.server
+	@echo "installing the development tools into .venv ..."
+	@$(PIP) -e '.[server,dev]'
+	@touch $@
+
+demo: .venv/.server ## a whole fine-tuning job on this machine: daemon, upload, training, download, proof
+	@$(BIN)/horizond demo
+
+test: .venv/.dev ## the whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	cd proto && ../$(BIN)/buf lint
+	cd proto && ../$(BIN)/buf format --diff --exit-code > /dev/null
+	cd proto && ../$(BIN)/buf breaking --against baseline.binpb
+	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python tools/generate_dashboards.py --check
+
+fix: .venv/.dev ## let the tools mend what they can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	cd proto && ../$(BIN)/buf format --write
+
+protos: .venv/.dev ## generate the Python code of the wire contract
+	$(BIN)/python tools/generate_protos.py
+
+dashboards: .venv/.dev ## generate the Grafana dashboard
+	$(BIN)/python tools/generate_dashboards.py
+
+bench: .venv/.dev ## benchmarks, as ratios against a reference in the same run
+	$(BIN)/python -m bench
+
+clean: ## remove everything that was made
+	rm -rf .venv .venv-protos .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache demo-output dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
