@@ -9,15 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from horizon_server.accounts.lookup import check_name, choose, page_limit
 from horizon_server.accounts.principal import Principal, require_change, require_create
-from horizon_server.blobs.disk import told_when_full
-from horizon_server.blobs.folder import link_folder, remove_folder, remove_strangers
 from horizon_server.blobs.manifest import BlobFile, check_files, digest
 from horizon_server.blobs.shared_calls import SharedCalls
+from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.formats import check_field_map, parse_format
@@ -64,27 +62,21 @@ class DatasetStore(Protocol):
         """Return those announced before that time and never finalized."""
         ...
 
-    async def ids(self) -> frozenset[str]:
-        """Return the ids of all."""
-        ...
-
 
 class DatasetService:
-    """What callers may do with datasets. `root` holds one folder of hard links per READY dataset."""
+    """What callers may do with datasets. A dataset has no files of its own: its rows are read from the blob store."""
 
     def __init__(
         self,
         store: DatasetStore,
         uploads: Uploads,
         *,
-        root: Path,
         max_bytes: int,
         in_use: InUsePort,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._uploads = uploads
-        self._root = root
         self._max_bytes = max_bytes
         self._in_use = in_use
         self._clock = clock
@@ -111,7 +103,7 @@ class DatasetService:
         check_field_map(parse_format(format), field_map)
         check_files(files, what="dataset", max_bytes=self._max_bytes)
         announced = DatasetRecord(
-            dataset_id=f"ds-{secrets.token_hex(8)}",
+            dataset_id=f"dataset_{secrets.token_hex(6)}",
             owner=principal.name,
             name=name,
             format=format,
@@ -177,18 +169,17 @@ class DatasetService:
             raise InUse(f"dataset {record.name} is being checked right now; try again in a moment", retry_after_s=5.0)
         await self._remove(record)
 
-    def files(self, record: DatasetRecord) -> tuple[Path, ...]:
-        """Return where the files of a READY dataset lie, under the names their owner gave them."""
-        return tuple(self._root / record.dataset_id / file.path for file in record.files)
+    def data_files(self, record: DatasetRecord) -> tuple[DataFile, ...]:
+        """Return where the files of a dataset lie, with the names their owner gave them."""
+        return _data_files(record, self._uploads.store)
 
     async def sweep(self, max_age_s: float) -> int:
-        """Remove announcements older than that which were never finalized, and folders that a crash left; return how many."""
+        """Remove announcements older than that which were never finalized; return how many."""
         unfinished = await self._store.unfinished(self._clock() - max_age_s)
-        for record in unfinished:
-            if not self._finalizing.runs(record.dataset_id):
-                await self._remove(record)
-        known = await self._store.ids()
-        return len(unfinished) + await in_thread(lambda: remove_strangers(self._root, known))
+        idle = [record for record in unfinished if not self._finalizing.runs(record.dataset_id)]
+        for record in idle:
+            await self._remove(record)
+        return len(idle)
 
     async def close(self) -> None:
         """Stop checks that still run; they start anew at the next finalize."""
@@ -196,24 +187,14 @@ class DatasetService:
 
     async def _finalize(self, record: DatasetRecord) -> DatasetRecord:
         await self._uploads.require_all(record.owner, record.files)
-        folder = self._root / record.dataset_id
-        done = False
-        try:
-            with told_when_full():
-                await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
-            found, num_rows = await in_thread(lambda: _validate(record, folder))
-            content = _digest(found, record.field_map, record.files)
-            ready = await self._store.mark_ready(record.dataset_id, format=found, num_rows=num_rows, digest=content)
-            done = True
-        finally:
-            if not done:
-                await in_thread(lambda: remove_folder(folder))
+        found, num_rows = await in_thread(lambda: _validate(record, self._uploads.store))
+        content = _digest(found, record.field_map, record.files)
+        ready = await self._store.mark_ready(record.dataset_id, format=found, num_rows=num_rows, digest=content)
         await self._uploads.release(record.owner, record.files)
         return ready
 
     async def _remove(self, record: DatasetRecord) -> None:
         await self._store.delete(record.dataset_id)
-        await in_thread(lambda: remove_folder(self._root / record.dataset_id))
         await self._drop_contents(record, keep=())
 
     async def _drop_contents(self, record: DatasetRecord, *, keep: Sequence[BlobFile]) -> None:
@@ -227,18 +208,21 @@ def _digest(dataset_format: str, field_map: Mapping[str, str], files: Sequence[B
     return digest(files, dataset_format, dict(field_map))
 
 
-def _validate(record: DatasetRecord, folder: Path) -> tuple[str, int]:
+def _data_files(record: DatasetRecord, store: BlobStore) -> tuple[DataFile, ...]:
+    return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
+
+
+def _validate(record: DatasetRecord, store: BlobStore) -> tuple[str, int]:
     """Return the format that was found and the number of rows over all files."""
     dataset_format = parse_format(record.format)
     tally = ViolationTally()
     num_rows = 0
     formats: dict[str, str] = {}
-    for file in record.files:
-        data = DataFile(path=folder / file.path, name=file.path)
-        report = inspect_file(data, dataset_format=dataset_format, field_map=record.field_map)
+    for file in _data_files(record, store):
+        report = inspect_file(file, dataset_format=dataset_format, field_map=record.field_map)
         num_rows += report.num_rows
-        formats.setdefault(report.format.value, file.path)
-        tally.add(_named(report.violations, file.path, alone=len(record.files) == 1))
+        formats.setdefault(report.format.value, file.name)
+        tally.add(_named(report.violations, file.name, alone=len(record.files) == 1))
         tally.total += report.num_violations - len(report.violations)
     tally.refuse(record.name)
     if len(formats) > 1:

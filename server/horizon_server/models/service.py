@@ -102,7 +102,7 @@ class ModelService:
         check_files(files, what="model", max_bytes=self._max_bytes)
         check_names(files)
         announced = ModelRecord(
-            model_id=f"md-{secrets.token_hex(8)}",
+            model_id=f"model_{secrets.token_hex(6)}",
             owner=principal.name,
             name=name,
             files=tuple(files),

@@ -1,0 +1,59 @@
+"""The one table from errors to wire status: gRPC name and HTTP code. Both faces read it; neither decides for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from horizon_server import errors
+from horizon_server.errors import HorizonError
+
+
+@dataclass(frozen=True)
+class WireStatus:
+    """How an error is told: the name of a gRPC status code, and an HTTP code."""
+
+    grpc: str
+    http: int
+
+
+STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
+    {
+        errors.InvalidSpec: WireStatus("INVALID_ARGUMENT", 400),
+        errors.InvalidData: WireStatus("INVALID_ARGUMENT", 400),
+        errors.InvalidModel: WireStatus("INVALID_ARGUMENT", 400),
+        errors.InvalidUpload: WireStatus("INVALID_ARGUMENT", 400),
+        errors.UploadInProgress: WireStatus("ABORTED", 409),
+        errors.RequestIdReused: WireStatus("INVALID_ARGUMENT", 409),
+        errors.NotFound: WireStatus("NOT_FOUND", 404),
+        errors.AlreadyExists: WireStatus("ALREADY_EXISTS", 409),
+        errors.Unauthenticated: WireStatus("UNAUTHENTICATED", 401),
+        errors.NotAllowed: WireStatus("PERMISSION_DENIED", 403),
+        errors.WrongJobState: WireStatus("FAILED_PRECONDITION", 409),
+        errors.InUse: WireStatus("FAILED_PRECONDITION", 409),
+        errors.DoesNotFit: WireStatus("RESOURCE_EXHAUSTED", 422),
+        errors.DiskFull: WireStatus("RESOURCE_EXHAUSTED", 507),
+        errors.TooLarge: WireStatus("INVALID_ARGUMENT", 413),
+        errors.NotAvailableYet: WireStatus("UNIMPLEMENTED", 501),
+        errors.Draining: WireStatus("UNAVAILABLE", 503),
+        errors.WorkerFailed: WireStatus("INTERNAL", 500),
+        errors.BadSetting: WireStatus("INTERNAL", 500),
+    }
+)
+_UNKNOWN = WireStatus("INTERNAL", 500)
+
+
+def status_of(error: HorizonError) -> WireStatus:
+    """Return how `error`, or the nearest class above it, is told."""
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), _UNKNOWN)
+
+
+def grpc_status(error: HorizonError) -> str:
+    """Return the name of the gRPC status code."""
+    return status_of(error).grpc
+
+
+def http_status(error: HorizonError) -> int:
+    """Return the HTTP code."""
+    return status_of(error).http

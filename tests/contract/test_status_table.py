@@ -1,0 +1,54 @@
+"""Every error a user can be told has its place in the one table, and a reason of its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from horizon_server.api.status import STATUS, grpc_status, http_status
+from horizon_server.errors import FieldViolation, HorizonError, InvalidData
+
+
+def kinds(root: type[HorizonError] = HorizonError) -> Iterator[type[HorizonError]]:
+    for kind in root.__subclasses__():
+        if kind.__module__.startswith("horizon_server."):
+            yield kind
+            yield from kinds(kind)
+
+
+def test_the_table_holds_every_leaf_and_nothing_else() -> None:
+    assert set(STATUS) == {kind for kind in kinds() if not kind.__subclasses__()}
+
+
+@pytest.mark.parametrize("kind", sorted(STATUS, key=lambda kind: kind.reason))
+def test_every_entry_is_a_true_error_status(kind: type[HorizonError]) -> None:
+    error = kind("a sentence", violations=[FieldViolation(field="a", description="b")], retry_after_s=1.5)
+    assert grpc.StatusCode[grpc_status(error)] is not grpc.StatusCode.OK
+    assert 400 <= http_status(error) < 600
+    server_side = grpc_status(error) in ("INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
+    assert server_side <= (http_status(error) >= 500)
+    assert any(base in kind.__mro__ for base in (ValueError, LookupError, OSError, RuntimeError, MemoryError))
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (type(copy), copy.message, copy.violations, copy.retry_after_s) == (
+        kind,
+        error.message,
+        error.violations,
+        1.5,
+    )
+
+
+def test_reasons_are_stable_words_and_unique() -> None:
+    reasons = [kind.reason for kind in STATUS]
+    assert len(set(reasons)) == len(reasons)
+    assert all(reason and reason.replace("_", "").isupper() for reason in reasons)
+
+
+def test_a_refinement_is_told_like_what_it_refines() -> None:
+    class BadLine(InvalidData):
+        reason = "BAD_LINE"
+
+    assert (grpc_status(BadLine("x")), http_status(BadLine("x"))) == ("INVALID_ARGUMENT", 400)
+    assert (grpc_status(HorizonError("x")), http_status(HorizonError("x"))) == ("INTERNAL", 500)

@@ -1,0 +1,262 @@
+"""Uploads cut, resumed, corrupted, over-long, contested and out of space, on a real folder."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import random
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from horizon_server.blobs.disk import SystemDisk
+from horizon_server.blobs.manifest import EMPTY_SHA256, BlobRef
+from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
+from horizon_server.blobs.turns import Turns
+from horizon_server.errors import DiskFull, InvalidUpload, UploadInProgress
+
+CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
+
+
+def ref_of(content: bytes) -> BlobRef:
+    return BlobRef(sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+
+
+REF = ref_of(CONTENT)
+
+
+async def pieces(content: bytes, size: int = MAX_CHUNK_BYTES) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), size):
+        yield content[start : start + size]
+
+
+async def then_fail(content: bytes) -> AsyncIterator[bytes]:
+    async for piece in pieces(content, 100_000):
+        yield piece
+    raise ConnectionResetError("the laptop was closed")
+
+
+class FullDisk(SystemDisk):
+    """A disk with room for so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_a_content_arrives_whole_and_read_only(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    status = await store.write("ann", REF, 0, pieces(CONTENT))
+    assert (status.complete, status.committed_bytes) == (True, len(CONTENT))
+    path = store.path(REF.sha256)
+    assert path.read_bytes() == CONTENT
+    assert path == tmp_path / "blobs" / REF.sha256[:2] / REF.sha256
+    assert path.stat().st_mode & 0o222 == 0
+    assert not list((tmp_path / "uploads").glob("*/*.part"))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17, 65_535, 2**20 - 1, 2**20, 2**20 + 1, 2 * 2**20, len(CONTENT) - 1, 999_999])
+async def test_a_cut_upload_goes_on_from_what_is_committed(tmp_path: Path, cut: int) -> None:
+    store = BlobStore(tmp_path)
+    with pytest.raises(ConnectionResetError):
+        await store.write("ann", REF, 0, then_fail(CONTENT[:cut]))
+    status = await BlobStore(tmp_path).status("ann", REF)
+    assert (status.complete, status.committed_bytes) == (False, cut)
+    status = await BlobStore(tmp_path).write("ann", REF, cut, pieces(CONTENT[cut:]))
+    assert status.complete
+    assert store.path(REF.sha256).read_bytes() == CONTENT
+
+
+async def test_a_stream_that_ends_early_is_not_complete(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    status = await store.write("ann", REF, 0, pieces(CONTENT[:1000]))
+    assert (status.complete, status.committed_bytes) == (False, 1000)
+
+
+async def test_bytes_may_be_sent_again_but_never_left_out(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT[:5000]))
+    with pytest.raises(InvalidUpload, match="5000 bytes have arrived"):
+        await store.write("ann", REF, 5001, pieces(CONTENT[5001:]))
+    with pytest.raises(InvalidUpload, match="byte -1"):
+        await store.write("ann", REF, -1, pieces(CONTENT))
+    assert (await store.write("ann", REF, 3000, pieces(CONTENT[3000:]))).complete
+
+
+async def test_a_gap_at_the_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(InvalidUpload, match="0 bytes have arrived"):
+        await BlobStore(tmp_path).write("ann", REF, 5, pieces(CONTENT[5:]))
+    assert files_below(tmp_path) == []
+
+
+async def test_wrong_bytes_are_removed(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    wrong = bytearray(CONTENT)
+    wrong[2_000_000] ^= 1
+    with pytest.raises(InvalidUpload, match="not the announced"):
+        await store.write("ann", REF, 0, pieces(bytes(wrong)))
+    assert files_below(tmp_path) == []
+    assert (await store.write("ann", REF, 0, pieces(CONTENT))).complete
+
+
+async def test_more_bytes_than_announced_are_refused_and_the_rest_can_be_repaired(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    with pytest.raises(InvalidUpload, match="more than the announced"):
+        await store.write("ann", REF, 0, pieces(CONTENT + b"x", 2**19))
+    assert not store.holds(REF)
+    with pytest.raises(InvalidUpload, match="at most 1048576 bytes"):
+        await store.write("ann", REF, 0, pieces(CONTENT, 2**20 + 1))
+
+
+async def test_a_part_that_was_whole_when_the_daemon_died_is_verified_when_asked_for(tmp_path: Path) -> None:
+    for content, whole in ((CONTENT, True), (CONTENT[:-1] + b"?", False)):
+        part = tmp_path / "uploads" / "ann" / f"{REF.sha256}-{REF.size_bytes}.part"
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        store = BlobStore(tmp_path)
+        if not whole:
+            await store.forget_proofs("ann", [REF])
+            with pytest.raises(InvalidUpload):
+                await store.status("ann", REF)
+            assert not part.exists()
+            continue
+        assert (await store.status("ann", REF)).complete
+
+
+async def test_others_parts_and_contents_are_not_told(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT[:4000]))
+    assert (await store.status("bob", REF)).committed_bytes == 0
+    await store.write("ann", REF, 4000, pieces(CONTENT[4000:]))
+    assert store.holds(REF)
+    assert not (await store.status("bob", REF)).complete
+    assert (await store.write("bob", REF, 0, pieces(CONTENT))).complete
+    assert len(files_below(tmp_path / "blobs")) == 1, "stored once"
+
+
+async def test_the_empty_content_needs_no_sending(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    assert (await store.status("ann", BlobRef(sha256=EMPTY_SHA256, size_bytes=0))).complete
+    assert store.path(EMPTY_SHA256).read_bytes() == b""
+
+
+async def test_a_second_upload_reads_no_byte(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT))
+
+    async def untouched() -> AsyncIterator[bytes]:
+        raise AssertionError("read")
+        yield b""
+
+    assert (await store.write("ann", REF, 0, untouched())).complete
+
+
+@pytest.mark.parametrize("room", [0, 1, 700_000, 2 * 2**20])
+async def test_a_full_disk_keeps_what_is_durable_and_a_retry_goes_on(tmp_path: Path, room: int) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT[:500_000]))
+    full = BlobStore(tmp_path, disk=FullDisk(room))
+    with pytest.raises(DiskFull, match="disk is full"):
+        await full.write("ann", REF, 500_000, pieces(CONTENT[500_000:]))
+    status = await store.status("ann", REF)
+    assert status.committed_bytes == 500_000
+    assert [path.stat().st_size for path in files_below(tmp_path)] == [500_000]
+    assert (await store.write("ann", REF, 500_000, pieces(CONTENT[500_000:]))).complete
+
+
+async def test_a_full_disk_at_the_first_byte_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull):
+        await BlobStore(tmp_path, disk=FullDisk(0)).write("ann", REF, 0, pieces(CONTENT))
+    assert files_below(tmp_path) == []
+
+
+async def test_an_upload_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+    huge = BlobRef(sha256="ab" * 32, size_bytes=2**60)
+    with pytest.raises(DiskFull, match="needs 1152921504606846976 more bytes"):
+        await BlobStore(tmp_path).write("ann", huge, 0, pieces(b"x"))
+    assert files_below(tmp_path) == []
+
+
+async def test_a_busy_writer_keeps_its_turn_and_a_silent_one_loses_it(tmp_path: Path) -> None:
+    now = [0.0]
+    store = BlobStore(tmp_path, turns=Turns(silence_s=10.0, wait_s=0.05, clock=lambda: now[0]))
+    waiting = asyncio.Event()
+
+    async def then_silence() -> AsyncIterator[bytes]:
+        yield CONTENT[:1000]
+        waiting.set()
+        await asyncio.Event().wait()
+
+    first = asyncio.create_task(store.write("ann", REF, 0, then_silence()))
+    await waiting.wait()
+    second = asyncio.create_task(store.write("ann", REF, 0, pieces(CONTENT)))
+    await asyncio.sleep(0)
+    now[0] += 1.0
+    with pytest.raises(UploadInProgress, match="another connection is sending"):
+        await second
+    now[0] += 10.0
+    assert (await store.write("ann", REF, 1000, pieces(CONTENT[1000:]))).complete
+    with pytest.raises(UploadInProgress, match="taken this upload over"):
+        await first
+
+
+async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
+    class HeldDisk(SystemDisk):
+        started, go_on = threading.Event(), threading.Event()
+
+        def write(self, descriptor: int, data: memoryview) -> int:
+            self.started.set()
+            self.go_on.wait()
+            return super().write(descriptor, data)
+
+    store = BlobStore(tmp_path, disk=HeldDisk())
+    task = asyncio.create_task(store.write("ann", REF, 0, pieces(CONTENT)))
+    await asyncio.to_thread(HeldDisk.started.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    assert not task.done()
+    HeldDisk.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    arrived = (await store.status("ann", REF)).committed_bytes
+    assert arrived == MAX_CHUNK_BYTES, "the piece that was being written is kept"
+    assert (await store.write("ann", REF, arrived, pieces(CONTENT[arrived:]))).complete
+
+
+async def test_old_halves_expire_and_unreferenced_contents_go(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    other = ref_of(b"kept")
+    await store.write("ann", REF, 0, pieces(CONTENT[:10]))
+    await store.write("ann", other, 0, pieces(b"kept"))
+    assert await store.expire(3600) == 0
+    for entry in files_below(tmp_path / "uploads"):
+        os.utime(entry, (1, 1))
+    assert await store.expire(3600) == 2
+    assert files_below(tmp_path / "uploads") == []
+    assert await store.remove_all_but(frozenset({other.sha256})) == 0
+    assert await store.remove_all_but(frozenset(), among=["00" * 32]) == 0
+    assert await store.remove_all_but(frozenset()) == 1
+    assert files_below(tmp_path) == []
+
+
+async def test_a_proof_keeps_a_content(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT))
+    assert await store.remove_all_but(frozenset()) == 0
+    await store.forget_proofs("ann", [REF])
+    assert await store.remove_all_but(frozenset()) == 1
