@@ -1,0 +1,108 @@
+"""REST, the web page and /metrics as one FastAPI app. Reads only; the services decide who may see what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fastapi import Depends, FastAPI, Response
+
+from horizon_server.api.http.bodies import ReadyBody, VersionBody
+from horizon_server.api.http.caller import authenticated
+from horizon_server.api.http.edge import Edge
+from horizon_server.api.http.page import load_page
+from horizon_server.api.http.ports import HttpServices
+from horizon_server.api.http.problems import install_handlers
+from horizon_server.api.http.routes import router
+from horizon_server.version import VERSION
+
+
+class MetricsPort(Protocol):
+    """What HTTP needs from the metrics."""
+
+    def on_http(self, method: str, route: str, code: int | str, seconds: float) -> None:
+        """Count one finished request."""
+        ...
+
+    def render(self) -> tuple[bytes, str]:
+        """Return the exposition and its content type."""
+        ...
+
+
+def make_app(
+    services: HttpServices,
+    metrics: MetricsPort,
+    *,
+    metrics_open: bool,
+    health_open: bool = True,
+    version: str = VERSION,
+    ready: Callable[[], str | None],
+) -> FastAPI:
+    """Return the app.
+
+    Args:
+        services: what it reads from.
+        metrics: rendered at /metrics, and told of every request.
+        metrics_open: whether /metrics answers without a token.
+        health_open: whether /healthz and /readyz answer without a token.
+        version: shown at /version.
+        ready: says in one sentence why the daemon takes no work, or None.
+    """
+    app = FastAPI(
+        title="horizon",
+        version=version,
+        description="Status of a horizon daemon. Everything that changes something goes through gRPC.",
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    app.state.closing = asyncio.Event()
+    app.add_middleware(Edge, on_http=metrics.on_http)
+    install_handlers(app)
+    _add_health(app, [] if health_open else [Depends(authenticated)], ready)
+    _add_metrics(app, [] if metrics_open else [Depends(authenticated)], metrics)
+    _add_front(app, version)
+    app.include_router(router)
+    return app
+
+
+def _add_health(app: FastAPI, guards: list[Any], ready: Callable[[], str | None]) -> None:
+    @app.get("/healthz", dependencies=guards)
+    async def healthz() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", dependencies=guards, responses={503: {"model": ReadyBody}})
+    async def readyz(response: Response) -> ReadyBody:
+        """Say whether the daemon takes work; 503 and why not while it starts or drains."""
+        why_not = ready()
+        if why_not is None:
+            return ReadyBody(ready=True, message="")
+        response.status_code = 503
+        return ReadyBody(ready=False, message=why_not)
+
+
+def _add_metrics(app: FastAPI, guards: list[Any], metrics: MetricsPort) -> None:
+    exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", dependencies=guards, response_class=Response, responses=exposition)
+    async def show_metrics() -> Response:
+        """Show the metrics for Prometheus."""
+        body, content_type = metrics.render()
+        return Response(body, headers={"Content-Type": content_type})
+
+
+def _add_front(app: FastAPI, version: str) -> None:
+    page, policy = load_page()
+
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+    @app.get("/version")
+    async def show_version() -> VersionBody:
+        """Show the daemon's version."""
+        return VersionBody(version=version)

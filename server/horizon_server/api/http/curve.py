@@ -1,0 +1,79 @@
+"""The loss curve of a job from its events, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Generic, TypeVar
+
+from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint, finite
+from horizon_server.events import EvalDone, JobEvent, StepDone
+from horizon_server.jobs.job import JobRecord
+
+MAX_POINTS = 2000
+
+_Done = TypeVar("_Done", StepDone, EvalDone)
+
+
+class Curve(Generic[_Done]):
+    """Collects points in the order of their steps; beyond `max_points` they get twice as far apart, but the last is always there."""
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        assert max_points >= 2
+        self.points: list[_Done] = []
+        self.every_steps = 1
+        self._max_points = max_points
+
+    def add(self, done: _Done) -> None:
+        """Take a point in. One that repeats an earlier step (after a resume) replaces what it repeats."""
+        points = self.points
+        while points and points[-1].step >= done.step:
+            points.pop()
+        if len(points) >= 2 and points[-1].step - points[-2].step < self.every_steps:
+            points.pop()  # it was there as the last one only
+        points.append(done)
+        while len(self.points) > self._max_points:
+            self.every_steps *= 2
+            self._thin()
+
+    def _thin(self) -> None:
+        last = self.points.pop()
+        kept: list[_Done] = []
+        for point in self.points:
+            if not kept or point.step - kept[-1].step >= self.every_steps:
+                kept.append(point)
+        self.points = kept
+        self.points.append(last)
+
+
+async def read_curve(job: JobRecord, events: AsyncIterator[JobEvent]) -> CurveBody:
+    """Read the events up to the newest that `job` knows of, so that a running job's curve ends too."""
+    steps: Curve[StepDone] = Curve()
+    evals: Curve[EvalDone] = Curve()
+    try:
+        while job.last_sequence > 0 and (event := await anext(events, None)) is not None:
+            if isinstance(event.payload, StepDone):
+                steps.add(event.payload)
+            elif isinstance(event.payload, EvalDone):
+                evals.add(event.payload)
+            if event.sequence >= job.last_sequence:
+                break
+    finally:
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+    return CurveBody(
+        job_id=job.job_id,
+        num_steps=job.num_steps,
+        every_steps=steps.every_steps,
+        points=[_curve_point(step) for step in steps.points],
+        evals=[EvalPoint(step=done.step, eval_loss=finite(done.eval_loss)) for done in evals.points],
+    )
+
+
+def _curve_point(step: StepDone) -> CurvePoint:
+    return CurvePoint(
+        step=step.step,
+        loss=finite(step.loss),
+        learning_rate=finite(step.learning_rate),
+        grad_norm=finite(step.grad_norm),
+        tokens_per_second=finite(step.tokens_per_second),
+    )

@@ -1,0 +1,77 @@
+"""The embedded server: real sockets, prompt shutdown, signals left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from horizon_server.api.http.server import start_http_server
+from horizon_server.errors import BadSetting
+from horizon_server.tls import own_certificate
+
+
+async def test_it_serves_and_stops(app: FastAPI) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    server = await start_http_server(app, "127.0.0.1", 0)
+    assert signal.getsignal(signal.SIGTERM) is before
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+        answer = await client.get("/healthz")
+        assert answer.json() == {"status": "ok"}
+        assert "server" not in answer.headers
+    await server.stop()
+    await server.stop()
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"http://127.0.0.1:{server.port}/healthz")
+
+
+async def test_open_event_streams_do_not_hold_up_the_shutdown(
+    app: FastAPI, services: Any, make_job: Any, make_step: Any
+) -> None:
+    services.jobs.add(make_job())
+    services.jobs.tell("j-1", make_step(1))
+    server = await start_http_server(app, "127.0.0.1", 0)
+    headers = {"Authorization": "Bearer token-ada"}
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers) as client,
+        client.stream("GET", "/horizon/v1/jobs/j-1/events") as answer,
+    ):
+        pieces = answer.aiter_text()
+        seen = ""
+        while "id: 1" not in seen:
+            seen += await anext(pieces)
+        services.jobs.tell("j-1", make_step(2))
+        while "id: 2" not in seen:
+            seen += await anext(pieces)
+        async with asyncio.timeout(3):
+            await server.stop()
+        assert [piece async for piece in pieces] == []
+    assert services.jobs.num_watching == 0
+
+
+async def test_a_taken_port_is_a_sentence(app: FastAPI) -> None:
+    server = await start_http_server(app, "127.0.0.1", 0)
+    try:
+        with pytest.raises(BadSetting, match=rf"cannot listen on 127\.0\.0\.1:{server.port}.*--http"):
+            await start_http_server(app, "127.0.0.1", server.port)
+    finally:
+        await server.stop()
+
+
+async def test_it_speaks_tls(app: FastAPI, tmp_path: Path) -> None:
+    files = own_certificate(tmp_path, ())
+    assert files.authority is not None
+    server = await start_http_server(app, "127.0.0.1", 0, files)
+    trust = ssl.create_default_context(cafile=str(files.authority))
+    try:
+        async with httpx.AsyncClient(verify=trust) as client:
+            assert (await client.get(f"https://127.0.0.1:{server.port}/version")).status_code == 200
+    finally:
+        await server.stop()
