@@ -8,6 +8,7 @@ every bad row. Exit code 0 or 1. Must not know jobs or databases.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ OnProgress = Callable[[int], None]
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 4 * 1024 * 1024
+_TEXT_BLOCKS_AT_ONCE = 8
 _PROGRESS_EVERY_S = 0.25
 
 
@@ -127,11 +129,14 @@ def _prepare_text(file: DataFile, codec: TextCodec, sequence_length: int) -> Ite
             yield piece.text
 
     yield 0, list(splitter.add(codec.leading_ids)), []
-    for block in text_blocks(readable()):
-        encoded = codec.encode([block])[0]
-        codec.check_ids(encoded.ids)
-        num_rows = sum(1 for line in block.split("\n") if line.strip())
-        yield num_rows, list(splitter.add(encoded.ids)), violations[:]
+    blocks = text_blocks(readable())
+    while some := list(itertools.islice(blocks, _TEXT_BLOCKS_AT_ONCE)):
+        documents: list[Document] = []
+        for encoded in codec.encode(some):
+            codec.check_ids(encoded.ids)
+            documents += splitter.add(encoded.ids)
+        num_rows = sum(1 for block in some for line in block.split("\n") if line.strip())
+        yield num_rows, documents, violations[:]
         violations.clear()
     last = [] if codec.eos_id is None else [codec.eos_id]
     yield 0, [*splitter.add(last), *splitter.finish()], violations

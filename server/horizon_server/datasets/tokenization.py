@@ -18,7 +18,7 @@ from horizon_server.datasets.text_codec import EncodedText, TextCodec
 from horizon_server.errors import FieldViolation, InvalidData
 
 # A long text is encoded in blocks of about this many characters, cut where a tokenizer would cut too.
-TEXT_BLOCK_CHARACTERS = 4 * 1024 * 1024
+TEXT_BLOCK_CHARACTERS = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
