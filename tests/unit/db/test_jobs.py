@@ -1,0 +1,110 @@
+"""Jobs and events in the database: numbered without gaps, moved only where the state machine allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from horizon_server.db.database import Database
+from horizon_server.db.jobs import JobStore
+from horizon_server.db.requests import Requests
+from horizon_server.errors import WrongJobState
+from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.spec import parse_job_spec
+
+SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
+PLAN = JobPlan(
+    host_bytes={"weights": 4},
+    device_bytes={},
+    host_limit_bytes=9,
+    device_limit_bytes=9,
+    num_parameters=1,
+    device="host",
+)
+STEP = StepDone(
+    step=3, num_steps=9, loss=1.5, grad_norm=1.0, learning_rate=0.1, epoch=0.5, num_input_tokens_seen=5, num_tokens=5,
+    tokens_per_second=1.0, duration_s=1.0,
+)  # fmt: skip
+
+
+def job(job_id: str, owner: str = "ada") -> JobRecord:
+    return JobRecord(
+        job_id=job_id, owner=owner, spec=SPEC, model_id="m1", dataset_id="d1", eval_dataset_id="",
+        job_state=JobState.QUEUED, created_s=5.0, plan=PLAN,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[JobStore]:
+    database = await Database.open(tmp_path / "horizon.db")
+    yield JobStore(database, Requests())
+    await database.close()
+
+
+async def created(store: JobStore, job_id: str, owner: str = "ada") -> JobRecord:
+    record, _ = await store.create(job(job_id, owner), request_id=str(uuid.uuid4()))
+    return record
+
+
+async def test_a_job_comes_back_as_it_was(store: JobStore) -> None:
+    made = await created(store, "j1")
+    assert made == dataclasses.replace(job("j1"), last_sequence=1)
+    assert await store.get("j1") == made
+    assert await store.get("j2") is None
+
+
+async def test_the_same_request_gives_the_same_job(store: JobStore) -> None:
+    request_id = str(uuid.uuid4())
+    first, event = await store.create(job("j1"), request_id=request_id)
+    again, nothing = await store.create(job("j2"), request_id=request_id)
+    assert (again.job_id, nothing) == (first.job_id, None)
+    assert event is not None
+    assert await store.get("j2") is None
+
+
+async def test_events_are_numbered_without_gaps_and_keep_their_order(store: JobStore) -> None:
+    await created(store, "j1")
+    for i in range(5):
+        await store.append("j1", Message(level="info", text=str(i)))
+    events = await store.events_after("j1", 0, 100)
+    assert [event.sequence for event in events] == [1, 2, 3, 4, 5, 6]
+    assert [event.payload.text for event in events if isinstance(event.payload, Message)] == list("01234")
+    assert [event.sequence for event in await store.events_after("j1", 4, 1)] == [5]
+
+
+async def test_a_step_is_kept_as_the_newest(store: JobStore) -> None:
+    await created(store, "j1")
+    record, event = await store.append("j1", STEP, step=3, num_steps=9, last_step=STEP)
+    assert (record.last_step, record.step, event.payload) == (STEP, 3, STEP)
+
+
+async def test_a_move_the_machine_forbids_changes_nothing(store: JobStore) -> None:
+    await created(store, "j1")
+    with pytest.raises(WrongJobState, match="QUEUED and cannot become SUCCEEDED"):
+        await store.move("j1", StateChanged(job_state="SUCCEEDED"), step=7)
+    found = await store.get("j1")
+    assert found is not None
+    assert (found.job_state, found.step, found.last_sequence) == (JobState.QUEUED, 0, 1)
+
+
+async def test_pages_go_back_in_time_and_see_one_owner(store: JobStore) -> None:
+    for i in range(5):
+        await created(store, f"j{i}", "ada" if i % 2 == 0 else "bob")
+    everything = await store.page(owner=None, states=[], before=0, limit=10)
+    assert [record.job_id for _, record in everything] == ["j4", "j3", "j2", "j1", "j0"]
+    older = await store.page(owner=None, states=[], before=everything[1][0], limit=2)
+    assert [record.job_id for _, record in older] == ["j2", "j1"]
+    mine = await store.page(owner="ada", states=[JobState.QUEUED], before=0, limit=10)
+    assert [record.job_id for _, record in mine] == ["j4", "j2", "j0"]
+    assert await store.page(owner="ada", states=[JobState.FAILED], before=0, limit=10) == []
+
+
+async def test_counts_name_every_state(store: JobStore) -> None:
+    await created(store, "j1")
+    counts = await store.counts()
+    assert counts == {state.value: int(state is JobState.QUEUED) for state in JobState}

@@ -1,0 +1,85 @@
+"""Which checkpoints count, which is best, and which may go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from horizon_server.errors import NotFound
+from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.store.manifest import Manifest, record_file, write_manifest
+
+
+def write(folder: CheckpointFolder, step: int, eval_loss: float | None = None) -> Path:
+    path = folder.of_step(step)
+    (path / "trainer").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"x" * step)
+    last_eval = None if eval_loss is None else [step, eval_loss]
+    (path / "trainer/trainer_state.json").write_text(json.dumps({"last_eval": last_eval}))
+    names = ("model.safetensors", "trainer/trainer_state.json")
+    write_manifest(path, Manifest(files={name: record_file(path / name) for name in names}, versions={}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints", "job_1")
+
+
+def test_none_yet(folder: CheckpointFolder) -> None:
+    assert folder.all() == []
+    assert folder.newest() is None
+
+
+def test_torn_and_foreign_folders_are_not_seen(folder: CheckpointFolder) -> None:
+    write(folder, 5)
+    (write(folder, 9) / "model.safetensors").write_bytes(b"x" * 8)
+    (folder.path / "step-00000010").mkdir()
+    (folder.path / ".step-00000011.tmp").mkdir()
+    assert [record.step for record in folder.all()] == [5]
+    assert folder.newest() == folder.of_step(5)
+
+
+def test_last_and_best_are_marked(folder: CheckpointFolder) -> None:
+    for step, loss in ((5, 3.0), (10, 1.0), (15, 2.0)):
+        write(folder, step, loss)
+    assert [(record.step, record.last, record.best) for record in folder.all()] == [
+        (5, False, False),
+        (10, False, True),
+        (15, True, False),
+    ]
+
+
+def test_without_evaluations_the_newest_is_the_best(folder: CheckpointFolder) -> None:
+    write(folder, 5)
+    write(folder, 10)
+    assert [record.best for record in folder.all()] == [False, True]
+
+
+def test_retention_keeps_the_newest_and_the_best(folder: CheckpointFolder) -> None:
+    for step, loss in ((5, 3.0), (10, 1.0), (15, 2.0), (20, 2.5)):
+        write(folder, step, loss)
+    folder.apply_retention(keep_last=1, keep_best=True)
+    assert [record.step for record in folder.all()] == [10, 20]
+    folder.apply_retention(keep_last=1, keep_best=False)
+    assert [entry.name for entry in folder.path.iterdir()] == ["step-00000020"]
+
+
+def test_only_listed_files_can_be_reached(folder: CheckpointFolder) -> None:
+    write(folder, 5)
+    assert folder.file(5, "model.safetensors").read_bytes() == b"xxxxx"
+    for path in ("../../secret", "/etc/passwd", "trainer", "none"):
+        with pytest.raises(NotFound, match="has no file"):
+            folder.file(5, path)
+    with pytest.raises(NotFound, match="no checkpoint of step 6"):
+        folder.file(6, "model.safetensors")
+
+
+def test_deleting(folder: CheckpointFolder) -> None:
+    write(folder, 5)
+    folder.delete(5)
+    assert list(folder.path.iterdir()) == []
+    with pytest.raises(NotFound):
+        folder.delete(5)

@@ -1,0 +1,46 @@
+"""Settings: flags over environment over file over defaults, and wrong ones named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horizon_server.errors import BadSetting
+from horizon_server.settings import child_environment, load_settings
+
+
+def test_flags_come_before_the_environment_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "horizond.toml"
+    config.write_text('grpc = "127.0.0.1:1"\nhttp = "127.0.0.1:2"\nlog_level = "debug"\nmax_attempts = 7\n')
+    monkeypatch.setenv("HORIZOND_HTTP", "127.0.0.1:3")
+    monkeypatch.setenv("HORIZOND_LOG_LEVEL", "error")
+    settings = load_settings(config, state_dir=tmp_path, log_level="warning", grpc=None)
+    assert (settings.grpc, settings.http, settings.log_level) == ("127.0.0.1:1", "127.0.0.1:3", "warning")
+    assert (settings.max_attempts, settings.state_dir) == (7, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [('colour = "red"', "colour"), ("max_attempts = 0", "max_attempts"), ('log_level = "loud"', "log_level")],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, text: str, named: str) -> None:
+    config = tmp_path / "horizond.toml"
+    config.write_text(text)
+    with pytest.raises(BadSetting, match=f"setting {named}: "):
+        load_settings(config)
+
+
+def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="does not exist"):
+        load_settings(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("= 3")
+    with pytest.raises(BadSetting, match="cannot be read as TOML"):
+        load_settings(tmp_path / "bad.toml")
+
+
+def test_children_get_no_daemon_settings_and_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORIZOND_LOG_LEVEL", "debug")
+    environment = child_environment()
+    assert not any(name.startswith("HORIZOND_") for name in environment)
+    assert environment["HF_HUB_OFFLINE"] == "1"

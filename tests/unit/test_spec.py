@@ -1,0 +1,103 @@
+"""The job spec: defaults, limits, and violations that name the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+
+MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
+
+
+def violations(plain: Any) -> dict[str, str]:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_job_spec(plain)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def test_a_minimal_spec_takes_the_documented_defaults() -> None:
+    spec = parse_job_spec(MINIMAL)
+    assert spec == JobSpec(name="a", model="m", dataset="d", train=TrainSpec(epochs=1.0))
+    assert (spec.train.learning_rate, spec.train.max_grad_norm, spec.checkpoint.keep_last) == (1e-5, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"train": {"learning_rate": "fast"}}, "train.learning_rate"),
+        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate"),
+        ({"train": {"sequence_length": 0}}, "train.sequence_length"),
+        ({"train": {"sequence_length": True}}, "train.sequence_length"),
+        ({"train": {"betas": [0.9]}}, "train.betas"),
+        ({"train": {"betas": [0.9, 1.0]}}, "train.betas"),
+        ({"train": {"max_grad_norm": 0}}, "train.max_grad_norm"),
+        ({"train": {"packing": "maybe"}}, "train.packing"),
+        ({"train": {"lr_schedul": "cosine"}}, "train.lr_schedul"),
+        ({"train": {"epochs": 1, "max_steps": 5}}, "train.max_steps"),
+        ({"train": 3}, "train"),
+        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last"),
+        ({"method": "dpo"}, "method"),
+        ({"name": "../up"}, "name"),
+        ({"model": ""}, "model"),
+        ({"device": "tpu"}, "device"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_is_allowed(change: dict[str, Any], field: str) -> None:
+    found = violations({**MINIMAL, **change})
+    assert list(found) == [field]
+    assert found[field].startswith(field)
+
+
+def test_all_violations_are_told_at_once() -> None:
+    assert set(violations({"name": "a b", "train": {"eps": 0, "x": 1}})) == {
+        "name",
+        "model",
+        "dataset",
+        "train.eps",
+        "train.x",
+    }
+
+
+def test_null_turns_clipping_off() -> None:
+    assert parse_job_spec({**MINIMAL, "train": {"max_grad_norm": None}}).train.max_grad_norm is None
+
+
+def test_yaml_booleans_are_packing_values() -> None:
+    assert parse_job_spec({**MINIMAL, "train": {"packing": False}}).train.packing == "false"
+
+
+@pytest.mark.parametrize("plain", [None, [], "name: a", 3])
+def test_anything_but_a_mapping_is_refused(plain: object) -> None:
+    with pytest.raises(InvalidSpec, match="must be a mapping"):
+        parse_job_spec(plain)
+
+
+@given(
+    st.builds(
+        JobSpec,
+        name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True),
+        model=st.just("m"),
+        dataset=st.just("d"),
+        eval_dataset=st.sampled_from([None, "held-out"]),
+        method=st.sampled_from(["sft", "pretrain"]),
+        priority=st.integers(-100, 100),
+        checkpoint=st.builds(CheckpointSpec, every_steps=st.integers(0, 1000), keep_best=st.booleans()),
+        train=st.builds(
+            TrainSpec,
+            epochs=st.just(None),
+            max_steps=st.integers(1, 1000),
+            learning_rate=st.floats(0, 1),
+            max_grad_norm=st.one_of(st.none(), st.floats(0.1, 10)),
+            packing=st.sampled_from(["auto", "true", "false"]),
+            betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
+        ),
+    )
+)
+def test_a_spec_survives_being_written_and_read(spec: JobSpec) -> None:
+    assert parse_job_spec(spec.to_mapping()) == spec
