@@ -18,8 +18,10 @@ from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.store import BlobStore
+from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.service import DatasetService
 from horizon_server.db.accounts import AccountStore
+from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
 from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
@@ -59,7 +61,6 @@ class Parts:
     node: NodeFacts
     journal: Journal
     scheduler: Scheduler
-    blobs: BlobStore
     metrics: Metrics
 
 
@@ -119,18 +120,23 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     async def in_use(resource_id: str) -> str | None:
         return await jobs.in_use(resource_id)
 
-    blobs = BlobStore(settings.state_dir)
+    uploads = Uploads(
+        BlobStore(settings.state_dir),
+        BlobReferences(database),
+        max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
+        on_upload=metrics.on_upload,
+    )
     datasets = DatasetService(
-        DatasetStore(database, requests), blobs, in_use=in_use, max_dataset_bytes=settings.max_dataset_bytes
+        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=in_use
     )
     models = ModelService(
         ModelStore(database, requests),
-        blobs,
+        uploads,
         root=settings.state_dir / "models",
+        max_bytes=settings.max_model_bytes,
         in_use=in_use,
-        max_model_bytes=settings.max_model_bytes,
     )
-    resources = NodeResources(datasets=datasets, models=models, blobs=blobs, model_roots=settings.model_roots)
+    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
     num_threads = settings.num_threads or num_cpus()
     arena_limit_bytes = settings.arena_limit(memory.limit_bytes)
@@ -168,11 +174,9 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
     node = NodeFacts(store, state_dir=settings.state_dir, accelerators=await find_accelerators())
     services = Services(
-        accounts=Accounts(AccountStore(database)), jobs=jobs, datasets=datasets, models=models, blobs=blobs, node=node
+        accounts=Accounts(AccountStore(database)), jobs=jobs, datasets=datasets, models=models, blobs=uploads, node=node
     )
-    return Parts(
-        services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, blobs=blobs, metrics=metrics
-    )
+    return Parts(services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, metrics=metrics)
 
 
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
@@ -234,7 +238,9 @@ async def _chores(settings: Settings, parts: Parts) -> None:
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
         if loop.time() >= next_expiry_s:
             next_expiry_s = loop.time() + _EXPIRY_EVERY_S
-            await parts.blobs.expire(settings.upload_expiry_s)
+            await parts.services.datasets.sweep(settings.upload_expiry_s)
+            await parts.services.models.sweep(settings.upload_expiry_s)
+            await parts.services.blobs.sweep(settings.upload_expiry_s)
         await asyncio.sleep(_MEMORY_EVERY_S)
 
 

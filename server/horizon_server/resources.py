@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_server.accounts.principal import Principal
-from horizon_server.blobs.store import BlobStore
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
 from horizon_server.datasets.rows import DataFile
@@ -21,12 +20,9 @@ from horizon_server.spec import JobSpec
 class NodeResources:
     """Implements `jobs.ports.Resources` over the dataset and model services."""
 
-    def __init__(
-        self, *, datasets: DatasetService, models: ModelService, blobs: BlobStore, model_roots: Sequence[Path]
-    ) -> None:
+    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
         self._datasets = datasets
         self._models = models
-        self._blobs = blobs
         self._model_roots = [root.resolve() for root in model_roots]
 
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
@@ -81,7 +77,7 @@ class NodeResources:
             format=record.format,
             field_map=dict(record.field_map),
             num_rows=record.num_rows,
-            files=tuple((file.path, self._blobs.path(file.sha256)) for file in record.files),
+            files=tuple((file.name, file.path) for file in self._datasets.data_files(record)),
         )
 
 

@@ -7,11 +7,12 @@ without anybody reading its events: what it has trained is not lost.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from enum import Enum
 
 from horizon_server.events import WorkerLine, encode
+
+_STANDARD_INPUT = 0
 
 
 class Order(Enum):
@@ -61,9 +62,13 @@ class Orders:
         return self._current
 
     def _listen(self) -> None:
-        for line in sys.stdin.buffer:
-            if line.strip() == b"cancel":
+        pending = b""
+        # Straight from the descriptor: a thread inside sys.stdin would hold its lock when the interpreter ends.
+        while data := os.read(_STANDARD_INPUT, 64):
+            *lines, pending = (pending + data).split(b"\n")
+            if b"cancel" in lines:
                 self._current = Order.CANCEL
                 return
-            self._current = Order.STOP
+            if b"stop" in lines:
+                self._current = Order.STOP
         self._current = Order.STOP

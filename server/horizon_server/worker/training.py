@@ -202,7 +202,7 @@ class Training:
             loss=report.loss,
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
-            epoch=self._plan.epoch_of(report.step),
+            epoch=self._plan.epoch_of(report.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,
             num_tokens=report.num_tokens,
             tokens_per_second=report.num_tokens / report.duration_s if report.duration_s > 0 else 0.0,
@@ -231,24 +231,15 @@ def _grad_dtype(num_bytes: int) -> torch.dtype:
 
 def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> StepPlan:
     train = spec.train
-
-    def plan(*, epochs: int | None = None, max_steps: int | None = None) -> StepPlan:
-        return StepPlan(
-            dataset,
-            sequence_length=train.sequence_length,
-            tokens_per_step=train.tokens_per_step,
-            packing=packing,
-            seed=train.seed,
-            epochs=epochs,
-            max_steps=max_steps,
-        )
-
-    if train.max_steps is not None:
-        return plan(max_steps=train.max_steps)
-    epochs = train.epochs or 1.0
-    if epochs.is_integer():
-        return plan(epochs=int(epochs))
-    return plan(max_steps=max(1, math.ceil(epochs * plan(epochs=1).num_steps)))
+    return StepPlan(
+        dataset,
+        sequence_length=train.sequence_length,
+        tokens_per_step=train.tokens_per_step,
+        packing=packing,
+        seed=train.seed,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+    )
 
 
 def _train_config(spec: JobSpec, num_steps: int, num_threads: int) -> TrainConfig:
