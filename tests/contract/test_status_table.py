@@ -23,7 +23,7 @@ def test_the_table_holds_every_leaf_and_nothing_else() -> None:
     assert set(STATUS) == {kind for kind in kinds() if not kind.__subclasses__()}
 
 
-@pytest.mark.parametrize("kind", sorted(STATUS, key=lambda kind: kind.reason))
+@pytest.mark.parametrize("kind", [*STATUS])
 def test_every_entry_is_a_true_error_status(kind: type[HorizonError]) -> None:
     error = kind("a sentence", violations=[FieldViolation(field="a", description="b")], retry_after_s=1.5)
     assert grpc.StatusCode[grpc_status(error)] is not grpc.StatusCode.OK

@@ -1,0 +1,156 @@
+"""The gRPC server: which services it has, how it listens, how it shuts down."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from horizon_proto.v1 import (
+    checkpoint_pb2,
+    checkpoint_pb2_grpc,
+    dataset_pb2,
+    dataset_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+)
+from horizon_server.api.grpc.checkpoint_servicer import CheckpointServicer
+from horizon_server.api.grpc.dataset_servicer import DatasetServicer
+from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
+from horizon_server.api.grpc.job_servicer import JobServicer
+from horizon_server.api.grpc.model_servicer import ModelServicer
+from horizon_server.api.grpc.node_servicer import NodeServicer
+from horizon_server.api.grpc.open_streams import OpenStreams
+from horizon_server.api.services import Services
+from horizon_server.errors import BadSetting
+
+MAX_MESSAGE_BYTES = 4 * 2**20
+MAX_CALLS = 1024
+"""At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each."""
+
+SERVICE_NAMES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (job_pb2, "JobService"),
+        (dataset_pb2, "DatasetService"),
+        (model_pb2, "ModelService"),
+        (checkpoint_pb2, "CheckpointService"),
+        (node_pb2, "NodeService"),
+    )
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Laptops behind NAT ping every 30 s; by default the server would answer pings under 5 minutes with GOAWAY.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # And the server finds out about laptops that were closed.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # Two daemons on one port would share the calls between them, silently.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class TlsFiles(Protocol):
+    """PEM files of the server's certificate (with its chain) and key; `tls.ServerCertificate` is one."""
+
+    @property
+    def certificate(self) -> Path: ...  # noqa: D102
+    @property
+    def key(self) -> Path: ...  # noqa: D102
+
+
+def _ignore_call(service: str, method: str, code: str, seconds: float, /) -> None:
+    """Observe nothing."""
+
+
+async def start_grpc_server(
+    services: Services, *, address: str, tls: TlsFiles | None, observe: Observe = _ignore_call
+) -> GrpcServer:
+    """Start to serve on `address` (HOST:PORT, port 0 picks a free one).
+
+    Raises:
+        BadSetting: when the address cannot be listened on, or lies beyond loopback without TLS.
+    """
+    credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
+    if credentials is None and not is_loopback(address):
+        raise BadSetting(
+            f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
+        )
+    streams = OpenStreams()
+    server = grpc.aio.server(
+        interceptors=(CallInterceptor(services.accounts, streams=streams, observe=observe),),
+        options=_OPTIONS,
+        maximum_concurrent_rpcs=MAX_CALLS,
+    )
+    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(services.jobs), server)
+    checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointServicer(services.jobs), server)
+    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(DatasetServicer(services.datasets, services.blobs), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models, services.blobs), server)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(services.node), server)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise BadSetting(
+            f"cannot listen on {address} for gRPC; is another daemon running there? Choose another with --grpc"
+        ) from error
+    await server.start()
+    started = GrpcServer(server, health_servicer, streams, port)
+    await started.set_serving(serving=True)
+    return started
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach HOST:PORT."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return address.startswith("unix:")
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    try:
+        return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+    except OSError as error:
+        raise BadSetting(f"the TLS files cannot be read: {error}") from error
+
+
+class GrpcServer:
+    """A running server. `port` is the one it listens on."""
+
+    def __init__(self, server: grpc.aio.Server, health_servicer: Any, streams: OpenStreams, port: int) -> None:
+        self._server = server
+        self._health = health_servicer
+        self._streams = streams
+        self.port = port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell health checks whether new work is taken: no, while draining. Calls are answered all the same."""
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if serving else statuses.NOT_SERVING
+        for name in ("", *SERVICE_NAMES):
+            await self._health.set(name, status)
+
+    async def stop(self, grace: float) -> None:
+        """End all streams with UNAVAILABLE, let other calls finish for `grace` seconds, and stop listening."""
+        await self.set_serving(False)
+        self._streams.end()
+        await self._server.stop(grace)
