@@ -17,6 +17,9 @@ from typing import Any
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
 from horizon_client.errors import BadConfig, NotFound
 
+NO_SERVER = "NO_SERVER"
+"""Reason of the error that nothing names a server."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -30,6 +33,16 @@ class Profile:
     ca_file: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileSummary:
+    """A profile without its token, for showing."""
+
+    name: str
+    server: str
+    ca_file: str | None
+    in_use: bool
+
+
 class ProfileFile:
     """The profiles of one user. Reads on every call; a write replaces the whole file atomically."""
 
@@ -41,6 +54,16 @@ class ProfileFile:
         """Return all profiles by name."""
         entries = self._read()["profiles"]
         return [self._profile(name, entries[name]) for name in sorted(entries)]
+
+    def summaries(self) -> list[ProfileSummary]:
+        """Return all profiles by name, without tokens."""
+        current = self.current_name()
+        return [
+            ProfileSummary(
+                name=p.name, server=p.server, ca_file=str(p.ca_file) if p.ca_file else None, in_use=p.name == current
+            )
+            for p in self.profiles()
+        ]
 
     def current_name(self) -> str | None:
         """Return the name of the profile in use, or None before the first login."""
@@ -147,9 +170,8 @@ def resolve_endpoint(
         BadConfig: when nothing names a server, or what was given is unusable.
         NotFound: when the named profile does not exist.
     """
-    environment = (
-        {} if profile and not server else os.environ
-    )  # a profile asked for by flag stands above the environment, as a whole
+    by_profile = profile is not None and server is None  # asked for by flag, it stands above the environment as a whole
+    environment: Mapping[str, str] = {} if by_profile else os.environ
     given_server = server or environment.get("HORIZON_SERVER") or None
     given_token = token or environment.get("HORIZON_TOKEN") or None
     given_ca = str(ca_file or environment.get("HORIZON_CA") or "") or None
@@ -157,7 +179,8 @@ def resolve_endpoint(
     address = given_server or (chosen.server if chosen else None)
     if address is None:
         raise BadConfig(
-            "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER"
+            "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER",
+            reason=NO_SERVER,
         )
     if chosen is not None and normal_address(chosen.server) == normal_address(address):
         given_token = given_token or chosen.token

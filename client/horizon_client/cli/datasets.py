@@ -1,0 +1,198 @@
+"""`horizon dataset`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
+from horizon_client.cli.root import Interrupted
+from horizon_client.cli.session import connected
+from horizon_client.cli.text import age_text, bytes_text, clean_block, count_text, time_text
+from horizon_client.cli.transfer_view import TransferView
+
+if TYPE_CHECKING:
+    from horizon_client.resources import Dataset, PreviewRow
+    from horizon_client.sync_client import Client
+
+RESUME_HINT = "interrupted; what the server has is kept: the same command goes on from there"
+
+_FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
+_MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
+
+_VIEW: View[Dataset] = View(
+    columns=[
+        ("NAME", lambda d: d.name),
+        ("STATE", lambda d: d.state),
+        ("FORMAT", lambda d: d.format or "-"),
+        ("ROWS", lambda d: count_text(d.num_rows) if d.state == "READY" else "-"),
+        ("SIZE", lambda d: bytes_text(d.size_bytes)),
+        ("AGE", lambda d: age_text(d.create_time)),
+    ],
+    details=lambda d: [
+        ("name", d.name),
+        ("id", d.dataset_id),
+        ("owner", d.owner),
+        ("state", d.state),
+        ("format", d.format or "-"),
+        *([("map", ", ".join(f"{k}={v}" for k, v in d.field_map.items()))] if d.field_map else []),
+        ("rows", count_text(d.num_rows) if d.state == "READY" else "-"),
+        ("size", bytes_text(d.size_bytes)),
+        ("files", ", ".join(f.path for f in d.files)),
+        ("created", time_text(d.create_time)),
+        ("digest", d.digest),
+    ],
+    name=lambda d: d.name,
+)
+
+
+@click.group()
+def dataset() -> None:
+    """Push, list, preview and delete datasets."""
+
+
+@dataset.command(
+    epilog="""\b
+Example:
+  horizon dataset push train.jsonl --name notes
+  horizon dataset push gsm8k.parquet --name gsm8k --map prompt=question --map completion=answer
+
+\b
+Files: .jsonl .json .parquet .txt, also with .gz or .zst; a folder stands for
+those in it. What the server has already does not travel again, and after an
+interruption the same command goes on where it stopped."""
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--name", help="Name of the dataset. Default: the first file's, without its endings.")
+@click.option(
+    "--format", "format_", type=click.Choice(_FORMATS), default="auto", show_default=True, help="How rows are written."
+)
+@click.option(
+    "--map", "mappings", multiple=True, metavar="FIELD=COLUMN", help="Your column for a field; may be repeated."
+)
+@click.option("--request-id", metavar="UUID", help="Repeats with the same id make no second dataset.")
+@output_option
+@connected
+def push(
+    client: Client,
+    files: tuple[str, ...],
+    name: str | None,
+    format_: str,
+    mappings: tuple[str, ...],
+    request_id: str | None,
+    output: str,
+) -> None:
+    """Push data files as one dataset; every row is checked before the dataset is READY."""
+    from horizon_client.local_inputs import valid_name
+
+    paths, more_mappings = _split_mappings(files, has_map=bool(mappings))
+    field_map = _field_map([*mappings, *more_mappings])
+    with TransferView() as view:
+        try:
+            result = client.datasets.push(
+                paths,
+                name=name or valid_name(Path(paths[0])),
+                format=format_,
+                field_map=field_map,
+                request_id=request_id,
+                on_progress=view.on_progress,
+                on_notice=view.on_notice,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(RESUME_HINT) from None
+    click.echo(f"sent {bytes_text(result.sent_bytes)} of {bytes_text(result.dataset.size_bytes)}", err=True)
+    if output in ("json", "yaml"):
+        print_plain(result, output)
+    else:
+        print_one(result.dataset, _VIEW, output)
+
+
+@dataset.command(name="list", epilog="\b\nExample:\n  horizon dataset list -o json")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many, newest first."
+)
+@output_option
+@connected
+def list_datasets(client: Client, limit: int, output: str) -> None:
+    """List your datasets, newest first."""
+    print_list(client.datasets.list(limit=limit), _VIEW, output)
+
+
+@dataset.command(epilog="\b\nExample:\n  horizon dataset get notes")
+@click.argument("name")
+@output_option
+@connected
+def get(client: Client, name: str, output: str) -> None:
+    """Show one dataset by name or id."""
+    print_one(client.datasets.get(name), _VIEW, output)
+
+
+@dataset.command(epilog="\b\nExample:\n  horizon dataset delete notes")
+@click.argument("name")
+@output_option
+@connected
+def delete(client: Client, name: str, output: str) -> None:
+    """Delete a dataset that no job still needs."""
+    gone = client.datasets.get(name)
+    client.datasets.delete(gone.dataset_id)
+    if output == "table":
+        click.echo(f"deleted dataset {gone.name}")
+    else:
+        print_one(gone, _VIEW, output)
+
+
+@dataset.command(epilog="\b\nExample:\n  horizon dataset preview notes --model tiny-base --rows 2")
+@click.argument("name")
+@click.option("--model", required=True, help="The pushed model whose chat template renders the rows.")
+@click.option("--rows", "num_rows", type=click.IntRange(1, 100), default=3, show_default=True, help="How many rows.")
+@output_option
+@connected
+def preview(client: Client, name: str, model: str, num_rows: int, output: str) -> None:
+    """Show rows as the model will see them, with the trained part marked."""
+    rows = client.datasets.preview(name, model=model, num_rows=num_rows)
+    if output in ("json", "yaml"):
+        print_plain(rows, output)
+    elif output == "name":
+        click.echo(client.datasets.get(name).name)
+    else:
+        _print_rows(rows)
+
+
+def _print_rows(rows: Sequence[PreviewRow]) -> None:
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    click.echo("trained text is green" if in_colour else "trained text stands between [[ and ]]")
+    for number, row in enumerate(rows, start=1):
+        click.echo(f"\n--- row {number}: {row.num_tokens} tokens, {row.num_trained_tokens} trained ---")
+        for span in row.spans:
+            text = clean_block(span.text)
+            if span.trained:
+                text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
+            click.echo(text, nl=False, color=in_colour)
+        click.echo()
+
+
+def _split_mappings(files: Sequence[str], *, has_map: bool) -> tuple[list[str], list[str]]:
+    """Take `a=b` behind `--map x=y` for a further mapping, unless a file has that name."""
+    extra = [f for f in files if has_map and _MAPPING.fullmatch(f) and not Path(f).exists()]
+    paths = [f for f in files if f not in extra]
+    if not paths:
+        raise click.UsageError("Missing argument 'FILE...'.")
+    return paths, extra
+
+
+def _field_map(mappings: Sequence[str]) -> dict[str, str]:
+    field_map: dict[str, str] = {}
+    for mapping in mappings:
+        field, separator, column = mapping.partition("=")
+        if not separator or not field or not column:
+            raise click.UsageError(f"--map {mapping}: write it as field=column, such as prompt=question")
+        if field in field_map:
+            raise click.UsageError(f"--map names the field {field!r} twice")
+        field_map[field] = column
+    return field_map

@@ -1,0 +1,85 @@
+"""`horizon node` and `horizon version`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from horizon_client.cli.output import View, details, output_option, print_one, print_plain
+from horizon_client.cli.session import connected, open_client
+from horizon_client.cli.text import bytes_text
+from horizon_client.errors import BadConfig
+from horizon_client.profiles import NO_SERVER
+
+if TYPE_CHECKING:
+    from horizon_client.resources import Node
+    from horizon_client.sync_client import Client
+
+
+def _facts(node: Node) -> list[tuple[str, str]]:
+    jobs = ", ".join(f"{number} {state}" for state, number in sorted(node.num_jobs.items()) if number)
+    devices = [(f"device {a.index}", f"{a.name}, {bytes_text(a.memory_bytes)}") for a in node.accelerators]
+    free, limit = bytes_text(node.host_memory_available_bytes), bytes_text(node.host_memory_limit_bytes)
+    return [
+        ("host", node.hostname),
+        ("version", node.version),
+        ("state", "draining" if node.draining else "serving"),
+        ("memory", f"{free} free of {limit}"),
+        ("processors", str(node.num_cpus)),
+        *(devices or [("device", "none; jobs run on the host's processors")]),
+        ("disk", f"{bytes_text(node.disk_free_bytes)} free"),
+        ("jobs", jobs or "none"),
+        ("you", f"{node.user}, role {node.role}"),
+    ]
+
+
+_VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
+
+
+@click.group()
+def node() -> None:
+    """Show the machine the daemon runs on."""
+
+
+@node.command(epilog="\b\nExample:\n  horizon node status -o json")
+@output_option
+@connected
+def status(client: Client, output: str) -> None:
+    """Show memory, devices, disk and jobs of the node, and who you are there."""
+    print_one(client.node.status(), _VIEW, output)
+
+
+@click.command(epilog="\b\nExample:\n  horizon version")
+@output_option
+@click.option("--server", metavar="HOST:PORT", help="The daemon to ask.")
+@click.option("--token-file", metavar="FILE", help="File that holds your token.")
+@click.option("--ca", metavar="FILE", help="CA file of the daemon, or the word 'system'.")
+@click.option("--profile", "profile_name", metavar="NAME", help="Profile to use.")
+def version(output: str, server: str | None, token_file: str | None, ca: str | None, profile_name: str | None) -> None:
+    """Print the versions of client and server; the client's alone before the first login."""
+    versions = {"client": client_version(), "server": None}
+    flags = {"server": server, "token_file": token_file, "ca": ca, "profile_name": profile_name}
+    before = click.get_current_context().find_root().obj or {}
+    chosen = {name: value or before.get(name) for name, value in flags.items()}
+    try:
+        client = open_client(**chosen)
+    except BadConfig as error:
+        if error.reason != NO_SERVER:
+            raise
+    else:
+        with client:
+            versions["server"] = client.node.status().version
+    if output in ("json", "yaml"):
+        print_plain(versions, output)
+    elif output == "name":
+        click.echo(versions["client"])
+    else:
+        click.echo(details([(name, text or "not configured") for name, text in versions.items()]))
+
+
+def client_version() -> str:
+    """Return the version of the installed distribution."""
+    from importlib.metadata import version as distribution_version
+
+    return distribution_version("horizon-train")

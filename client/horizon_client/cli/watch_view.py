@@ -1,0 +1,209 @@
+"""Shows the events of a job: live figures on a terminal, plain lines in a pipe, JSON lines for programs. Knows no client."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Protocol
+
+from horizon_client.cli.text import bytes_text, clean, count_text, duration_text
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+    from horizon_client.resources import Job, JobEvent, StepEvent
+
+_PLAIN_INTERVAL_S = 1.0
+
+
+class WatchView(Protocol):
+    """Where events go."""
+
+    def show(self, event: JobEvent) -> None:
+        """Show one event."""
+
+    def note(self, sentence: str) -> None:
+        """Show one sentence that is no event, such as that the connection was cut."""
+
+    def __enter__(self) -> WatchView: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class PlainView:
+    """One line an event; of quick steps only about one a second, and always the last."""
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._held: StepEvent | None = None
+        self._next_at = float("-inf")
+
+    def show(self, event: JobEvent) -> None:
+        """Print the event, or hold a step back until the next one shows whether it was the last."""
+        if event.kind != "step":
+            self._release()
+            self._print(event_line(event))
+            return
+        if event.skipped or self._clock() >= self._next_at:
+            self._held = None
+            self._next_at = self._clock() + _PLAIN_INTERVAL_S
+            self._print(event_line(event))
+        else:
+            self._held = event
+
+    def note(self, sentence: str) -> None:
+        """Print a sentence on stderr."""
+        print(clean(sentence), file=sys.stderr, flush=True)
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._print(event_line(self._held))
+            self._held = None
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class JsonView(PlainView):
+    """One JSON object an event, every one of them, under the names that notebooks know."""
+
+    def show(self, event: JobEvent) -> None:
+        """Print the event."""
+        from horizon_client.conversion import to_plain
+
+        self._print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False))
+
+
+class YamlView(PlainView):
+    """One YAML document an event."""
+
+    def show(self, event: JobEvent) -> None:
+        """Print the event."""
+        import yaml
+
+        from horizon_client.conversion import to_plain
+
+        self._print("---\n" + yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True).rstrip())
+
+
+class SilentView(PlainView):
+    """Shows notices only."""
+
+    def show(self, event: JobEvent) -> None:
+        """Show nothing."""
+
+
+class LiveView:
+    """Figures of the newest step that stay in place, with everything else scrolling above them."""
+
+    def __init__(self, job: Job, *, stderr: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._name = job.name
+        self._state = job.state
+        self._step = job.last_step
+        self._console = Console(stderr=stderr)
+        self._live: Live = Live(console=self._console, refresh_per_second=8, get_renderable=self._figures)
+        self._exit = ExitStack()
+
+    def show(self, event: JobEvent) -> None:
+        """Take the figures of a step, print anything else."""
+        if event.kind == "step":
+            self._step = event
+            if event.skipped:
+                self._console.print(event_line(event), markup=False, highlight=False)
+            return
+        if event.kind == "state":
+            self._state = event.state
+        self._console.print(event_line(event), markup=False, highlight=False)
+
+    def note(self, sentence: str) -> None:
+        """Print a sentence above the figures."""
+        self._console.print(clean(sentence), markup=False, highlight=False)
+
+    def __enter__(self) -> LiveView:
+        self._exit.enter_context(self._live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def _figures(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 1))
+        step = self._step
+        if step is None:
+            grid.add_row(Text(f"{clean(self._name)}  {self._state}"))
+            return grid
+        head = Text(f"{clean(self._name)}  {self._state}  step {step.step}/{step.num_steps or '?'}")
+        grid.add_row(head, ProgressBar(total=max(step.num_steps, 1), completed=step.step, width=24))
+        outer = Table.grid()
+        outer.add_row(grid)
+        outer.add_row(Text(_training_figures(step)))
+        outer.add_row(Text(_machine_figures(step)))
+        return outer
+
+
+def open_view(job: Job, output: str, stream: IO[str]) -> WatchView:
+    """Return the view for an output format on a stream."""
+    if output == "json":
+        return JsonView(stream)
+    if output == "yaml":
+        return YamlView(stream)
+    if output == "name" and stream is sys.stdout:
+        return SilentView(stream)
+    return LiveView(job, stderr=stream is sys.stderr) if stream.isatty() else PlainView(stream)
+
+
+def event_line(event: JobEvent) -> str:
+    """Return one event as one line."""
+    if event.kind == "step":
+        dropped = f"  SKIPPED: {clean(event.skipped)}" if event.skipped else ""
+        return f"step {event.step}/{event.num_steps or '?'}  {_training_figures(event)}  {_machine_figures(event)}{dropped}"
+    if event.kind == "state":
+        return clean(
+            f"{event.state}{f' ({event.reason})' if event.reason else ''}{f': {event.message}' if event.message else ''}"
+        )
+    if event.kind == "eval":
+        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {count_text(event.num_targets)} tokens"
+    if event.kind == "checkpoint":
+        return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
+    if event.kind == "prepare":
+        report = "  ".join(f"{clean(name)} {count_text(value)}" for name, value in event.report.items())
+        of_total = f" of {count_text(event.total_rows)}" if event.total_rows else ""
+        return f"preparing data: {count_text(event.done_rows)}{of_total} rows{f'  ({report})' if report else ''}"
+    return f"{'warning: ' if event.level == 'warning' else ''}{clean(event.text)}"
+
+
+def _training_figures(step: StepEvent) -> str:
+    return (
+        f"loss {step.loss:.4f}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
+        f"{step.tokens_per_second:,.0f} tok/s  eta {duration_text(step.eta_s)}"
+    )
+
+
+def _machine_figures(step: StepEvent) -> str:
+    host, device = sum(step.host_memory_bytes.values()), sum(step.device_memory_bytes.values())
+    return f"host {bytes_text(host)}  device {bytes_text(device)}  overlap {100 * step.overlap_ratio:.0f}%"
