@@ -97,7 +97,7 @@ class TinyModel:
 
 @pytest.fixture(autouse=True)
 def quiet_transformers() -> None:
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from horizon_server.errors import InvalidModel
 
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
+_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -67,6 +68,9 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     config = copy.deepcopy(config)
     config.use_cache = False
+    for extra in _EXTRA_OUTPUTS:
+        if getattr(config, extra, False):
+            setattr(config, extra, False)
     try:
         with _EmptyTensorsOnMeta():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -44,9 +44,17 @@ class Optimizer:
         return self._updated.get(unit_index)
 
     def flush(self) -> None:
-        """Block until every submitted update is done."""
-        self._queue.record().wait()
+        """Block until every submitted update is done.
+
+        Raises:
+            HorizonError: whatever made a queue of the device fail.
+        """
+        self.wait()
         self._device.raise_failure()
+
+    def wait(self) -> None:
+        """Block until nothing is under way, failed or not."""
+        self._queue.record().wait()
 
 
 def global_norm(square_sums: Tensor) -> float:

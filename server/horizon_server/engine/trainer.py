@@ -160,8 +160,13 @@ class Trainer:
         self._num_skipped = int(state["num_skipped"])
 
     def close(self) -> None:
-        """Finish what is under way and give the device's memory back. The device stays the caller's to close."""
-        self._optimizer.flush()
+        """Finish what is under way and give the device's memory back. The device stays the caller's to close.
+
+        It does not complain about a failure that `train_step` has already raised.
+        """
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+            queue.record().wait()
+        self._optimizer.wait()
         self._stream.close()
         self._sink.close()
         self._forward_backward.close()

@@ -79,11 +79,10 @@ class HostQueue:
         self._failure = failure
         self._max_delay_s = max_delay_s
         self._random = random.Random(f"{delay_seed}-{name}")
-        # Intra-op threads are a property of the calling thread: each queue sets its own once, when its thread starts.
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"horizon-{name}",
-            initializer=torch.set_num_threads,
+            initializer=_start_thread,
             initargs=(num_threads,),
         )
         self.record().wait()
@@ -122,3 +121,9 @@ class HostQueue:
         start_s = time.perf_counter()
         event.wait()
         self.timeline.add(Wait(start_s, time.perf_counter(), event.origin))
+
+
+def _start_thread(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    # A thread's count is fixed at its first look, from the last value any thread has set: look now, while it is ours.
+    torch.get_num_threads()

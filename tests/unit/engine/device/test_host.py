@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import build_layout
+
+SHAPES = {
+    "model.embed_tokens.weight": (50, 8),
+    "model.layers.0.mlp.weight": (8, 8),
+    "model.layers.0.norm.weight": (8,),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (50, 8),
+}
+TABLE = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def store() -> Iterator[HostStore]:
+    store = HostStore.allocate(build_layout(SHAPES, num_layers=1, tied=False), num_threads=1)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in SHAPES.items():
+        store.write_master(name, torch.randn(shape, generator=generator))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def device() -> Iterator[HostDevice]:
+    device = HostDevice(num_threads=1)
+    yield device
+    device.close()
+
+
+def test_a_unit_arrives_as_its_exact_fp32_master(store: HostStore, device: HostDevice) -> None:
+    unit = store.layout.units[1]
+    out, wanted = torch.empty(unit.num_elements), torch.empty(unit.num_elements)
+
+    device.upload_unit(store, 1, out)
+    device.h2d.record().wait()
+
+    store.merge_master(1, wanted)
+    assert torch.equal(out, wanted)
+    assert not torch.equal(out, out.bfloat16().float())
+    assert device.take_use().h2d.num_bytes == unit.num_elements * 4
+
+
+def test_rows_arrive_as_their_exact_fp32_master(store: HostStore, device: HostDevice) -> None:
+    rows, out = torch.tensor([3, 49, 0, 17]), torch.empty(4, 8)
+
+    device.upload_rows(store, TABLE, rows, out)
+    device.h2d.record().wait()
+
+    whole = torch.empty(store.layout.units[0].num_elements)
+    store.merge_master(0, whole)
+    assert torch.equal(out, whole[:400].view(50, 8)[rows])
+
+
+def test_a_gradient_lands_with_its_square_sum(store: HostStore, device: HostDevice) -> None:
+    gradient = torch.randn(store.layout.units[1].num_elements)
+    square_sum = torch.tensor(torch.nan, dtype=torch.float64)
+
+    device.download_unit(gradient, store, 1, square_sum)
+    device.d2h.record().wait()
+
+    assert torch.equal(store.unit(1, "grad"), gradient)
+    assert float(square_sum) == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_row_gradients_replace_or_join_the_table_s(store: HostStore, device: HostDevice, add: bool) -> None:
+    table = store.tensor(TABLE, "grad")
+    table.fill_(2.0)
+    rows, gradient = torch.tensor([4, 30]), torch.ones(2, 8)
+    square_sum = torch.tensor(torch.nan, dtype=torch.float64)
+
+    device.download_rows(gradient, store, TABLE, rows, square_sum, add=add)
+    device.d2h.record().wait()
+
+    wanted = torch.full((50, 8), 2.0 if add else 0.0)
+    wanted[rows] += 1
+    assert torch.equal(table, wanted)
+    assert float(square_sum) == float((wanted**2).sum())
+
+
+def test_an_infinite_gradient_shows_in_its_square_sum(store: HostStore, device: HostDevice) -> None:
+    gradient = torch.zeros(store.layout.units[1].num_elements)
+    gradient[11] = torch.inf
+    square_sum = torch.tensor(0.0, dtype=torch.float64)
+
+    device.download_unit(gradient, store, 1, square_sum)
+    device.d2h.record().wait()
+
+    assert not torch.isfinite(square_sum)
+
+
+def test_a_link_is_as_slow_as_it_is_told(store: HostStore) -> None:
+    device = HostDevice(num_threads=1, link_bytes_per_s=1e6)
+    unit = store.layout.units[1]
+
+    device.upload_unit(store, 1, torch.empty(unit.num_elements))
+    device.download_unit(torch.zeros(unit.num_elements), store, 1, None)
+    device.close()
+
+    use = device.take_use()
+    assert use.h2d.busy_s >= unit.num_elements * 4 / 1e6
+    assert use.d2h.busy_s >= unit.num_elements * 4 / 1e6
+
+
+def test_freed_memory_is_poisoned_when_asked_for() -> None:
+    device = HostDevice(num_threads=1, poison_on_free=True)
+    tensor = device.allocate("weights", 16, torch.float32)
+    assert tensor.isnan().all()
+
+    tensor.fill_(1.0)
+    device.poison(device.compute, tensor)
+    device.close()
+
+    assert tensor.isnan().all()
+
+
+def test_workspace_is_measured_once_and_charged_ever_after(device: HostDevice) -> None:
+    weight = device.allocate("weights", 100, torch.float32).fill_(1.0)
+
+    def keep() -> None:
+        leaf = weight.detach().requires_grad_()
+        with device.workspace("square"):
+            # Saves its own input (400 bytes); what the arena owns is not counted again.
+            torch.autograd.backward(((leaf * 2.0) ** 2).sum())
+
+    keep()
+    assert device.peak_bytes()["workspace"] == 400
+    with device.workspace("square"):
+        assert device.arena.held_bytes()["workspace"] == 400
+    assert device.arena.held_bytes()["workspace"] == 0

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from horizon_server.engine.device.host_queue import Failure, HostQueue
+
+
+@pytest.fixture
+def failure() -> Failure:
+    return Failure()
+
+
+@pytest.fixture
+def queues(failure: Failure) -> Iterator[tuple[HostQueue, HostQueue]]:
+    pair = (HostQueue("first", failure=failure, num_threads=1), HostQueue("second", failure=failure, num_threads=1))
+    yield pair
+    for queue in pair:
+        queue.close()
+
+
+def test_submitting_does_not_block_and_order_is_kept(queues: tuple[HostQueue, HostQueue]) -> None:
+    gate, seen = threading.Event(), list[int]()
+    queues[0].submit(lambda: _wait(gate))
+    for number in range(5):
+        queues[0].submit(lambda n=number: seen.append(n))  # type: ignore[misc]
+    done = queues[0].record()
+    assert not done.happened
+    assert not seen
+
+    gate.set()
+    done.wait()
+
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_queue_waits_for_the_other_and_logs_who_for(queues: tuple[HostQueue, HostQueue]) -> None:
+    first, second = queues
+    gate, seen = threading.Event(), list[str]()
+    first.submit(lambda: _wait(gate))
+    first.submit(lambda: seen.append("first"), num_bytes=12)
+    second.wait(first.record())
+    second.submit(lambda: seen.append("second"))
+    second.submit(gate.set)  # never reached before the gate opens: proves nothing by itself, but must not hang
+    threading.Timer(0, gate.set).start()
+    second.record().wait()
+
+    assert seen == ["first", "second"]
+    busy, _ = first.timeline.take()
+    assert sum(entry.num_bytes for entry in busy) == 12
+    _, waits = second.timeline.take()
+    assert {wait.origin for wait in waits} <= {"first"}
+
+
+def test_an_error_stops_all_queues_but_no_event(queues: tuple[HostQueue, HostQueue], failure: Failure) -> None:
+    first, second = queues
+    seen = list[str]()
+    first.submit(lambda: _fail("the true reason"))
+    first.submit(lambda: seen.append("after the failure"))
+    second.wait(first.record())
+    second.submit(lambda: seen.append("on the other queue"))
+    second.record().wait()
+
+    assert not seen
+    with pytest.raises(ZeroDivisionError, match="the true reason"):
+        failure.raise_first()
+
+
+def test_each_queue_has_its_own_number_of_threads(failure: Failure) -> None:
+    numbers = dict[int, int]()
+    queues = {threads: HostQueue(f"q{threads}", failure=failure, num_threads=threads) for threads in (2, 1)}
+    for threads, queue in queues.items():
+        queue.submit(lambda n=threads: numbers.update({n: torch.get_num_threads()}))  # type: ignore[misc]
+    for queue in queues.values():
+        queue.close()
+
+    assert numbers == {1: 1, 2: 2}
+
+
+def _wait(gate: threading.Event) -> None:
+    assert gate.wait(10)
+
+
+def _fail(message: str) -> None:
+    raise ZeroDivisionError(message)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import torch
+
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.packing_probe import one_document_each
+from horizon_server.engine.step_tokens import StepTokens
+
+
+def row(ids: list[int], labels: list[int], lengths: tuple[int, ...]) -> MicroBatch:
+    return MicroBatch(
+        input_ids_T=torch.tensor(ids),
+        position_ids_T=torch.cat([torch.arange(n) for n in lengths]),
+        labels_T=torch.tensor(labels),
+        document_lengths=lengths,
+    )
+
+
+def test_ids_are_renumbered_over_the_whole_step() -> None:
+    device = HostDevice(num_threads=1)
+    tokens = StepTokens.of([row([90, 4, 90], [4, 90, -100], (3,)), row([7, 4], [-100, -100], (2,))], device)
+    device.close()
+
+    assert tokens.rows_R.tolist() == [4, 7, 90]
+    assert tokens.rows_R[tokens.row_ids_N].tolist() == [90, 4, 90, 7, 4]
+    assert tokens.spans == (slice(0, 3), slice(3, 5))
+    assert tokens.supervised_S.tolist() == [0, 1]
+    assert tokens.targets_S.tolist() == [4, 90]
+    assert (tokens.num_tokens, tokens.num_targets) == (5, 2)
+    assert [tokens.row_of(token) for token in (7, 8, None)] == [1, None, None]
+
+
+def test_a_packed_row_falls_apart_into_its_documents() -> None:
+    parts = one_document_each(row([1, 2, 3, 4, 5], [2, -100, 4, 5, -100], (2, 3)))
+
+    assert [part.input_ids_T.tolist() for part in parts] == [[1, 2], [3, 4, 5]]
+    assert [part.position_ids_T.tolist() for part in parts] == [[0, 1], [0, 1, 2]]
+    assert [part.labels_T.tolist() for part in parts] == [[2, -100], [4, 5, -100]]
+    assert [part.document_lengths for part in parts] == [(2,), (3,)]
