@@ -195,7 +195,9 @@ async def _listen(
     def not_ready() -> str | None:
         return "the daemon is shutting down" if parts.node.draining else None
 
-    grpc_server = await start_grpc_server(parts.services, address=str(grpc), tls=certificate, metrics=parts.metrics)
+    grpc_server = await start_grpc_server(
+        parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
+    )
     app = make_app(
         parts.services,
         parts.metrics,
@@ -250,7 +252,7 @@ async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http
     sdnotify.SystemdNotifier().notify("STOPPING=1")
     parts.node.draining = True
     parts.jobs.start_draining()
-    await grpc_server.set_serving(False)
+    await grpc_server.set_serving(serving=False)
     await parts.scheduler.drain(settings.drain_timeout_s)
     parts.journal.close()
     await asyncio.gather(grpc_server.stop(2.0), http_server.stop())

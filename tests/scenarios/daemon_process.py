@@ -1,0 +1,125 @@
+"""A real `horizond` in a process of its own, as the scenario and fault tests use it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from horizon_client import Client
+from horizon_client.resources import Job
+
+READY_S = 30.0
+
+
+class DaemonProcess:
+    """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
+
+    def __init__(self, state_dir: Path, *flags: str) -> None:
+        self.state_dir = state_dir
+        self._flags = flags
+        self.process: subprocess.Popen[bytes] | None = None
+        self.endpoints: dict[str, Any] = {}
+
+    def start(self) -> DaemonProcess:
+        """Start it and wait until it is ready."""
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        flags = ["--state-dir", str(self.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *self._flags]
+        with (self.state_dir / "test.log").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "horizon_server", "serve", *flags], stdout=output, stderr=output
+            )
+        path = self.state_dir / "endpoints.json"
+        wait_for(lambda: path.is_file() or self.process is None or self.process.poll() is not None, READY_S)
+        assert path.is_file(), self.log()
+        self.endpoints = json.loads(path.read_text("utf-8"))
+        return self
+
+    def terminate(self, timeout_s: float = 60.0) -> int:
+        """Send SIGTERM and return the exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout_s)
+        self.process = None
+        return code
+
+    def kill(self) -> None:
+        """End it at once, as a crash would; its worker notices by itself."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        (self.state_dir / "endpoints.json").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave nothing running, whatever happened."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in self.worker_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def admin(self, *arguments: str) -> str:
+        """Run another horizond command beside the daemon and return what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "horizon_server", *arguments, "--state-dir", str(self.state_dir)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def user(self, name: str, *flags: str) -> str:
+        """Make a user and return a token of theirs."""
+        self.admin("user", "add", name, *flags)
+        return self.admin("token", "create", name)
+
+    def client(self, token: str) -> Client:
+        """A client of the running daemon."""
+        return Client(self.endpoints["grpc"], token=token)
+
+    def worker_pids(self) -> list[int]:
+        """Processes of workers that belong to this state folder and are alive."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    command = (entry / "cmdline").read_bytes()
+                    if b"horizon_server.worker" in command and str(self.state_dir).encode() in command:
+                        found.append(int(entry.name))
+        return found
+
+    def log(self) -> str:
+        """What the daemon has logged."""
+        return (self.state_dir / "test.log").read_text("utf-8", "replace")
+
+
+def wait_for(condition: Any, timeout_s: float, every_s: float = 0.05) -> None:
+    """Wait until `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(every_s)
+
+
+def wait_for_state(client: Client, job_id: str, *states: str, timeout_s: float = 90.0) -> Job:
+    """Wait until the job is in one of the states, and return it."""
+    wait_for(lambda: client.jobs.get(job_id).state in states, timeout_s)
+    return client.jobs.get(job_id)
+
+
+def wait_for_step(client: Client, job_id: str, step: int, timeout_s: float = 90.0) -> None:
+    """Wait until a job has finished a step."""
+    wait_for(lambda: client.jobs.get(job_id).step >= step, timeout_s)

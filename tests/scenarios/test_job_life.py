@@ -1,0 +1,174 @@
+"""A job from the laptop and back, and what becomes of it when it is stopped, paused, drained or when its daemon is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tests.scenarios.conftest import demo_spec
+from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from transformers import AutoModelForCausalLM
+
+from horizon_client import Client, InvalidRequest, NotFound
+
+Push = Callable[[Client], None]
+
+
+def losses(client: Client, job_id: str) -> dict[int, float]:
+    return {event.step: event.loss for event in client.jobs.watch(job_id) if event.kind == "step"}
+
+
+def sequences(client: Client, job_id: str) -> list[int]:
+    return [event.sequence for event in client.jobs.watch(job_id)]
+
+
+def test_from_submit_to_a_model_that_transformers_loads(daemon: DaemonProcess, push_demo: Push, tmp_path: Path) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        job = client.jobs.submit(demo_spec(max_steps=12))
+        seen = losses(client, job.job_id)
+        done = client.jobs.get(job.job_id)
+        assert (done.state, done.step, done.num_steps, done.attempt) == ("SUCCEEDED", 12, 12, 1), done.message
+        assert list(seen) == list(range(1, 13))
+        assert seen[12] < 0.8 * seen[1]
+        found = sequences(client, job.job_id)
+        assert found == list(range(1, len(found) + 1))
+        pulled = client.checkpoints.pull(job.job_id, to=tmp_path / "tuned")
+    assert pulled is not None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == done.plan.num_parameters if done.plan else False
+
+
+def test_cancelling_ends_at_a_step_boundary_and_frees_the_queue(daemon: DaemonProcess, push_demo: Push) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        first = client.jobs.submit(demo_spec("first", max_steps=100_000))
+        second = client.jobs.submit(demo_spec("second", max_steps=2))
+        third = client.jobs.submit(demo_spec("third", max_steps=2))
+        wait_for_step(client, first.job_id, 2)
+        assert [client.jobs.get(j.job_id).queue_position for j in (second, third)] == [1, 2]
+        client.jobs.cancel(third.job_id)
+        client.jobs.cancel(first.job_id)
+        assert wait_for_state(client, first.job_id, "CANCELLED").reason == "CANCELLED"
+        assert wait_for_state(client, second.job_id, "SUCCEEDED", "FAILED").state == "SUCCEEDED"
+        assert client.jobs.get(third.job_id).attempt == 0
+
+
+@pytest.mark.timeout(300)
+def test_paused_drained_and_killed_runs_equal_the_uninterrupted_one(daemon: DaemonProcess, push_demo: Push) -> None:
+    token = daemon.user("ada")
+    spec = demo_spec("whole", max_steps=60, checkpoint={"every_steps": 10, "keep_last": 1})
+    with daemon.client(token) as client:
+        push_demo(client)
+        whole = client.jobs.submit(spec)
+        wanted = losses(client, whole.job_id)
+        cut = client.jobs.submit({**spec, "name": "cut"})
+        wait_for_step(client, cut.job_id, 12)
+        client.jobs.pause(cut.job_id)
+        paused = wait_for_state(client, cut.job_id, "PAUSED")
+        assert 12 <= paused.step < 60
+        client.jobs.resume(cut.job_id)
+        wait_for_step(client, cut.job_id, paused.step + 5)
+    assert daemon.terminate() == 0
+    assert daemon.worker_pids() == []
+    daemon.start()
+    with daemon.client(token) as client:
+        wait_for_state(client, cut.job_id, "RUNNING")
+        at = client.jobs.get(cut.job_id).step
+        wait_for_step(client, cut.job_id, at + 4)
+    daemon.kill()
+    daemon.start()
+    with daemon.client(token) as client:
+        seen = losses(client, cut.job_id)
+        done = client.jobs.get(cut.job_id)
+        assert (done.state, done.attempt) == ("SUCCEEDED", 4), done.message
+        reasons = [event.reason for event in client.jobs.watch(cut.job_id) if event.kind == "state"]
+        assert {"PAUSED", "RESUMED", "DRAINED", "DAEMON_DIED"} <= set(reasons)
+    assert {step: loss for step, loss in seen.items() if wanted[step] != loss} == {}
+    assert set(range(56, 61)) <= set(seen)
+
+
+def test_a_killed_worker_fails_its_attempt_and_can_be_resumed(daemon: DaemonProcess, push_demo: Push) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        spec = demo_spec(max_steps=40, checkpoint={"every_steps": 5})
+        job = client.jobs.submit(spec)
+        wait_for_step(client, job.job_id, 7)
+        [pid] = daemon.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        failed = wait_for_state(client, job.job_id, "FAILED")
+        assert failed.reason == "WORKER_DIED"
+        assert "SIGKILL" in failed.message
+        assert client.node.status().user == "ada"
+        client.jobs.resume(job.job_id)
+        done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
+        assert (done.state, done.attempt) == ("SUCCEEDED", 2), done.message
+        texts = [event.text for event in client.jobs.watch(job.job_id) if event.kind == "message"]
+        assert any(text.startswith("continues after step") for text in texts)
+
+
+def test_users_see_and_touch_only_their_own(daemon: DaemonProcess, push_demo: Push) -> None:
+    ada, bob = daemon.user("ada"), daemon.user("bob")
+    root, eve = daemon.user("root", "--role", "admin"), daemon.user("eve", "--role", "viewer")
+    with daemon.client(ada) as mine:
+        push_demo(mine)
+        job = mine.jobs.submit(demo_spec(max_steps=2))
+        wait_for_state(mine, job.job_id, "SUCCEEDED")
+    with daemon.client(bob) as theirs:
+        assert (theirs.jobs.list(), theirs.datasets.list(), theirs.models.list()) == ([], [], [])
+        for call in (theirs.jobs.get, theirs.jobs.cancel, theirs.checkpoints.list):
+            with pytest.raises(NotFound):
+                call(job.job_id)
+        with pytest.raises(NotFound, match="demo-model"):
+            theirs.jobs.submit(demo_spec())
+    with daemon.client(root) as admin:
+        assert [found.job_id for found in admin.jobs.list()] == [job.job_id]
+        assert admin.checkpoints.list(job.job_id)[-1].step == 2
+    base = f"http://{daemon.endpoints['http']}/horizon/v1"
+    for token, code in ((ada, 200), (bob, 404), (root, 200), (eve, 200), ("wrong", 401)):
+        answer = httpx.get(f"{base}/jobs/{job.job_id}", headers={"authorization": f"Bearer {token}"})
+        assert answer.status_code == code, answer.text
+    assert httpx.get(f"{base}/jobs").status_code == 401
+
+
+def test_a_job_that_cannot_fit_is_refused_with_the_numbers(
+    make_daemon: Callable[..., DaemonProcess], push_demo: Push
+) -> None:
+    config = make_config(make_daemon, "host_memory_limit_bytes = 1100000000\n")
+    daemon = config
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        with pytest.raises(Exception, match=r"needs \d+\.\d+ GiB of host memory and 0\.\d+ GiB are available"):
+            client.jobs.submit(demo_spec(tokens_per_step=1_000_000))
+        assert client.jobs.list() == []
+
+
+def make_config(make_daemon: Callable[..., DaemonProcess], text: str) -> DaemonProcess:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", delete=False) as file:
+        file.write(text)
+    return make_daemon("--config", file.name)
+
+
+def test_a_malformed_spec_names_every_field(daemon: DaemonProcess) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            client.jobs.submit(demo_spec(learning_rate=-1.0, sequence_length=0))
+        assert {v.field for v in caught.value.violations} == {"train.learning_rate", "train.sequence_length"}
+
+
+def test_drain_says_not_serving_and_takes_no_new_jobs(daemon: DaemonProcess, push_demo: Push) -> None:
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        job = client.jobs.submit(demo_spec(max_steps=100_000))
+        wait_for_step(client, job.job_id, 2)
+        assert httpx.get(f"http://{daemon.endpoints['http']}/readyz").status_code == 200
+    assert daemon.terminate() == 0
+    assert "stopped" in daemon.log()
+    wait_for(lambda: not daemon.worker_pids(), 1)
