@@ -1,0 +1,420 @@
+"""Generates deploy/dashboards/horizon.json. `--check` only says whether the committed file is what this would write.
+
+Every expression is written here once; the contract test compares the metrics in it with those that the code declares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grafana_foundation_sdk.builders import common, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard as board
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_model
+from grafana_foundation_sdk.models import dashboard as model
+
+TARGET = Path(__file__).resolve().parent.parent / "deploy" / "dashboards" / "horizon.json"
+SOURCE = model.DataSourceRef(type_val="prometheus", uid="horizon-prometheus")
+
+JOB = 'job_id=~"$job_id"'
+DAEMON = 'job="horizond"'
+"""The scrape job: these names are shared with other programs, ours begin with horizon_."""
+ON_DEVICE = 'state=~"PREPARING|STARTING|RUNNING|STOPPING"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One panel: title, what it tells, unit, and (expression, legend) pairs. `width` is of 24 columns."""
+
+    title: str
+    text: str
+    unit: str
+    queries: Sequence[tuple[str, str]]
+    width: int = 8
+    height: int = 8
+    kind: str = "lines"
+    """lines, stacked, or number."""
+    minimum: float | None = 0
+    maximum: float | None = None
+
+
+def _rate(counter: str, by: str = "", matching: str = "") -> str:
+    selector = f"{counter}{{{matching}}}" if matching else counter
+    grouped = f"sum by ({by}) " if by else "sum "
+    return f"{grouped}(rate({selector}[$__rate_interval]))"
+
+
+def _quantile(share: float, histogram: str, by: str = "", matching: str = "", window: str = "$__rate_interval") -> str:
+    buckets = f"{histogram}_bucket{{{matching}}}" if matching else f"{histogram}_bucket"
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({share}, sum by ({labels}) (rate({buckets}[{window}])))"
+
+
+OVERVIEW = (
+    Chart(
+        title="On the device",
+        text="Jobs that have their turn.",
+        unit="short",
+        width=4,
+        height=4,
+        kind="number",
+        queries=[(f"sum(horizon_jobs{{{ON_DEVICE}}})", "jobs")],
+    ),
+    Chart(
+        title="Queued",
+        text="Jobs that wait for their turn.",
+        unit="short",
+        width=4,
+        height=4,
+        kind="number",
+        queries=[('horizon_jobs{state="QUEUED"}', "jobs")],
+    ),
+    Chart(
+        title="Progress",
+        text="Steps done of steps in all.",
+        unit="percentunit",
+        width=4,
+        height=4,
+        kind="number",
+        maximum=1,
+        queries=[(f"horizon_job_progress_ratio{{{JOB}}}", "{{job_id}}")],
+    ),
+    Chart(
+        title="Loss",
+        text="Train loss of the last step.",
+        unit="short",
+        width=4,
+        height=4,
+        kind="number",
+        minimum=None,
+        queries=[(f"horizon_train_loss{{{JOB}}}", "{{job_id}}")],
+    ),
+    Chart(
+        title="Tokens per second",
+        text="Real tokens per second in the last step.",
+        unit="short",
+        width=4,
+        height=4,
+        kind="number",
+        queries=[(f"horizon_tokens_per_second{{{JOB}}}", "{{job_id}}")],
+    ),
+    Chart(
+        title="Transfer hidden",
+        text="Share of the host-to-device time that compute hid.",
+        unit="percentunit",
+        width=4,
+        height=4,
+        kind="number",
+        maximum=1,
+        queries=[(f'horizon_transfer_overlap_ratio{{{JOB}, direction="h2d"}}', "{{job_id}}")],
+    ),
+    Chart(
+        title="Loss over time",
+        text="Token-weighted mean loss.",
+        unit="short",
+        width=12,
+        minimum=None,
+        queries=[
+            (f"horizon_train_loss{{{JOB}}}", "train {{job_id}}"),
+            (f"horizon_eval_loss{{{JOB}}}", "eval {{job_id}}"),
+        ],
+    ),
+    Chart(
+        title="Tokens per second by project",
+        text="Real tokens that were trained on.",
+        unit="short",
+        width=12,
+        queries=[(_rate("horizon_tokens_total", "project"), "{{project}}")],
+    ),
+    Chart(
+        title="Gradient norm",
+        text="Global norm before clipping.",
+        unit="short",
+        queries=[(f"horizon_grad_norm{{{JOB}}}", "{{job_id}}")],
+    ),
+    Chart(
+        title="Learning rate",
+        text="As used in the last step.",
+        unit="sci",
+        queries=[(f"horizon_learning_rate{{{JOB}}}", "{{job_id}}")],
+    ),
+    Chart(
+        title="Step duration",
+        text="Optimizer steps of all jobs.",
+        unit="s",
+        queries=[
+            (_quantile(0.5, "horizon_step_duration_seconds"), "half below"),
+            (_quantile(0.95, "horizon_step_duration_seconds"), "95 % below"),
+        ],
+    ),
+    Chart(
+        title="Jobs by state",
+        text="All jobs the daemon knows.",
+        unit="short",
+        kind="stacked",
+        queries=[("horizon_jobs", "{{state}}")],
+    ),
+    Chart(
+        title="Queue wait",
+        text="From queued to the start of an attempt, over the last hour.",
+        unit="s",
+        queries=[
+            (_quantile(0.5, "horizon_job_queue_wait_seconds", window="1h"), "half below"),
+            (_quantile(0.95, "horizon_job_queue_wait_seconds", window="1h"), "95 % below"),
+        ],
+    ),
+    Chart(
+        title="What went wrong",
+        text="Skipped steps, workers started again and failed jobs in the last hour.",
+        unit="short",
+        queries=[
+            ("sum(increase(horizon_steps_skipped_total[1h])) or vector(0)", "skipped steps"),
+            ("sum(increase(horizon_worker_restarts_total[1h])) or vector(0)", "worker restarts"),
+            ('sum(increase(horizon_job_transitions_total{to="FAILED"}[1h])) or vector(0)', "failed jobs"),
+        ],
+    ),
+)
+
+MEMORY = (
+    Chart(
+        title="Host memory in use",
+        text="What the running job holds, by component.",
+        unit="bytes",
+        kind="stacked",
+        queries=[(f"sum by (component) (horizon_host_memory_bytes{{{JOB}}})", "{{component}}")],
+    ),
+    Chart(
+        title="Host memory planned",
+        text="What the plan gives the running job, by component.",
+        unit="bytes",
+        kind="stacked",
+        queries=[(f"sum by (component) (horizon_host_memory_planned_bytes{{{JOB}}})", "{{component}}")],
+    ),
+    Chart(
+        title="Host memory against its limit",
+        text="The limit is that of the machine or of the control group, whichever is lower.",
+        unit="bytes",
+        queries=[
+            (f"sum(horizon_host_memory_bytes{{{JOB}}})", "in use"),
+            (f"sum(horizon_host_memory_planned_bytes{{{JOB}}})", "planned"),
+            ("horizon_host_memory_limit_bytes", "limit"),
+            ("horizon_host_memory_available_bytes", "available"),
+        ],
+    ),
+    Chart(
+        title="Device memory in use",
+        text="Peak of the last step, by component.",
+        unit="bytes",
+        kind="stacked",
+        queries=[(f"sum by (device, component) (horizon_device_memory_bytes{{{JOB}}})", "{{device}} {{component}}")],
+    ),
+    Chart(
+        title="Device memory planned",
+        text="What the plan gives the running job, by component.",
+        unit="bytes",
+        kind="stacked",
+        queries=[
+            (f"sum by (device, component) (horizon_device_memory_planned_bytes{{{JOB}}})", "{{device}} {{component}}")
+        ],
+    ),
+    Chart(
+        title="The daemon itself",
+        text="Resident memory of the daemon's process, without workers.",
+        unit="bytes",
+        queries=[(f"process_resident_memory_bytes{{{DAEMON}}}", "resident")],
+    ),
+)
+
+TRANSFER = (
+    Chart(
+        title="Link throughput",
+        text="Bytes over the link between host and device.",
+        unit="Bps",
+        queries=[(_rate("horizon_transfer_bytes_total", "device, direction"), "{{device}} {{direction}}")],
+    ),
+    Chart(
+        title="Link busy and exposed",
+        text="Share of the time the link worked, and share of the time compute stood idle for it.",
+        unit="percentunit",
+        queries=[
+            (_rate("horizon_transfer_seconds_total", "device, direction"), "{{device}} {{direction}} busy"),
+            (_rate("horizon_transfer_exposed_seconds_total", "device, direction"), "{{device}} {{direction}} exposed"),
+        ],
+    ),
+    Chart(
+        title="Transfer hidden by compute",
+        text="Over the last steps; 1 is fully hidden.",
+        unit="percentunit",
+        maximum=1,
+        queries=[(f"horizon_transfer_overlap_ratio{{{JOB}}}", "{{job_id}} {{direction}}")],
+    ),
+    Chart(
+        title="Compute",
+        text="Share of the time the compute queue worked.",
+        unit="percentunit",
+        queries=[(_rate("horizon_compute_seconds_total", "device"), "{{device}}")],
+    ),
+    Chart(
+        title="Optimizer",
+        text="Share of the time the optimizer worked, and of that what nothing hid.",
+        unit="percentunit",
+        queries=[
+            (_rate("horizon_optimizer_seconds_total"), "busy"),
+            (_rate("horizon_optimizer_exposed_seconds_total"), "exposed"),
+        ],
+    ),
+    Chart(
+        title="GPUs in use by project",
+        text="GPU seconds of steps per second; 0 while jobs run on the host.",
+        unit="short",
+        queries=[(_rate("horizon_gpu_seconds_total", "project, user"), "{{project}} {{user}}")],
+    ),
+)
+
+SERVICE = (
+    Chart(
+        title="gRPC calls",
+        text="Finished calls by method and status.",
+        unit="reqps",
+        queries=[
+            (
+                _rate("grpc_server_handled_total", "grpc_service, grpc_method, grpc_code", DAEMON),
+                "{{grpc_method}} {{grpc_code}}",
+            )
+        ],
+    ),
+    Chart(
+        title="gRPC latency",
+        text="95 % of the calls are below; streams count until they end.",
+        unit="s",
+        queries=[
+            (_quantile(0.95, "grpc_server_handling_seconds", "grpc_service, grpc_method", DAEMON), "{{grpc_method}}")
+        ],
+    ),
+    Chart(
+        title="HTTP requests",
+        text="Finished requests by route and code.",
+        unit="reqps",
+        queries=[(_rate("http_request_duration_seconds_count", "route, code", DAEMON), "{{route}} {{code}}")],
+    ),
+    Chart(
+        title="HTTP latency",
+        text="95 % of the requests are below; event streams count until they end.",
+        unit="s",
+        queries=[(_quantile(0.95, "http_request_duration_seconds", "route", DAEMON), "{{route}}")],
+    ),
+    Chart(
+        title="Uploads",
+        text="Bytes of upload calls by result.",
+        unit="Bps",
+        queries=[(_rate("horizon_upload_bytes_total", "result"), "{{result}}")],
+    ),
+    Chart(
+        title="Checkpoints",
+        text="Time to write one over the last hour, and age of the newest.",
+        unit="s",
+        queries=[
+            (_quantile(0.95, "horizon_checkpoint_duration_seconds", window="1h"), "95 % written within"),
+            (f"time() - horizon_checkpoint_last_success_timestamp_seconds{{{JOB}}}", "age {{job_id}}"),
+        ],
+    ),
+)
+
+ROWS = (("Overview", OVERVIEW), ("Memory", MEMORY), ("Transfer", TRANSFER), ("Service", SERVICE))
+
+
+def render() -> str:
+    """Return the dashboard as the JSON that Grafana provisions."""
+    builder = (
+        board.Dashboard("horizon")
+        .uid("horizon")
+        .description("A horizon daemon: jobs, memory, transfers and calls.")
+        .tags(["horizon"])
+        .timezone("browser")
+        .time("now-1h", "now")
+        .refresh("10s")
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
+        .with_variable(_job_variable())
+    )
+    next_id = 1
+    for title, charts in ROWS:
+        builder.with_row(board.Row(title).id(next_id))
+        next_id += 1
+        for chart in charts:
+            builder.with_panel(_panel(chart).id(next_id))
+            next_id += 1
+    return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def main() -> int:
+    """Write the file, or with --check compare it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when the committed file is stale")
+    check = parser.parse_args().check
+    fresh = render()
+    if not check:
+        TARGET.parent.mkdir(parents=True, exist_ok=True)
+        TARGET.write_text(fresh, "utf-8")
+        return 0
+    if TARGET.is_file() and TARGET.read_text("utf-8") == fresh:
+        return 0
+    print(f"{TARGET.name} is stale; run 'make dashboards' and commit the result", file=sys.stderr)
+    return 1
+
+
+def _job_variable() -> board.QueryVariable:
+    return (
+        board.QueryVariable("job_id")
+        .label("Job")
+        .datasource(SOURCE)
+        .query("label_values(horizon_job_progress_ratio, job_id)")
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_DESC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(model.VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _panel(chart: Chart) -> timeseries.Panel | stat.Panel:
+    panel = _number() if chart.kind == "number" else _lines(stacked=chart.kind == "stacked")
+    panel.title(chart.title).description(chart.text).unit(chart.unit).datasource(SOURCE)
+    panel.span(chart.width).height(chart.height)
+    if chart.minimum is not None:
+        panel.min(chart.minimum)
+    if chart.maximum is not None:
+        panel.max(chart.maximum)
+    for number, (expression, legend) in enumerate(chart.queries):
+        query = prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + number))
+        panel.with_target(query.range().datasource(SOURCE))
+    return panel
+
+
+def _number() -> stat.Panel:
+    newest = common.ReduceDataOptions().calcs(["lastNotNull"])
+    return stat.Panel().graph_mode(common_model.BigValueGraphMode.AREA).reduce_options(newest).no_value("-")
+
+
+def _lines(*, stacked: bool) -> timeseries.Panel:
+    legend = common.VizLegendOptions().show_legend(True).placement(common_model.LegendPlacement.BOTTOM)
+    panel = (
+        timeseries.Panel()
+        .legend(legend.display_mode(common_model.LegendDisplayMode.LIST))
+        .tooltip(common.VizTooltipOptions().mode(common_model.TooltipDisplayMode.MULTI))
+        .line_width(1.5)
+        .fill_opacity(30 if stacked else 8)
+        .show_points(common_model.VisibilityMode.NEVER)
+    )
+    if stacked:
+        panel.stacking(common.StackingConfig().mode(common_model.StackingMode.NORMAL))
+    return panel
+
+
+if __name__ == "__main__":
+    sys.exit(main())
