@@ -22,6 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _WAIT_BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 3 * 86400.0)
 _CALL_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
+_UPLOAD_RESULTS = ("stored", "partial", "refused", "cut")
 _HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -140,6 +141,8 @@ class Metrics:
     def _declare_service(self) -> None:
         families = self._families
         self._uploads = families.counter("horizon_upload_bytes_total", ["result"], "Bytes of upload calls by result.")
+        for result in _UPLOAD_RESULTS:
+            self._uploads.labels(result)  # a rate sees the first bytes only when the series was there before them
         self._grpc_handled = families.counter(
             "grpc_server_handled_total", ["grpc_service", "grpc_method", "grpc_code"], "Finished gRPC calls."
         )

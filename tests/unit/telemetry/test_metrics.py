@@ -239,6 +239,11 @@ def test_service_figures(metrics: Metrics) -> None:
     assert _value(metrics, http, method="other", route="unmatched", code="404") == 1
 
 
+@pytest.mark.parametrize("result", ["stored", "partial", "refused", "cut"])
+def test_uploads_start_at_zero_so_that_a_rate_sees_the_first(metrics: Metrics, result: str) -> None:
+    assert _value(metrics, "horizon_upload_bytes_total", result=result) == 0
+
+
 def test_rendering(metrics: Metrics) -> None:
     metrics.on_payload(_job(), Message(level="info", text="nothing to count"))
     body, content_type = metrics.render()

@@ -1,0 +1,158 @@
+"""A real Prometheus scrapes a real daemon: no panel of the shipped dashboard stays empty, and no series outlives its job."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from tests.scenarios.conftest import demo_spec
+from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+
+from horizon_client import Client
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+WINDOW = "5s"
+"""What Grafana would put for $__rate_interval at the scrape interval used here."""
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus binary (Debian: prometheus)"),
+    pytest.mark.timeout(240),
+]
+
+
+class Prometheus:
+    """A running Prometheus with the shipped configuration, scraping `target` every second."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(DEPLOY / name) for name in config["rule_files"]]
+        (config["scrape_configs"][0]["static_configs"][0])["targets"] = [target]
+        folder.mkdir()
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
+        address = f"127.0.0.1:{_free_port()}"
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )  # fmt: skip
+        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=10)
+        wait_for(self._scrapes, 30)
+
+    def get(self, path: str, **parameters: str) -> Any:
+        answer = self._client.get(path, params=parameters)
+        body = answer.json()
+        assert body["status"] == "success", body
+        return body["data"]
+
+    def now(self, expression: str) -> list[Any]:
+        """The instant vector of an expression."""
+        return list(self.get("/query", query=expression)["result"])
+
+    def ever(self, expression: str, since_s: float) -> list[float]:
+        """Every finite value that an expression has had since a time."""
+        data = self.get("/query_range", query=expression, start=str(since_s), end=str(time.time()), step="1")
+        values = [float(value) for series in data["result"] for _, value in series["values"]]
+        return [value for value in values if math.isfinite(value)]
+
+    def close(self) -> None:
+        self._client.close()
+        self._process.terminate()
+        self._process.wait(30)
+        self._log.close()
+
+    def _scrapes(self) -> bool:
+        assert self._process.poll() is None, Path(self._log.name).read_text("utf-8")
+        try:
+            return [series["value"][1] for series in self.now('up{job="horizond"}')] == ["1"]
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture
+def prometheus(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Prometheus]:
+    running = Prometheus(tmp_path / "prometheus", daemon.endpoints["http"])
+    yield running
+    running.close()
+
+
+def panels(job_id: str) -> dict[str, str]:
+    """Every expression of the dashboard with its variables filled in, by panel and number."""
+    board = json.loads((DEPLOY / "dashboards" / "horizon.json").read_text("utf-8"))
+    return {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        .replace("$job_id", job_id)
+        .replace("$__rate_interval", WINDOW)
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    }
+
+
+def test_no_panel_stays_empty(
+    daemon: DaemonProcess, prometheus: Prometheus, push_demo: Callable[[Client], None]
+) -> None:
+    since_s = time.time()
+    spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 20})
+    with daemon.client(daemon.user("ada")) as client:
+        push_demo(client)
+        job_id = client.jobs.submit({**spec, "eval_dataset": "demo-chats", "eval_every_steps": 20}).job_id
+        empty = panels(job_id)
+        assert len(empty) > 40
+
+        def all_filled() -> bool:
+            for name in [name for name, expression in empty.items() if prometheus.ever(expression, since_s)]:
+                del empty[name]
+            job = client.jobs.get(job_id)
+            assert not job.state.startswith(("FAIL", "SUCC", "CANC")), (job.message, empty)
+            return not empty
+
+        try:
+            wait_for(all_filled, 150, every_s=1.0)
+        finally:
+            assert not empty, empty
+        assert prometheus.get("/label/job_id/values", **{"match[]": "horizon_job_progress_ratio"}) == [job_id]
+        _says_the_truth(prometheus, client, job_id)
+        client.jobs.cancel(job_id)
+        wait_for_state(client, job_id, "CANCELLED")
+    wait_for(lambda: not prometheus.now(f'{{job_id="{job_id}"}}'), 15, every_s=0.5)
+    assert prometheus.now('horizon_jobs{state="CANCELLED"} == 1')
+    assert prometheus.now("horizon_tokens_total > 0"), "a counter outlives its jobs"
+
+
+def _says_the_truth(prometheus: Prometheus, client: Client, job_id: str) -> None:
+    """Figures that can be checked against another source."""
+    job = client.jobs.get(job_id)
+    assert job.plan is not None
+    planned = {
+        series["metric"]["component"]: float(series["value"][1])
+        for series in prometheus.now(f'horizon_host_memory_planned_bytes{{job_id="{job_id}"}}')
+    }
+    assert planned == {name: float(size) for name, size in job.plan.host_bytes.items()}
+    (progress,) = prometheus.now(f'horizon_job_progress_ratio{{job_id="{job_id}"}}')
+    assert 0 < float(progress["value"][1]) <= job.step / job.num_steps
+    (gpu,) = prometheus.now("sum(horizon_gpu_seconds_total)")
+    assert float(gpu["value"][1]) == 0, "the job runs on the host"
+    rules = [rule for group in prometheus.get("/rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == 5
+    assert {rule["health"] for rule in rules} == {"ok"}, rules
+    assert {rule["state"] for rule in rules} == {"inactive"}, rules
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
