@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _MAX_LOGITS_BYTES = 32 << 20
-_MIN_CHUNK_TOKENS = 64
+_MIN_CHUNK_TOKENS = 256
 _MAX_CHUNK_TOKENS = 4096
 _FP32_BYTES = 4
 

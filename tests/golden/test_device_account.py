@@ -1,4 +1,4 @@
-"""What the device holds: bounded by one unit and the activations, whatever the depth; refused with numbers when too much."""
+"""What the device holds and what crosses its link: bounded whatever the depth, counted to the byte, refused with numbers."""
 
 from __future__ import annotations
 
@@ -91,3 +91,18 @@ def test_weights_cross_twice_and_gradients_once(
     rows = torch.unique(document).numel() * 32
     assert report.transfer["h2d"].bytes == (2 * layers + units[-1].num_elements + 2 * rows) * fp32_bytes
     assert report.transfer["d2h"].bytes == (layers + units[-1].num_elements + rows) * fp32_bytes
+
+
+def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, rows = tiny_model("llama"), [pack(documents(40, 30))]
+    slow = start(model, device=HostDevice(num_threads=1, link_bytes_per_s=2e6)).trainer.train_step(rows)
+    fast = start(model).trainer.train_step(rows)
+
+    h2d, d2h = slow.transfer["h2d"], slow.transfer["d2h"]
+    assert h2d.busy_s >= h2d.bytes / 2e6
+    # Copies are hidden by compute or by the other direction, and by nothing else.
+    assert h2d.exposed_s >= 0.9 * (h2d.busy_s - slow.compute_s - d2h.exposed_s) > 0
+    assert slow.overlap_ratio < 0.9
+    assert fast.transfer["h2d"].exposed_s < h2d.exposed_s
