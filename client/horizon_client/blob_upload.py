@@ -6,7 +6,9 @@ Knows files and offsets, not what they mean; `datasets` and `models` lend it the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,13 +18,18 @@ from horizon_client.connection import FINALIZE_DEADLINE_S, STALL_DEADLINE_S, Bac
 from horizon_client.errors import BadFile, HorizonClientError, ServerFailed, Unavailable
 from horizon_client.local_files import HashedFile
 from horizon_client.progress import OnNotice, OnProgress, Progress
-from horizon_client.rpc_errors import from_rpc
+from horizon_client.rpc_errors import from_rpc, lost_status
 from horizon_proto.v1 import blob_pb2
 
 CHUNK_BYTES = 512 * 1024
 _BLOBS_PER_QUESTION = 500
+_LONGEST_LISTEN_S = 1.0
 _UPLOAD_REFUSED = "INVALID_UPLOAD"
 """Also said when an older stream of the same upload was still writing, so the offset is asked for again before giving up."""
+
+
+class _StatusLost(Unavailable):
+    """The server ended the upload and gave a reason that did not get through; the next try listens for it."""
 
 
 class BlobCalls(Protocol):
@@ -86,16 +93,20 @@ class BlobUpload:
     async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> None:
         """Send one content until the server has all of it; after a failure ask where to go on."""
         backoff = Backoff(self._connection.stream_retry)
+        listen_s = 0.0
         while not status.complete:
             start = status.committed_bytes
             problem: HorizonClientError = Unavailable(f"the server has only part of {file.file.path}")
             try:
-                status = await self._write(file, status, tally)
+                status = await self._write(file, status, tally, listen_s)
             except HorizonClientError as error:
                 if not isinstance(error, Unavailable) and error.reason != _UPLOAD_REFUSED:
                     raise
                 problem = error
+                asked_at = time.monotonic()
                 status = await self._calls.query(status.blob)
+                round_trip_s = time.monotonic() - asked_at
+                listen_s = min(4 * round_trip_s + 0.02, _LONGEST_LISTEN_S) if isinstance(error, _StatusLost) else 0.0
             tally.there_bytes += status.committed_bytes - start
             if status.committed_bytes > start:
                 backoff.succeeded()
@@ -111,22 +122,28 @@ class BlobUpload:
         self._on_notice(f"the upload of {file.file.path} was cut ({problem.message}); going on in {wait_s:.1f} s")
         await asyncio.sleep(wait_s)
 
-    async def _write(self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> blob_pb2.BlobStatus:
+    async def _write(
+        self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally, listen_s: float
+    ) -> blob_pb2.BlobStatus:
+        """Send from the committed offset on; with `listen_s`, wait so long after the first piece for a refusal."""
         file.file.require_unchanged()
         call = self._calls.open_write()
         try:
-            await self._feed(call, file, status, tally)
+            await self._feed(call, file, status, tally, listen_s)
             async with asyncio.timeout(FINALIZE_DEADLINE_S):
                 answer: blob_pb2.BlobStatus = (await call).status
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self._connection.endpoint.server) from None
+            told = from_rpc(error, self._connection.endpoint.server)
+            raise (_StatusLost(told.message) if lost_status(error) else told) from None
         except TimeoutError:
             raise Unavailable(f"the upload of {file.file.path} stood still for {STALL_DEADLINE_S:.0f} s") from None
         finally:
             call.cancel()
         return answer
 
-    async def _feed(self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> None:
+    async def _feed(
+        self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally, listen_s: float
+    ) -> None:
         """Write all chunks, or stop early when the server has ended the call: its answer then says why."""
         offset = sent_to = status.committed_bytes
         chunk = blob_pb2.BlobChunk(blob=status.blob, offset=offset)
@@ -137,6 +154,10 @@ class BlobUpload:
                     await call.write(self._calls.write_request(chunk))
             except asyncio.InvalidStateError:
                 return
+            if listen_s and sent_to == offset:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(listen_s):
+                        await call.code()
             chunk = blob_pb2.BlobChunk()
             sent_to += len(data)
             tally.sent_bytes += len(data)

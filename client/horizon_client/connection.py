@@ -30,6 +30,10 @@ STALL_DEADLINE_S = 120.0
 """A transfer in which nothing moves for so long is taken for cut."""
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
+MAX_METADATA_BYTES = 128 * 1024
+"""Room for the violations of a refused dataset, which travel as metadata; the server is told that so much is welcome."""
+
+_METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,8 @@ class Connection:
         self.endpoint = endpoint
         self.unary_retry = unary_retry
         self.stream_retry = stream_retry
-        self.metadata = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
+        token = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
+        self.metadata = (*token, (_METADATA_BYTES_KEY, str(MAX_METADATA_BYTES)))
         self._root_certificates = endpoint.root_certificates()
         self._channel: grpc.aio.Channel | None = None
         self._stubs: dict[object, object] = {}
@@ -171,8 +176,8 @@ def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
-        (
-            "grpc.enable_http_proxy",
-            0 if endpoint.is_loopback else 1,
-        ),  # a company proxy cannot reach this machine's loopback
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
+        # a company proxy cannot reach this machine's loopback
+        ("grpc.enable_http_proxy", 0 if endpoint.is_loopback else 1),
     ]

@@ -47,7 +47,9 @@ _KINDS: dict[StatusCode, type[HorizonClientError]] = {
     StatusCode.DATA_LOSS: ServerFailed,
 }
 _DETAILS_KEY = "grpc-status-details-bin"
-_CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed")
+_LOST_STATUS = "Internal error from Core"
+"""What grpc.aio says when a write fails because the server has ended the call; the server's own status is lost then."""
+_CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
 def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
@@ -69,6 +71,11 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         violations=[Violation(field=v.field, description=v.description) for v in violations],
         retry_after_s=None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9,
     )
+
+
+def lost_status(error: AioRpcError) -> bool:
+    """Whether the server has ended the call with a status that grpc did not keep."""
+    return error.code() == StatusCode.INTERNAL and _LOST_STATUS in str(error.details())
 
 
 def _status_details(error: AioRpcError) -> status_pb2.Status:
@@ -108,4 +115,6 @@ def _hint(details: str) -> str:
         return "the host name is not known"
     if "Connection reset" in details or "Socket closed" in details or "GOAWAY" in details:
         return "the connection was cut; if the daemon uses TLS, pass its CA file with --ca"
+    if _LOST_STATUS in details:
+        return "it ended the call while data was being sent"
     return details[:300] or "no connection"

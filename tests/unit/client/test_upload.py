@@ -1,0 +1,171 @@
+"""Uploads: resumed at the committed offset, deduplicated, refused early when a file is bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from horizon_client import BadFile, Client, InvalidRequest, NotAuthenticated, WouldNotFit
+from horizon_client.blob_upload import CHUNK_BYTES
+from horizon_client.progress import Progress
+
+if TYPE_CHECKING:
+    from tests.unit.client.conftest import FakeDaemon
+
+SIZE = 3 * CHUNK_BYTES + 1234
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    """About one and a half MiB of distinct rows."""
+    path = tmp_path / "train.jsonl"
+    rows: list[str] = []
+    size = 0
+    while size < SIZE:
+        rows.append(json.dumps({"text": f"row {len(rows)} " + "x" * 1000}) + "\n")
+        size += len(rows[-1])
+    path.write_text("".join(rows))
+    return path
+
+
+def test_second_push_sends_no_data(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+    first = client.datasets.push([jsonl], name="notes")
+    second = client.datasets.push([jsonl], name="notes-again")
+
+    assert first.sent_bytes == jsonl.stat().st_size == daemon.blobs.received_bytes
+    assert second.sent_bytes == 0
+    assert first.dataset.state == second.dataset.state == "READY"
+    assert max(daemon.blobs.chunk_sizes) <= 2**20
+
+
+@pytest.mark.parametrize("cuts", [[0], [1], [CHUNK_BYTES], [CHUNK_BYTES + 17, 3], [2 * CHUNK_BYTES, CHUNK_BYTES, 5]])
+def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, jsonl: Path, cuts: list[int]) -> None:
+    daemon.blobs.cuts = list(cuts)
+    notices: list[str] = []
+
+    result = client.datasets.push([jsonl], name="notes", on_notice=notices.append)
+
+    (content,) = daemon.blobs.contents.values()
+    assert bytes(content) == jsonl.read_bytes()
+    assert daemon.blobs.received_bytes == jsonl.stat().st_size  # not one byte twice
+    assert result.dataset.state == "READY"
+    assert len(notices) == len(cuts)
+    assert "train.jsonl was cut" in notices[0]
+
+
+def test_upload_goes_on_from_what_an_earlier_run_left(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+    import hashlib
+
+    content = jsonl.read_bytes()
+    daemon.blobs.contents[hashlib.sha256(content).hexdigest()] = bytearray(content[:100_000])
+
+    result = client.datasets.push([jsonl], name="notes")
+
+    assert result.sent_bytes == len(content) - 100_000
+
+
+def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+    import hashlib
+
+    content = jsonl.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    daemon.blobs.contents[sha256] = bytearray(b"?" * 100)
+
+    client.datasets.push([jsonl], name="notes")
+
+    assert bytes(daemon.blobs.contents[sha256]) == content
+
+
+def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+    daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=10)
+
+    with pytest.raises(WouldNotFit, match="the disk is full") as caught:
+        client.datasets.push([jsonl], name="notes")
+
+    assert caught.value.reason == "DISK_FULL"
+
+
+def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+    seen: list[Progress] = []
+
+    def restart_once(progress: Progress) -> None:
+        if progress.phase == "upload" and not seen:
+            seen.append(progress)
+            daemon.stop()
+            daemon.start()
+
+    result = client.datasets.push([jsonl], name="notes", on_progress=restart_once)
+
+    assert seen
+    assert result.dataset.state == "READY"
+
+
+def test_equal_files_travel_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "same"}\n')
+
+    result = client.datasets.push([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], name="twins")
+
+    assert [f.path for f in result.dataset.files] == ["a.jsonl", "b.jsonl"]
+    assert result.sent_bytes == daemon.blobs.received_bytes == len('{"text": "same"}\n')
+
+
+def test_same_names_in_two_folders_keep_their_folders(client: Client, tmp_path: Path) -> None:
+    for folder in ("en", "de"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.jsonl").write_text(json.dumps({"text": folder}) + "\n")
+
+    result = client.datasets.push([tmp_path / "en" / "part.jsonl", tmp_path / "de" / "part.jsonl"], name="both")
+
+    assert [f.path for f in result.dataset.files] == ["en/part.jsonl", "de/part.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("bad.jsonl", b'{"a": 1}\n{"a": \n', "line 2: not JSON"),
+        ("bad.jsonl", b'{"a": 1}\n\n[1]\n', "line 3: each line must be one JSON object"),
+        ("bad.jsonl", b'{"a": "\xff"}\n', "line 1: not UTF-8"),
+        ("bad.json", b'{"a": 1}\n', "must hold a JSON array"),
+        ("bad.json", b'{"a": 1}\n{"a": 2}\n', "name the file .jsonl"),
+        ("bad.txt", b"fine\nfine\n\xff\xfe", "line 3: not UTF-8"),
+        ("bad.jsonl.gz", b"no gzip", "not a gzip file"),
+        ("empty.jsonl", b"", "is empty"),
+    ],
+)
+def test_bad_data_is_refused_before_a_byte_is_sent(
+    client: Client, daemon: FakeDaemon, tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(BadFile, match=expected) as caught:
+        client.datasets.push([tmp_path / name], name="bad")
+
+    assert str(tmp_path / name) in caught.value.message
+    assert daemon.calls == []
+
+
+def test_wrong_format_names_the_choices(client: Client, jsonl: Path) -> None:
+    with pytest.raises(InvalidRequest, match="prompt-completion") as caught:
+        client.datasets.push([jsonl], name="x", format="csv")
+    assert caught.value.violations[0].field == "format"
+
+
+def test_wrong_token_is_not_retried(daemon: FakeDaemon, jsonl: Path) -> None:
+    with Client(daemon.address, token="wrong") as client, pytest.raises(NotAuthenticated) as caught:
+        client.datasets.push([jsonl], name="x")
+    assert caught.value.reason == "UNAUTHENTICATED"
+    assert daemon.calls == ["CreateDataset"]
+
+
+def test_file_that_changes_meanwhile_is_refused(client: Client, jsonl: Path) -> None:
+    def change(progress: Progress) -> None:
+        if progress.phase == "upload" and progress.done_bytes <= CHUNK_BYTES:
+            with jsonl.open("a") as file:
+                file.write("{}\n")
+
+    with pytest.raises(BadFile, match="was changed while it was being pushed"):
+        client.datasets.push([jsonl], name="x", on_progress=change)
