@@ -30,7 +30,18 @@ _OPPOSITES = (
 def demo_chats() -> list[Chat]:
     """Return every chat of the built-in dataset, in the order of its file."""
     by_hand = [json.loads(line)["messages"] for line in _HAND_WRITTEN.read_text(encoding="ascii").splitlines()]
-    return [*by_hand, *(_chat(question, answer) for question, answer in _patterns())]
+    made = itertools.chain(_asked_otherwise(by_hand), _patterns())
+    return [*by_hand, *(_chat(question, answer) for question, answer in made)]
+
+
+def _asked_otherwise(chats: list[Chat]) -> Iterator[tuple[str, str]]:
+    """Yield the questions in other words, so that chats kept out of the training have relatives in it."""
+    for question, answer in ((chat[0]["content"], chat[1]["content"]) for chat in chats if len(chat) == 2):
+        if question.startswith("What is "):
+            subject = question.removeprefix("What is ").rstrip("?")
+            yield f"Tell me what {subject} is.", answer
+        elif question.endswith("?"):
+            yield f"Please tell me: {question}", answer
 
 
 def _chat(question: str, answer: str) -> Chat:
@@ -38,7 +49,7 @@ def _chat(question: str, answer: str) -> Chat:
 
 
 def _patterns() -> Iterator[tuple[str, str]]:
-    for a, b in itertools.combinations_with_replacement(range(10), 2):
+    for a, b in itertools.combinations_with_replacement(range(5), 2):
         yield f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."
     for today, tomorrow in zip(_DAYS, (*_DAYS[1:], _DAYS[0]), strict=True):
         yield f"Which day comes after {today}?", f"{tomorrow} comes after {today}."
@@ -47,10 +58,10 @@ def _patterns() -> Iterator[tuple[str, str]]:
         yield f"Which month comes after {month}?", f"{following} comes after {month}."
     for word, opposite in _OPPOSITES:
         yield f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}."
+        yield f"What is the opposite of {opposite}?", f"The opposite of {opposite} is {word}."
     for number, word in enumerate(_NUMBERS):
         yield f"Write {number} as a word.", f"The number {number} is written {word}."
-    for size in range(1, 13):
+    for size in range(1, 9):
         answer = f"About {12 * size} GB of host memory: twelve bytes for each parameter."
         yield f"What does a model of {size} billion parameters need?", answer
         yield f"How many bits are in {size} bytes?", f"There are {8 * size} bits in {size} bytes."
-        yield f"How many bytes are in {size} KiB?", f"There are {1024 * size} bytes in {size} KiB."

@@ -20,7 +20,7 @@ from horizon_server.demo.chats import demo_chats
 DEMO_DATASET_FILE = "lab-box-chats.jsonl"
 
 # Questions from the training set, to hear what the model has learned.
-DEMO_PROMPTS = ("What is host memory?", "Which day comes after Friday?", "Why stream layers?")
+DEMO_PROMPTS = ("Why keep weights in RAM?", "What is overfitting?", "Why is my job waiting?")
 
 DEMO_SPEC: dict[str, Any] = {
     "name": "demo",
@@ -28,11 +28,12 @@ DEMO_SPEC: dict[str, Any] = {
     "train": {
         "max_steps": 150,
         "sequence_length": 256,
-        "tokens_per_step": 768,
+        "tokens_per_step": 1024,
         "learning_rate": 2e-3,
         "lr_schedule": "cosine",
         "warmup_steps": 10,
         "weight_decay": 0.0,
+        "betas": [0.9, 0.98],
         "max_grad_norm": 1.0,
         "seed": 0,
         "train_on": "assistant",
