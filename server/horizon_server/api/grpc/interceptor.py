@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from horizon_server.accounts.principal import Principal
-from horizon_server.api.grpc.open_streams import OpenStreams, closing
+from horizon_server.api.grpc.open_streams import OpenStreams, RequestStream, closing
 from horizon_server.api.grpc.rpc_errors import metadata_bytes, told
 from horizon_server.api.services import AccountsPort
 from horizon_server.api.status import grpc_status
@@ -71,16 +71,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 self._streaming(handler.unary_stream, method, metadata), **coders
             )
         if handler.request_streaming:
-            answer = self._single(handler.stream_unary, method, metadata, is_stream=True)
-            return grpc.stream_unary_rpc_method_handler(answer, **coders)
-        return grpc.unary_unary_rpc_method_handler(
-            self._single(handler.unary_unary, method, metadata, is_stream=False), **coders
-        )
+            return grpc.stream_unary_rpc_method_handler(self._taking(handler.stream_unary, method, metadata), **coders)
+        return grpc.unary_unary_rpc_method_handler(self._single(handler.unary_unary, method, metadata), **coders)
 
-    def _single(self, inner: Any, method: str, metadata: Mapping[str, str | bytes], *, is_stream: bool) -> Any:
+    def _single(self, inner: Any, method: str, metadata: Mapping[str, str | bytes]) -> Any:
         async def answer(request: Any, context: Any) -> Any:
-            async with self._around(method, metadata, context, is_stream=is_stream):
+            async with self._around(method, metadata, context):
                 return await inner(request, context)
+
+        return answer
+
+    def _taking(self, inner: Any, method: str, metadata: Mapping[str, str | bytes]) -> Any:
+        async def answer(request_iterator: Any, context: Any) -> Any:
+            async with closing(aiter(request_iterator)) as received:
+                requests = RequestStream(received)
+                async with self._around(method, metadata, context, requests=requests, is_stream=True):
+                    response = await inner(requests, context)
+                    await requests.read_out(refused=False)
+                    return response
 
         return answer
 
@@ -96,7 +104,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     @asynccontextmanager
     async def _around(
-        self, method: str, metadata: Mapping[str, str | bytes], context: Any, *, is_stream: bool
+        self,
+        method: str,
+        metadata: Mapping[str, str | bytes],
+        context: Any,
+        *,
+        requests: RequestStream[Any] | None = None,
+        is_stream: bool = False,
     ) -> AsyncIterator[None]:
         started = time.perf_counter()
         code = "OK"
@@ -108,12 +122,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             code = grpc_status(error)
             if code == "INTERNAL":
                 _log.error("%s failed: %s", method, error.message)
+            if requests is not None:
+                await requests.read_out(refused=True)
             await context.abort(*told(error, metadata_bytes(metadata)))
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets a status and the log gets the traceback
             code = "INTERNAL"
+            if requests is not None:
+                await requests.read_out(refused=True)
             await context.abort(*told(_bug(method, error)))
         finally:
             service, _, name = method.strip("/").partition("/")

@@ -1,15 +1,19 @@
-"""The streams that are open, so that a daemon that shuts down can end them at once and clients reconnect elsewhere or later."""
+"""How streams end: in order when nobody wants the rest, and at once when the daemon shuts down, so that clients reconnect."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Generic, TypeVar
 
 from horizon_server.errors import Draining
 
 ItemT = TypeVar("ItemT")
+
+_READ_OUT_S = 2.0
+_SILENCE_S = 0.25
+_REFUSED_SILENCE_S = 0.015
 
 
 @asynccontextmanager
@@ -20,6 +24,35 @@ async def closing(items: AsyncIterator[ItemT]) -> AsyncIterator[AsyncIterator[It
     finally:
         if isinstance(items, AsyncGenerator):
             await items.aclose()
+
+
+class RequestStream(Generic[ItemT]):
+    """What a client sends, with a way to end it in order.
+
+    `grpc.aio` clients whose write is under way when the answer arrives report an internal error instead of the answer. So what is on
+    its way is read out first: clients that send little more, or that wait for our initial metadata before they send much, are told
+    what we say.
+    """
+
+    def __init__(self, requests: AsyncIterator[ItemT]) -> None:
+        self._requests = requests
+        self._num_read = 0
+
+    def __aiter__(self) -> RequestStream[ItemT]:
+        return self
+
+    async def __anext__(self) -> ItemT:
+        request = await anext(self._requests)
+        self._num_read += 1
+        return request
+
+    async def read_out(self, *, refused: bool) -> None:
+        """Drop what still comes, until it ends or pauses. One that was refused at its first message may be waiting for just that."""
+        silence_s = _REFUSED_SILENCE_S if refused and self._num_read <= 1 else _SILENCE_S
+        with suppress(TimeoutError, StopAsyncIteration):
+            async with asyncio.timeout(_READ_OUT_S):
+                while True:
+                    await asyncio.wait_for(anext(self), silence_s)
 
 
 class OpenStreams:
