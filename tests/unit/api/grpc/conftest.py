@@ -180,6 +180,9 @@ class Caller:
             "node": node_pb2_grpc.NodeServiceStub(channel),
         }
 
+    def ref_of(self, content: bytes) -> blob_pb2.BlobRef:
+        return ref_of(content)
+
     def call(self, service: str, method: str, request: Any, *extra: tuple[str, str]) -> Any:
         return getattr(self.stubs[service], method)(request, metadata=(*self.metadata, *extra), timeout=20)
 

@@ -1,0 +1,126 @@
+"""The job spec survives the wire, and what is absent there takes the spec's defaults."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horizon_proto.v1 import job_pb2
+from horizon_server.api.grpc.wire_spec import from_wire, to_wire
+from horizon_server.errors import InvalidSpec
+from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
+steps = st.integers(0, 100_000_000)
+
+
+def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchStrategy[float]:
+    return st.floats(low, high, exclude_min=exclude_min, allow_nan=False)
+
+
+@st.composite
+def train_specs(draw: st.DrawFn) -> TrainSpec:
+    by_steps = draw(st.booleans())
+    return TrainSpec(
+        epochs=None if by_steps else draw(floats(0, 10_000, exclude_min=True)),
+        max_steps=draw(st.integers(1, 100_000_000)) if by_steps else None,
+        sequence_length=draw(st.integers(8, 1_048_576)),
+        tokens_per_step=draw(st.integers(8, 67_108_864)),
+        packing=draw(st.sampled_from(["auto", "true", "false"])),
+        learning_rate=draw(floats(0, 10)),
+        lr_schedule=draw(st.sampled_from(["constant", "linear", "cosine"])),
+        warmup_steps=draw(steps),
+        weight_decay=draw(floats(0, 10)),
+        betas=draw(st.tuples(floats(0, 0.999), floats(0, 0.999))),
+        eps=draw(floats(0, 1, exclude_min=True)),
+        max_grad_norm=draw(st.none() | floats(0, 1e9, exclude_min=True)),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        train_on=draw(st.sampled_from(["assistant", "last-assistant", "all"])),
+    )
+
+
+checkpoint_specs = st.builds(CheckpointSpec, every_steps=steps, keep_last=st.integers(1, 1000), keep_best=st.booleans())
+job_specs = st.builds(
+    JobSpec,
+    name=names,
+    model=names | st.just("/models/a folder"),
+    dataset=names,
+    project=st.just("") | names,
+    eval_dataset=st.none() | names,
+    method=st.sampled_from(["sft", "pretrain"]),
+    train=train_specs(),
+    eval_every_steps=steps,
+    checkpoint=checkpoint_specs,
+    priority=st.integers(-100, 100),
+    device=st.sampled_from(["auto", "cuda", "host"]),
+)
+
+
+@given(job_specs)
+@settings(max_examples=200, deadline=None)
+def test_a_spec_survives_the_wire(spec: JobSpec) -> None:
+    wire = job_pb2.JobSpec.FromString(to_wire(spec).SerializeToString())
+    assert from_wire(wire) == spec
+
+
+def test_what_is_absent_takes_the_defaults() -> None:
+    plain = {"name": "a", "model": "m", "dataset": "d"}
+    assert from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d")) == parse_job_spec(plain)
+
+
+def test_zero_is_not_absent() -> None:
+    spec = from_wire(
+        job_pb2.JobSpec(
+            name="a",
+            model="m",
+            dataset="d",
+            train=job_pb2.TrainSpec(learning_rate=0.0, warmup_steps=0, seed=0),
+            checkpoint=job_pb2.CheckpointSpec(every_steps=0, keep_best=False),
+        )
+    )
+    assert (spec.train.learning_rate, spec.train.warmup_steps) == (0.0, 0)
+    assert (spec.checkpoint.every_steps, spec.checkpoint.keep_best, spec.checkpoint.keep_last) == (0, False, 2)
+
+
+@pytest.mark.parametrize(
+    ("clipping", "expected"),
+    [({}, 1.0), ({"max_grad_norm": 0.5}, 0.5), ({"no_clipping": True}, None), ({"no_clipping": False}, 1.0)],
+)
+def test_clipping_is_on_off_or_left_alone(clipping: dict[str, bool], expected: float | None) -> None:
+    train = job_pb2.TrainSpec(**clipping)  # type: ignore[arg-type]
+    assert from_wire(job_pb2.JobSpec(name="a", model="m", dataset="d", train=train)).train.max_grad_norm == expected
+
+
+def test_what_the_parser_refuses_is_named_by_field() -> None:
+    wire = job_pb2.JobSpec(
+        name="a b",
+        dataset="d",
+        method=77,  # type: ignore[arg-type]  # a newer client
+        train=job_pb2.TrainSpec(epochs=1, max_steps=2, betas=[0.9], learning_rate=float("nan"), max_grad_norm=0.0),
+        checkpoint=job_pb2.CheckpointSpec(keep_last=0),
+    )
+    with pytest.raises(InvalidSpec) as caught:
+        from_wire(wire)
+    assert {violation.field for violation in caught.value.violations} == {
+        "name",
+        "model",
+        "method",
+        "train.betas",
+        "train.learning_rate",
+        "train.max_grad_norm",
+        "train.max_steps",
+        "checkpoint.keep_last",
+    }
+
+
+def test_every_field_of_the_contract_is_carried() -> None:
+    """A field that is added to the contract and forgotten here would be dropped in silence."""
+    wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e"}))
+    unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
+    assert unset == set()
+    optional = {"epochs", "max_steps", "max_grad_norm", "no_clipping"}
+    for section, spec in ((wire.train, TrainSpec), (wire.checkpoint, CheckpointSpec)):
+        fields = {field.name for field in section.DESCRIPTOR.fields}
+        assert fields - {"no_clipping"} == set(spec.__dataclass_fields__)
+        assert fields - {field.name for field, _ in section.ListFields()} <= optional

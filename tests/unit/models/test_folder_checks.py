@@ -1,0 +1,150 @@
+"""Which model folders are taken, and what is said of the others."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_server.blobs.manifest import BlobFile
+from horizon_server.errors import InvalidModel
+from horizon_server.models.folder_checks import check_folder, check_names
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (32, 8),
+    **{f"model.layers.{i}.mlp.up_proj.weight": (16, 8) for i in range(2)},
+    "model.norm.weight": (8,),
+    "lm_head.weight": (32, 8),
+}
+NUM_PARAMETERS = 32 * 8 * 2 + 2 * 16 * 8 + 8
+
+
+def safetensors(shapes: dict[str, tuple[int, ...]], dtype: str = "BF16", size: int = 2) -> bytes:
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        num = 1
+        for side in shape:
+            num *= side
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num * size]}
+        offset += num * size
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + bytes(offset)
+
+
+def write(folder: Path, *, config: dict[str, Any] | None = None, weights: bytes | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    (folder / "model.safetensors").write_bytes(safetensors(SHAPES) if weights is None else weights)
+    return folder
+
+
+def test_a_sound_folder_tells_architecture_and_parameters(tmp_path: Path) -> None:
+    facts = check_folder(write(tmp_path / "m"))
+    assert (facts.architecture, facts.num_parameters) == ("llama", NUM_PARAMETERS)
+
+
+def test_tied_weights_count_once(tmp_path: Path) -> None:
+    config = {**CONFIG, "tie_word_embeddings": True}
+    assert check_folder(write(tmp_path / "m", config=config)).num_parameters == NUM_PARAMETERS - 32 * 8
+    unnumbered = {"model_type": "odd", "tie_word_embeddings": True}
+    assert check_folder(write(tmp_path / "n", config=unnumbered)).num_parameters == NUM_PARAMETERS - 32 * 8
+    without_head = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    silent = {name: value for name, value in CONFIG.items() if name != "tie_word_embeddings"}
+    folder = write(tmp_path / "o", config=silent, weights=safetensors(without_head))
+    assert check_folder(folder).num_parameters == NUM_PARAMETERS - 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": ""}, "has no model_type"),
+        ({"model_type": None}, "has no model_type"),
+        ({"is_encoder_decoder": True}, "only decoder-only"),
+        ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM'"),
+        ({"auto_map": {"AutoModel": "modeling.X"}}, "auto_map"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers = 3"),
+    ],
+)
+def test_configs_that_cannot_be_trained_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidModel, match=sentence):
+        check_folder(write(tmp_path / "m", config={**CONFIG, **change}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_config_must_be_a_json_object(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path / "m")
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(InvalidModel, match=r"config\.json is"):
+        check_folder(folder)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_bytes(b'{"auto_map": {"AutoTokenizer": ["x.Y", null]}}')
+    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json names code"):
+        check_folder(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 20, -1])
+def test_torn_weights_are_refused_without_telling_where_they_lie(tmp_path: Path, cut: int) -> None:
+    folder = write(tmp_path / "m", weights=safetensors(SHAPES)[:cut])
+    with pytest.raises(InvalidModel, match=r"model\.safetensors") as caught:
+        check_folder(folder)
+    assert str(tmp_path) not in caught.value.message
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match="F8_E4M3"):
+        check_folder(write(tmp_path / "m", weights=safetensors(SHAPES, "F8_E4M3", 1)))
+
+
+def test_an_index_must_be_complete(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert check_folder(folder).num_parameters == NUM_PARAMETERS
+    index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidModel, match="lacks the shard model-00002-of-00002"):
+        check_folder(folder)
+
+
+def named(*paths: str) -> list[BlobFile]:
+    return [BlobFile(path=path, sha256="ab" * 32, size_bytes=1) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        (["config.json", "pytorch_model.bin"], "never taken"),
+        (["config.json", "model.safetensors", "training_args.bin"], "training_args.bin may be a pickle"),
+        (["config.json", "model.safetensors", "sub/optimizer.PT"], "may be a pickle"),
+        (["config.json", "model.safetensors", "modeling_odd.py"], "is code"),
+        (["model.safetensors"], "no config.json"),
+        (["config.json", "tokenizer.json"], "no .safetensors weights"),
+        (["config.json", "sub/model.safetensors"], "no .safetensors weights"),
+    ],
+)
+def test_folders_are_judged_by_their_names_before_anything_is_sent(paths: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidModel) as caught:
+        check_names(named(*paths))
+    assert sentence in caught.value.message
+
+
+def test_every_bad_name_is_told() -> None:
+    with pytest.raises(InvalidModel, match="and 1 more") as caught:
+        check_names(named("config.json", "a.bin", "model.safetensors", "b.py"))
+    assert [violation.field for violation in caught.value.violations] == ["files[1].path", "files[3].path"]
+    check_names(named("config.json", "model.safetensors", "README.md", "chat_template.jinja", "sub/x.jinja"))
