@@ -106,7 +106,8 @@ class BlobUpload:
                 asked_at = time.monotonic()
                 status = await self._calls.query(status.blob)
                 round_trip_s = time.monotonic() - asked_at
-                listen_s = min(4 * round_trip_s + 0.02, _LONGEST_LISTEN_S) if isinstance(error, _StatusLost) else 0.0
+                longer_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
+                listen_s = longer_s if isinstance(error, _StatusLost) else 0.0
             tally.there_bytes += status.committed_bytes - start
             if status.committed_bytes > start:
                 backoff.succeeded()
@@ -125,7 +126,7 @@ class BlobUpload:
     async def _write(
         self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally, listen_s: float
     ) -> blob_pb2.BlobStatus:
-        """Send from the committed offset on; with `listen_s`, wait so long after the first piece for a refusal."""
+        """Send from the committed offset on; with `listen_s`, wait so long for a refusal before the first data."""
         file.file.require_unchanged()
         call = self._calls.open_write()
         try:
@@ -147,6 +148,9 @@ class BlobUpload:
         """Write all chunks, or stop early when the server has ended the call: its answer then says why."""
         offset = sent_to = status.committed_bytes
         chunk = blob_pb2.BlobChunk(blob=status.blob, offset=offset)
+        if listen_s:
+            await self._knock(call, chunk, listen_s)
+            chunk = blob_pb2.BlobChunk()
         async for data in _pieces(file, offset):
             chunk.data = data
             try:
@@ -154,10 +158,6 @@ class BlobUpload:
                     await call.write(self._calls.write_request(chunk))
             except asyncio.InvalidStateError:
                 return
-            if listen_s and sent_to == offset:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(listen_s):
-                        await call.code()
             chunk = blob_pb2.BlobChunk()
             sent_to += len(data)
             tally.sent_bytes += len(data)
@@ -167,6 +167,13 @@ class BlobUpload:
             )
         file.file.require_unchanged()
         await call.done_writing()
+
+    async def _knock(self, call: Any, chunk: blob_pb2.BlobChunk, listen_s: float) -> None:
+        """Name the content without data, which no window can hold up, and wait a little for a refusal."""
+        with suppress(TimeoutError, asyncio.InvalidStateError):
+            async with asyncio.timeout(listen_s):
+                await call.write(self._calls.write_request(chunk))
+                await call.code()
 
 
 async def _pieces(file: HashedFile, offset: int) -> AsyncIterator[bytes]:

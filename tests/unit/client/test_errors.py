@@ -1,0 +1,147 @@
+"""gRPC statuses become leaves with reason, violations and exit code; idempotent calls are made again, others are not."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from horizon_client import (
+    AlreadyExists,
+    Client,
+    DeadlineExceeded,
+    HorizonClientError,
+    InvalidRequest,
+    NotAllowed,
+    NotAuthenticated,
+    NotAvailable,
+    NotFound,
+    ServerFailed,
+    Unavailable,
+    WouldNotFit,
+    WrongState,
+)
+from horizon_client.connection import Backoff, RetryPolicy
+from horizon_proto.v1 import job_pb2
+
+if TYPE_CHECKING:
+    from tests.unit.client.conftest import FakeDaemon
+
+TOKEN = "hzn-test-token"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code"),
+    [
+        ("INVALID_ARGUMENT", InvalidRequest, 2),
+        ("OUT_OF_RANGE", InvalidRequest, 2),
+        ("ALREADY_EXISTS", AlreadyExists, 2),
+        ("FAILED_PRECONDITION", WrongState, 2),
+        ("RESOURCE_EXHAUSTED", WouldNotFit, 2),
+        ("UNIMPLEMENTED", NotAvailable, 2),
+        ("UNAUTHENTICATED", NotAuthenticated, 3),
+        ("PERMISSION_DENIED", NotAllowed, 3),
+        ("NOT_FOUND", NotFound, 4),
+        ("DEADLINE_EXCEEDED", DeadlineExceeded, 5),
+        ("INTERNAL", ServerFailed, 5),
+        ("UNKNOWN", ServerFailed, 5),
+        ("DATA_LOSS", ServerFailed, 5),
+    ],
+)
+def test_every_status_has_its_leaf(
+    client: Client, daemon: FakeDaemon, code: str, kind: type[HorizonClientError], exit_code: int
+) -> None:
+    violations = (("train.seed", "train.seed is -1; it must be 0 or more"), ("line[3].text", "is empty"))
+    daemon.refuse("GetJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
+    with pytest.raises(kind) as caught:
+        client.jobs.get("x")
+    error = caught.value
+    assert (error.message, error.reason, error.exit_code) == ("that went wrong", "SOME_REASON", exit_code)
+    assert [(v.field, v.description) for v in error.violations] == list(violations)
+
+
+def test_hundred_violations_arrive(client: Client, daemon: FakeDaemon) -> None:
+    violations = tuple((f"line[{n}].text", "this field must not be empty in any row " * 2) for n in range(100))
+    daemon.refuse("GetJob", "INVALID_ARGUMENT", "bad data", reason="INVALID_DATA", violations=violations)
+    with pytest.raises(InvalidRequest) as caught:
+        client.jobs.get("x")
+    assert len(caught.value.violations) == 100
+
+
+def test_idempotent_calls_are_made_again(client: Client, daemon: FakeDaemon) -> None:
+    daemon.refuse("SubmitJob", "UNAVAILABLE", "try later", reason="DRAINING", times=3)
+    job = client.jobs.submit({"name": "n", "model": "m", "dataset": "d"})
+    assert daemon.calls == ["SubmitJob"] * 4
+    assert list(daemon.jobs) == [job.job_id]
+
+
+def test_other_calls_are_not(client: Client, daemon: FakeDaemon) -> None:
+    daemon.add_job(job_pb2.JobSpec(name="n"))
+    daemon.refuse("CancelJob", "UNAVAILABLE", "try later", reason="DRAINING")
+    with pytest.raises(Unavailable, match="try later"):
+        client.jobs.cancel("job-1")
+    assert daemon.calls == ["CancelJob"]
+
+
+def test_retries_are_bounded(daemon: FakeDaemon) -> None:
+    daemon.refuse("GetJob", "UNAVAILABLE", "try later", reason="DRAINING", times=50)
+    policy = RetryPolicy(max_attempts=4, first_wait_s=0.001, longest_wait_s=0.001)
+    with Client(daemon.address, token=TOKEN, unary_retry=policy) as client, pytest.raises(Unavailable):
+        client.jobs.get("x")
+    assert daemon.calls == ["GetJob"] * 4
+
+
+def test_same_request_id_gives_the_same_job(client: Client, daemon: FakeDaemon) -> None:
+    spec = {"name": "n", "model": "m", "dataset": "d"}
+    first = client.jobs.submit(spec, request_id="r-1")
+    assert client.jobs.submit(spec, request_id="r-1") == first
+    assert client.jobs.submit(spec).job_id != first.job_id
+
+
+def test_server_that_is_away_is_one_sentence(daemon: FakeDaemon) -> None:
+    daemon.stop()
+    policy = RetryPolicy(max_attempts=2, first_wait_s=0.001)
+    with Client(daemon.address, token=TOKEN, unary_retry=policy) as client, pytest.raises(Unavailable) as caught:
+        client.node.status()
+    assert f"cannot reach horizond at {daemon.address}: nothing listens there" in caught.value.message
+
+
+def test_retry_info_is_respected() -> None:
+    backoff = Backoff(RetryPolicy(first_wait_s=0.001, longest_wait_s=0.01, max_elapsed_s=10))
+    wait_s = backoff.wait_s(Unavailable("later", retry_after_s=4.0))
+    assert wait_s is not None
+    assert wait_s >= 4.0
+    assert backoff.wait_s(Unavailable("much later", retry_after_s=11.0)) is None
+
+
+def test_backoff_grows_and_forgets() -> None:
+    policy = RetryPolicy(max_attempts=100, first_wait_s=1.0, longest_wait_s=8.0, max_elapsed_s=1000)
+    backoff = Backoff(policy)
+    problem = Unavailable("x")
+    waits = [backoff.wait_s(problem) or 0.0 for _ in range(6)]
+    assert 0.75 <= waits[0] <= 1.25
+    assert all(6.0 <= wait <= 10.0 for wait in waits[3:])
+    backoff.succeeded()
+    assert (backoff.wait_s(problem) or 9.0) <= 1.25
+
+
+def test_closed_client_says_so(daemon: FakeDaemon) -> None:
+    client = Client(daemon.address, token=TOKEN)
+    client.close()
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.node.status()
+
+
+def test_abandoned_client_leaves_no_thread(daemon: FakeDaemon) -> None:
+    import gc
+    import threading
+
+    client = Client(daemon.address, token=TOKEN)
+    client.node.status()
+    del client
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while any(t.name == "horizon-client" for t in threading.enumerate()):
+        assert time.monotonic() < deadline

@@ -1,0 +1,117 @@
+"""Model folders: what travels, and what is refused before a byte is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from horizon_client import BadFile, Client
+from horizon_client.model_folder import model_files
+
+if TYPE_CHECKING:
+    from tests.unit.client.conftest import FakeDaemon
+
+
+def safetensors(entries: dict[str, tuple[str, list[int], int, int]], data: bytes) -> bytes:
+    """Return a safetensors file: name -> (dtype, shape, begin, end)."""
+    header = {n: {"dtype": d, "shape": s, "data_offsets": [b, e]} for n, (d, s, b, e) in entries.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+GOOD = safetensors({"a": ("BF16", [2, 3], 0, 12), "b": ("F32", [1], 12, 16)}, bytes(16))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small good model folder with things that must not travel."""
+    root = tmp_path / "tiny"
+    root.mkdir()
+    (root / "config.json").write_text('{"model_type": "llama"}')
+    (root / "model.safetensors").write_bytes(GOOD)
+    (root / "tokenizer.json").write_text("{}")
+    (root / "tokenizer_config.json").write_text("{}")
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    (root / "merges.txt").write_text("a b\n")
+    (root / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
+    (root / "modeling_custom.py").write_text("raise SystemExit")
+    (root / "README.md").write_text("hi")
+    return root
+
+
+def test_only_what_a_model_needs_travels(client: Client, daemon: FakeDaemon, folder: Path) -> None:
+    result = client.models.push(folder, name="tiny")
+    assert [f.path for f in result.model.files] == [
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (result.model.state, result.model.architecture, result.model.num_parameters) == ("READY", "llama", 12)
+    assert client.models.push(folder, name="tiny-two").sent_bytes == 0
+    client.models.delete("m-1")
+    assert client.models.list() == []
+
+
+def _write(name: str, content: bytes | str) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda root: (root / name).write_bytes(data)
+
+
+def _pickle_only(root: Path) -> None:
+    (root / "model.safetensors").unlink()
+
+
+def _index_of_absent_file(root: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda root: (root / "config.json").unlink(), "holds no config.json"),
+        (_write("config.json", "{"), "config.json, line 1: not JSON"),
+        (_write("config.json", "[]"), "config.json must hold a JSON object"),
+        (_write("tokenizer.json", b"\xff"), "tokenizer.json is not UTF-8"),
+        (_write("merges.txt", b"ok\xff"), "merges.txt is not UTF-8 text at byte 3"),
+        (_pickle_only, r"as pickle only \(pytorch_model.bin\).*save_pretrained"),
+        (_index_of_absent_file, "names model-00002.safetensors, which the folder does not hold"),
+        (_write("model.safetensors", GOOD[:-1]), "promises 16 bytes of tensors, but 15 follow"),
+        (_write("model.safetensors", GOOD[:40]), "its header does not fit"),
+        (_write("model.safetensors", b"abc"), "is not a safetensors file"),
+        (_write("model.safetensors", b"\x02" + bytes(7) + b"[]"), "not a JSON object"),
+        (_write("model.safetensors", b"\x02" + bytes(7) + b"xx"), "header is not JSON"),
+        (_write("model.safetensors", safetensors({"a": ("F32", [2], 0, 4)}, bytes(4))), "does not have the bytes"),
+        (_write("model.safetensors", safetensors({"a": ("F32", [1], 4, 8)}, bytes(8))), "leave a hole"),
+        (
+            _write("model.safetensors", safetensors({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 0, 4)}, bytes(4))),
+            "overlap",
+        ),
+        (_write("model.safetensors", safetensors({"a": ("F32", [-1], 0, 4)}, bytes(4))), "tensor 'a' is malformed"),
+    ],
+)
+def test_bad_folders_are_refused_and_named(folder: Path, spoil: Callable[[Path], object], words: str) -> None:
+    spoil(folder)
+    with pytest.raises(BadFile, match=words) as caught:
+        model_files(folder)
+    assert str(folder) in caught.value.message
+
+
+def test_links_of_a_download_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "blob"
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    assert "model.safetensors" in {file.path for file in model_files(folder)}
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    with pytest.raises(BadFile, match="is not a folder"):
+        model_files(tmp_path / "x")
