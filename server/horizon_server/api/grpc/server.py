@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +32,7 @@ from horizon_server.api.grpc.node_servicer import NodeServicer
 from horizon_server.api.grpc.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.errors import BadSetting
+from horizon_server.network import is_loopback, parse_address
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_CALLS = 1024
@@ -85,7 +85,7 @@ async def start_grpc_server(
         BadSetting: when the address cannot be listened on, or lies beyond loopback without TLS.
     """
     credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
-    if credentials is None and not is_loopback(address):
+    if credentials is None and not is_loopback(parse_address("grpc", address).host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
         )
@@ -113,17 +113,6 @@ async def start_grpc_server(
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)
     return started
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach HOST:PORT."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return address.startswith("unix:")
 
 
 def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
