@@ -132,8 +132,9 @@ class FakeDaemon:
         self.refusals: dict[str, list[Refusal]] = {}
         self.calls: list[str] = []
         self.stream_cuts: list[int] = []
+        self.hanging: set[str] = set()
         self.read_offsets: list[int] = []
-        self.on_event: dict[int, Any] = {}
+        self.never_ending = False
         self.address = ""
         self._port = 0
         self._loop = asyncio.new_event_loop()
@@ -205,6 +206,8 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._daemon.calls.append(method)
         waiting = self._daemon.refusals.get(method)
         refusal = waiting.pop(0) if waiting else None
+        if method in self._daemon.hanging:
+            await asyncio.Event().wait()
         if metadata.get("authorization") != f"Bearer {TOKEN}":
             refusal = Refusal(grpc.StatusCode.UNAUTHENTICATED, "this token is not known here", reason="UNAUTHENTICATED")
         return _guarded(handler, refusal)
@@ -414,9 +417,8 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
             yield job_pb2.WatchJobResponse(event=event)
             sent += 1
-            if event.sequence in self.d.on_event:
-                await asyncio.to_thread(self.d.on_event.pop(event.sequence))
-                await asyncio.Event().wait()
+        if self.d.never_ending:
+            await asyncio.Event().wait()
 
     async def GetJobLogs(self, request: Any, context: Any) -> AsyncIterator[Any]:
         cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
@@ -484,3 +486,18 @@ def client(daemon: FakeDaemon) -> Iterator[Any]:
 
     with Client(daemon.address, token=TOKEN, unary_retry=QUICK, stream_retry=QUICK) as opened:
         yield opened
+
+
+@pytest.fixture
+def finished_job(daemon: FakeDaemon) -> str:
+    """A job that has succeeded after ten steps, with twelve events."""
+    job = daemon.add_job(job_pb2.JobSpec(name="first", model="m", dataset="d"), job_pb2.JOB_STATE_SUCCEEDED)
+    running = job_pb2.StateEvent(state=job_pb2.JOB_STATE_RUNNING, message="on the device")
+    daemon.events = [job_pb2.JobEvent(sequence=1, state=running)]
+    for step in range(1, 11):
+        event = job_pb2.StepEvent(step=step, num_steps=10, loss=1 / step, tokens_per_second=100, overlap_ratio=0.5)
+        daemon.events.append(job_pb2.JobEvent(sequence=step + 1, step=event))
+    end = job_pb2.StateEvent(state=job_pb2.JOB_STATE_SUCCEEDED)
+    daemon.events.append(job_pb2.JobEvent(sequence=12, state=end))
+    job.last_sequence, job.step, job.num_steps, job.queue_position = 12, 10, 10, 0
+    return job.job_id

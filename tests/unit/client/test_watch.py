@@ -19,26 +19,12 @@ TOKEN = "hzn-test-token"
 QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
 
 
-@pytest.fixture
-def job_id(daemon: FakeDaemon) -> str:
-    """A job that has succeeded, with twelve events."""
-    job = daemon.add_job(job_pb2.JobSpec(name="first", model="m", dataset="d"), job_pb2.JOB_STATE_SUCCEEDED)
-    daemon.events = [job_pb2.JobEvent(sequence=1, state=job_pb2.StateEvent(state=job_pb2.JOB_STATE_RUNNING))]
-    for step in range(1, 11):
-        event = job_pb2.StepEvent(step=step, num_steps=10, loss=1 / step, tokens_per_second=100)
-        daemon.events.append(job_pb2.JobEvent(sequence=step + 1, step=event))
-    end = job_pb2.StateEvent(state=job_pb2.JOB_STATE_SUCCEEDED)
-    daemon.events.append(job_pb2.JobEvent(sequence=12, state=end))
-    job.last_sequence = 12
-    return job.job_id
-
-
 def _sequences(events: list[JobEvent]) -> list[int]:
     return [event.sequence for event in events]
 
 
-def test_watch_yields_all_events(client: Client, job_id: str) -> None:
-    events = list(client.jobs.watch(job_id))
+def test_watch_yields_all_events(client: Client, finished_job: str) -> None:
+    events = list(client.jobs.watch(finished_job))
     assert _sequences(events) == list(range(1, 13))
     assert isinstance(events[0], StateEvent)
     assert events[0].state == "RUNNING"
@@ -47,7 +33,9 @@ def test_watch_yields_all_events(client: Client, job_id: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0], [1, 1, 1], [5, 0, 3], [11], [12]])
-def test_watch_resumes_without_gap_or_repeat(client: Client, daemon: FakeDaemon, job_id: str, cuts: list[int]) -> None:
+def test_watch_resumes_without_gap_or_repeat(
+    client: Client, daemon: FakeDaemon, finished_job: str, cuts: list[int]
+) -> None:
     daemon.stream_cuts = list(cuts)
     notices: list[str] = []
     events = list(client.jobs.watch("first", on_notice=notices.append))
@@ -55,9 +43,9 @@ def test_watch_resumes_without_gap_or_repeat(client: Client, daemon: FakeDaemon,
     assert len(notices) == len([cut for cut in cuts if cut < 12])
 
 
-def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaemon, job_id: str) -> None:
+def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
     events: list[JobEvent] = []
-    for event in client.jobs.watch(job_id):
+    for event in client.jobs.watch(finished_job):
         events.append(event)
         if event.sequence == 4:
             daemon.stop()
@@ -65,25 +53,25 @@ def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaem
     assert _sequences(events) == list(range(1, 13))
 
 
-def test_watch_goes_on_from_a_sequence(client: Client, job_id: str) -> None:
-    assert _sequences(list(client.jobs.watch(job_id, after_sequence=9))) == [10, 11, 12]
+def test_watch_goes_on_from_a_sequence(client: Client, finished_job: str) -> None:
+    assert _sequences(list(client.jobs.watch(finished_job, after_sequence=9))) == [10, 11, 12]
 
 
-def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: FakeDaemon, job_id: str) -> None:
+def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
     all_events, daemon.events = daemon.events, daemon.events[:6]
 
     def complete(notice: str) -> None:
         daemon.events = all_events
 
-    assert _sequences(list(client.jobs.watch(job_id, on_notice=complete))) == list(range(1, 13))
+    assert _sequences(list(client.jobs.watch(finished_job, on_notice=complete))) == list(range(1, 13))
 
 
-def test_watch_gives_up_after_its_time(daemon: FakeDaemon, job_id: str) -> None:
+def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) -> None:
     short = RetryPolicy(max_attempts=3, first_wait_s=0.001, longest_wait_s=0.001)
     with Client(daemon.address, token=TOKEN, unary_retry=short, stream_retry=short) as client:
         daemon.refuse("WatchJob", "UNAVAILABLE", "draining", reason="DRAINING", times=3)
         with pytest.raises(Unavailable, match="draining") as caught:
-            list(client.jobs.watch(job_id))
+            list(client.jobs.watch(finished_job))
     assert caught.value.reason == "DRAINING"
     assert daemon.calls.count("WatchJob") == 3
 
@@ -94,35 +82,35 @@ def test_watch_of_an_unknown_job_is_told_at_once(client: Client, daemon: FakeDae
     assert daemon.calls == ["GetJob"]
 
 
-def test_watch_can_be_left_and_the_client_used_on(client: Client, job_id: str) -> None:
-    for event in client.jobs.watch(job_id):
+def test_watch_can_be_left_and_the_client_used_on(client: Client, finished_job: str) -> None:
+    for event in client.jobs.watch(finished_job):
         if event.sequence == 3:
             break
-    assert client.jobs.get(job_id).state == "SUCCEEDED"
+    assert client.jobs.get(finished_job).state == "SUCCEEDED"
 
 
-async def test_the_async_face_yields_the_same(daemon: FakeDaemon, client: Client, job_id: str) -> None:
+async def test_the_async_face_yields_the_same(daemon: FakeDaemon, client: Client, finished_job: str) -> None:
     daemon.stream_cuts = [4]
     async with AsyncClient(daemon.address, token=TOKEN, unary_retry=QUICK, stream_retry=QUICK) as inner:
-        events = [event async for event in inner.jobs.watch(job_id)]
+        events = [event async for event in inner.jobs.watch(finished_job)]
     assert _sequences(events) == list(range(1, 13))
 
 
-def test_event_of_an_unknown_kind_is_a_sentence(client: Client, daemon: FakeDaemon, job_id: str) -> None:
+def test_event_of_an_unknown_kind_is_a_sentence(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
     daemon.events[3].ClearField("step")
-    events = list(client.jobs.watch(job_id))
+    events = list(client.jobs.watch(finished_job))
     assert isinstance(events[3], MessageEvent)
     assert "upgrade" in events[3].text
     assert _sequences(events) == list(range(1, 13))
 
 
 @pytest.mark.parametrize("cuts", [[], [0], [3, 1]])
-def test_logs_resume_at_the_byte(client: Client, daemon: FakeDaemon, job_id: str, cuts: list[int]) -> None:
+def test_logs_resume_at_the_byte(client: Client, daemon: FakeDaemon, finished_job: str, cuts: list[int]) -> None:
     daemon.log = bytes(range(256)) * 2
     daemon.stream_cuts = list(cuts)
-    assert b"".join(client.jobs.logs(job_id)) == daemon.log
+    assert b"".join(client.jobs.logs(finished_job)) == daemon.log
     daemon.stream_cuts = list(cuts)
-    assert b"".join(client.jobs.logs(job_id, offset=15)) == daemon.log[15:]
+    assert b"".join(client.jobs.logs(finished_job, offset=15)) == daemon.log[15:]
 
 
 def test_plain_form_has_the_names_that_notebooks_know() -> None:

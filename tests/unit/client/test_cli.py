@@ -1,0 +1,377 @@
+"""The `horizon` command against a small daemon: outputs, exit codes, sentences."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from horizon_client.cli.root import horizon
+from horizon_proto.v1 import dataset_pb2, job_pb2
+
+if TYPE_CHECKING:
+    from tests.unit.client.conftest import FakeDaemon
+
+TOKEN = "hzn-test-token"
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run a command line that speaks to the fake daemon, in an empty folder."""
+    monkeypatch.setenv("HORIZON_SERVER", daemon.address)
+    monkeypatch.setenv("HORIZON_TOKEN", TOKEN)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+    def invoke(*args: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(horizon, list(args), input=stdin)
+
+    return invoke
+
+
+def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+EVERY_COMMAND = dict(_commands(horizon))
+
+
+def test_the_promised_commands_are_there() -> None:
+    promised = """login; profile list; profile use; version; dataset push; dataset list; dataset get; dataset delete; dataset preview;
+        model push; model list; model get; model delete; job plan; job submit; job list; job get; job watch; job logs; job cancel;
+        job pause; job resume; job set-priority; checkpoint list; checkpoint pull; checkpoint delete; node status"""
+    assert {tuple(command.split()) for command in promised.split(";")} <= set(EVERY_COMMAND)
+
+
+@pytest.mark.parametrize("path", EVERY_COMMAND, ids=" ".join)
+def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(horizon, [*path, "--help"])
+    assert result.exit_code == 0
+    assert f"Example:\n    horizon {' '.join(path)}" in result.stdout
+    has_output = any(p.name == "output" for p in EVERY_COMMAND[path].params)
+    assert has_output or path in {("login",), ("completion",), ("job", "logs")}
+
+
+def test_login_checks_remembers_and_says_who(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    runner = CliRunner()
+    result = runner.invoke(horizon, ["login", daemon.address, "--token-file", str(token), "--profile", "box"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"logged in to gpubox ({daemon.address}) as ada, role user; profile box\n"
+    listed = runner.invoke(horizon, ["profile", "list", "-o", "json"])
+    assert [(p["name"], p["in_use"]) for p in json.loads(listed.stdout)] == [("box", True)]
+    assert TOKEN not in listed.stdout
+    assert "ada, role user" in runner.invoke(horizon, ["node", "status"]).stdout
+    assert runner.invoke(horizon, ["profile", "use", "box", "-o", "name"]).stdout == "box\n"
+    assert runner.invoke(horizon, ["profile", "use", "nope"]).exit_code == 4
+
+
+def test_login_with_a_wrong_token_remembers_nothing(daemon: FakeDaemon) -> None:
+    runner = CliRunner()
+    result = runner.invoke(horizon, ["login", daemon.address, "--token-file", "-"], input="wrong\n")
+    assert (result.exit_code, result.stderr) == (3, "Error: this token is not known here\n")
+    assert runner.invoke(horizon, ["profile", "list", "-o", "name"]).stdout == ""
+    assert runner.invoke(horizon, ["login", "gpubox:1", "--token-file", "-"], input="t\n").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [("INVALID_ARGUMENT", 2), ("FAILED_PRECONDITION", 2), ("PERMISSION_DENIED", 3), ("NOT_FOUND", 4), ("INTERNAL", 5)],
+)
+def test_exit_codes(run: Run, daemon: FakeDaemon, code: str, exit_code: int) -> None:
+    daemon.refuse("GetJob", code, "that went wrong", reason="R")
+    result = run("job", "get", "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "Error: that went wrong\n")
+
+
+def test_usage_errors_are_two(run: Run) -> None:
+    assert run("job", "nonsense").exit_code == 2
+    assert run("job", "get").exit_code == 2
+    assert run("job", "list", "-o", "xml").exit_code == 2
+    assert run("checkpoint", "pull", "job@soon", "--to", "x").exit_code == 2
+
+
+def test_nothing_configured_is_two(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon) -> None:
+    result = CliRunner().invoke(horizon, ["node", "status"])
+    assert result.exit_code == 2
+    assert "horizon login HOST:PORT" in result.stderr
+
+
+def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: FakeDaemon) -> None:
+    violations = [(f"line[{n}].text", f"line[{n}].text is empty") for n in range(149)]
+    daemon.refuse(
+        "GetJob",
+        "INVALID_ARGUMENT",
+        "150 rows\nare bad\x1b[31m",
+        reason="R",
+        violations=(("a", "too long"), *violations),
+    )
+    lines = run("job", "get", "x").stderr.splitlines()
+    assert lines[0] == "Error: 150 rows are bad[31m"  # no line break, no escape
+    assert lines[1:3] == ["  a: too long", "  line[0].text is empty"]
+    assert len(lines) == 102
+    assert lines[-1] == "  ... and 50 more"
+
+
+@pytest.fixture
+def rows(run: Run) -> Path:
+    """A dataset file in the working folder."""
+    path = Path("train.jsonl")
+    path.write_text('{"question": "1+1?", "answer": "2"}\n' * 3)
+    return path
+
+
+def test_dataset_life(run: Run, rows: Path) -> None:
+    pushed = run(
+        "dataset",
+        "push",
+        "train.jsonl",
+        "--name",
+        "sums",
+        "--map",
+        "prompt=question",
+        "completion=answer",
+        "-o",
+        "json",
+    )
+    assert pushed.exit_code == 0, pushed.stderr
+    answer = json.loads(pushed.stdout)
+    assert answer["dataset"]["field_map"] == {"prompt": "question", "completion": "answer"}
+    assert answer["sent_bytes"] == rows.stat().st_size
+    assert "sent 108 B of 108 B" in pushed.stderr
+    again = run("dataset", "push", "train.jsonl", "-o", "name")
+    assert (again.stdout, again.stderr.splitlines()[-1]) == ("train\n", "sent 0 B of 108 B")
+    assert run("dataset", "list", "-o", "name").stdout == "sums\ntrain\n"
+    assert yaml.safe_load(run("dataset", "get", "sums", "-o", "yaml").stdout)["num_rows"] == 7
+    assert run("dataset", "delete", "sums").stdout == "deleted dataset sums\n"
+    assert run("dataset", "get", "sums").exit_code == 4
+
+
+def test_dataset_list_walks_all_pages(run: Run, daemon: FakeDaemon) -> None:
+    for n in range(7):
+        daemon.datasets[f"d{n}"] = dataset_pb2.Dataset(name=f"d{n}", dataset_id=str(n))
+    assert run("dataset", "list", "-o", "name").stdout.split() == [f"d{n}" for n in range(7)]
+    assert run("dataset", "list", "-o", "name", "--limit", "3").stdout.split() == ["d0", "d1", "d2"]
+
+
+def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    rows.write_text('{"a": 1}\n{"a": 1\n')
+    result = run("dataset", "push", "train.jsonl", "--name", "x")
+    assert result.exit_code == 2
+    assert "Error: train.jsonl, line 2: not JSON" in result.stderr
+    assert daemon.calls == []
+
+
+def test_preview_marks_the_trained_part(run: Run) -> None:
+    result = run("dataset", "preview", "sums", "--model", "tiny", "--rows", "1")
+    assert "--- row 1: 5 tokens, 1 trained ---\nQ: 1+1?[[ 2]]" in result.stdout
+
+
+def _job_yaml(**fields: Any) -> str:
+    Path("job.yaml").write_text(yaml.safe_dump({"name": "first", "model": "tiny", "dataset": "sums", **fields}))
+    return "job.yaml"
+
+
+def test_submit_pushes_local_files_first(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    result = run("job", "submit", _job_yaml(dataset="./train.jsonl"), "--set", "train.learning_rate=1e-5", "-o", "name")
+    assert (result.exit_code, result.stdout) == (0, "job-1\n")
+    spec = daemon.jobs["job-1"].spec
+    assert (spec.dataset, spec.train.learning_rate) == ("train", 1e-5)
+    assert daemon.datasets["train"].state == dataset_pb2.DATASET_STATE_READY
+    assert "pushing the dataset train.jsonl" in result.stderr
+
+
+def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    daemon.datasets["train"] = dataset_pb2.Dataset(name="train", dataset_id="other")
+    assert run("job", "submit", _job_yaml(dataset="./train.jsonl")).exit_code == 0
+    assert daemon.jobs["job-1"].spec.dataset.startswith("train-")
+    assert len(daemon.jobs["job-1"].spec.dataset) == len("train-") + 8
+
+
+def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    Path("sums").write_text("not data")
+    daemon.datasets["sums"] = dataset_pb2.Dataset(name="sums", dataset_id="ds")
+    assert run("job", "submit", _job_yaml()).exit_code == 0
+    assert daemon.jobs["job-1"].spec.dataset == "sums"
+    assert "WriteBlob" not in daemon.calls
+
+
+def test_malformed_spec_uploads_nothing(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    result = run("job", "submit", _job_yaml(dataset="./train.jsonl", trian={}))
+    assert result.exit_code == 2
+    assert "trian is not a field of the job spec; known here: name" in result.stderr
+    assert daemon.calls == []
+
+
+def test_spec_from_stdin_and_no_push(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    text = "name: n\nmodel: m\ndataset: train.jsonl\n"
+    assert run("job", "submit", "-", "--no-push", stdin=text).exit_code == 0
+    assert daemon.jobs["job-1"].spec.dataset == "train.jsonl"
+
+
+def test_same_request_id_is_one_job(run: Run, daemon: FakeDaemon) -> None:
+    ids = {run("job", "submit", _job_yaml(), "--request-id", "r", "-o", "name").stdout for _ in range(2)}
+    assert ids == {"job-1\n"}
+
+
+def test_plan(run: Run) -> None:
+    result = run("job", "plan", _job_yaml())
+    assert result.exit_code == 0
+    assert "weights     4.0 KiB   512 B" in result.stdout
+    assert "1,024 parameters, computed on host: it fits" in result.stdout
+    assert json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]["fits"] is True
+
+
+def test_steering(run: Run, daemon: FakeDaemon) -> None:
+    daemon.add_job(job_pb2.JobSpec(name="first"), job_pb2.JOB_STATE_RUNNING)
+    assert "PAUSED" in run("job", "pause", "first").stdout
+    assert "QUEUED" in run("job", "resume", "first").stdout
+    assert run("job", "pause", "first").exit_code == 2
+    assert json.loads(run("job", "set-priority", "first", "-5", "-o", "json").stdout)["spec"]["priority"] == -5
+    assert run("job", "cancel", "first", "-o", "name").stdout == "job-1\n"
+    assert run("job", "list", "--state", "cancelled", "-o", "name").stdout == "job-1\n"
+    assert run("job", "list", "--state", "running", "-o", "name").stdout == ""
+
+
+def test_tables_fit_eighty_columns(run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(3):
+        daemon.add_job(job_pb2.JobSpec(name="a-very-long-name-" * 4 + str(n)), job_pb2.JOB_STATE_QUEUED)
+    monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: 80)
+    lines = run("job", "list").stdout.splitlines()
+    assert lines[0].split()[:3] == ["ID", "NAME", "STATE"]
+    assert max(map(len, lines)) <= 80
+    assert "job-1" in lines[1]
+
+
+def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: str) -> None:
+    result = run("job", "watch", "first")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert lines[0] == "RUNNING: on the device"
+    assert lines[1].startswith("step 1/10  loss 1.0000  grad_norm 0.000  lr 0.00e+00  100 tok/s")
+    assert lines[-3].startswith("step 10/10  loss 0.1000")  # quick steps are thinned out, the last one is not
+    assert lines[-2:] == ["SUCCEEDED", "first (job-1) SUCCEEDED after 10 of 10 steps"]
+    assert "overlap 50%" in lines[1]
+
+
+def test_watch_as_json_lines(run: Run, finished_job: str) -> None:
+    events = [json.loads(line) for line in run("job", "watch", finished_job, "-o", "json").stdout.splitlines()]
+    assert [e["sequence"] for e in events] == list(range(1, 13))
+    steps = [e for e in events if e["event"] == "step"]
+    assert [e["loss"] for e in steps] == [1 / n for n in range(1, 11)]
+
+
+@pytest.mark.parametrize("state", [job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_CANCELLED])
+def test_watch_of_a_job_that_failed_is_one(run: Run, daemon: FakeDaemon, finished_job: str, state: Any) -> None:
+    daemon.jobs[finished_job].state = state
+    daemon.jobs[finished_job].message = "killed at the memory limit"
+    daemon.events[-1].state.state = state
+    result = run("job", "watch", finished_job)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].endswith(": killed at the memory limit")
+
+
+def test_submit_and_watch_keeps_stdout_for_the_id(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.requests["r"] = finished_job.encode()
+    spec = "name: first\nmodel: m\ndataset: d\n"
+    result = run("job", "submit", "-", "--watch", "--request-id", "r", "-o", "name", stdin=spec)
+    assert (result.exit_code, result.stdout) == (0, "job-1\n")
+    assert "step 10/10" in result.stderr
+
+
+def test_loss_that_is_not_a_number_stays_json(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.events[1].step.loss = math.nan
+    first_step = run("job", "watch", finished_job, "-o", "json").stdout.splitlines()[1]
+    assert json.loads(first_step, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_logs_are_the_bytes(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.log = b"epoch 1\nepoch \xff 2\n"
+    assert run("job", "logs", finished_job).stdout_bytes == daemon.log
+
+
+def test_pull(run: Run, daemon: FakeDaemon) -> None:
+    daemon.add_checkpoint(10, {"config.json": b"{}", "trainer/state.json": b"{}"}, last=True)
+    result = run("checkpoint", "pull", "job-1@last", "--to", "out")
+    assert (result.exit_code, result.stdout) == (0, "step 10 of job-1 is in out (2 B received)\n")
+    assert Path("out/config.json").read_bytes() == b"{}"
+    assert run("checkpoint", "list", "job-1", "-o", "name").stdout == "job-1@10\n"
+    assert run("checkpoint", "pull", "job-1@11", "--to", "out").exit_code == 4
+    assert run("checkpoint", "delete", "job-1@10").exit_code == 0
+    assert run("checkpoint", "delete", "job-1").exit_code == 2
+
+
+def test_version(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(run("version", "-o", "json").stdout)["server"] == "9.9"
+    monkeypatch.delenv("HORIZON_SERVER")
+    before_login = run("version")
+    assert before_login.exit_code == 0
+    assert "not configured" in before_login.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script(shell: str) -> None:
+    assert "_HORIZON_COMPLETE" in CliRunner().invoke(horizon, ["completion", shell]).stdout
+
+
+def test_server_that_is_away_is_five(run: Run, daemon: FakeDaemon) -> None:
+    daemon.stop()
+    result = run("job", "cancel", "x")  # not made again by itself, so it ends at once
+    assert result.exit_code == 5
+    assert "nothing listens there; is the daemon running" in result.stderr
+
+
+def _interrupt(daemon: FakeDaemon, *args: str, when: bytes) -> tuple[int, str]:
+    """Run the real command, send SIGINT once `when` was printed, return exit code and all that was printed."""
+    code = "import sys; from horizon_client.cli import main; sys.argv[0] = 'horizon'; main()"
+    environment = {**os.environ, "HORIZON_SERVER": daemon.address, "HORIZON_TOKEN": TOKEN}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *args], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        printed = b""
+        while when not in printed:
+            line = process.stdout.readline()
+            assert line, printed
+            printed += line
+        process.send_signal(signal.SIGINT)
+        printed += process.stdout.read()
+        return process.wait(10), printed.decode()
+
+
+def test_interrupted_watch_says_how_to_come_back(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.events, daemon.never_ending = daemon.events[:3], True
+    code, printed = _interrupt(daemon, "job", "watch", "first", when=b"step 1/10")
+    assert code == 130
+    assert printed.endswith("the job runs on; watch it again with: horizon job watch job-1\n")
+    assert "Traceback" not in printed
+
+
+def test_interrupted_push_says_how_to_go_on(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+    daemon.hanging.add("FinalizeDataset")
+    code, printed = _interrupt(daemon, "dataset", "push", "train.jsonl", when=b"the server checks")
+    assert code == 130
+    assert "the same command goes on from there" in printed
+    assert "Traceback" not in printed
