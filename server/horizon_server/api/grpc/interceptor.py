@@ -114,28 +114,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     ) -> AsyncIterator[None]:
         started = time.perf_counter()
         code = "OK"
+        failure: HorizonError | None = None
         try:
             async with self._streams.one() if is_stream else nullcontext():
                 _principal.set(await self._authenticate(metadata))
                 yield
         except HorizonError as error:
-            code = grpc_status(error)
+            code, failure = grpc_status(error), error
             if code == "INTERNAL":
                 _log.error("%s failed: %s", method, error.message)
-            if requests is not None:
-                await requests.read_out(refused=True)
-            await context.abort(*told(error, metadata_bytes(metadata)))
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets a status and the log gets the traceback
-            code = "INTERNAL"
-            if requests is not None:
-                await requests.read_out(refused=True)
-            await context.abort(*told(_bug(method, error)))
+            code, failure = "INTERNAL", _bug(method, error)
         finally:
             service, _, name = method.strip("/").partition("/")
             self._observe(service, name, code, time.perf_counter() - started)
+        if failure is not None:
+            if requests is not None:
+                await requests.read_out(refused=True)
+            await context.abort(*told(failure, metadata_bytes(metadata)))
 
     async def _authenticate(self, metadata: Mapping[str, str | bytes]) -> Principal:
         value = metadata.get("authorization", "")
