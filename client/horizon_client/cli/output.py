@@ -93,7 +93,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
 def details(pairs: Sequence[tuple[str, str]]) -> str:
     """Return one fact a line, values aligned."""
     width = max(len(label) for label, _ in pairs) + len(_GAP)
-    return "\n".join(f"{label + ':':<{width}}{clean(value)}".rstrip() for label, value in pairs)
+    return "\n".join(f"{label + ':':<{width}}{clean(value) or '-'}" for label, value in pairs)
 
 
 def terminal_width() -> int | None:

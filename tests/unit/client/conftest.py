@@ -136,6 +136,7 @@ class FakeDaemon:
         self.read_offsets: list[int] = []
         self.never_ending = False
         self.address = ""
+        self.tls: tuple[bytes, bytes] | None = None
         self._port = 0
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: None)
@@ -187,7 +188,11 @@ class FakeDaemon:
         model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(self), server)
         checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(self), server)
         node_pb2_grpc.add_NodeServiceServicer_to_server(_Node(self), server)
-        self._port = server.add_insecure_port(f"127.0.0.1:{self._port}")
+        if self.tls is None:
+            self._port = server.add_insecure_port(f"127.0.0.1:{self._port}")
+        else:
+            credentials = grpc.ssl_server_credentials([self.tls])
+            self._port = server.add_secure_port(f"127.0.0.1:{self._port}", credentials)
         self.address = f"127.0.0.1:{self._port}"
         await server.start()
         self._server = server
