@@ -55,6 +55,7 @@ class ModelShape:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
+    softcaps_attention: bool
     tied: bool
 
     @classmethod
@@ -78,6 +79,8 @@ class ModelShape:
             num_key_value_heads=_size(text, "num_key_value_heads", default=num_heads),
             head_dim=_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
             max_position_embeddings=_size(text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS),
+            # A soft cap on the scores rules out fused attention, so that the scores are kept.
+            softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=_is_tied(config, names),
         )
 
