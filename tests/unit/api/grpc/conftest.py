@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import shutil
@@ -29,6 +30,7 @@ from horizon_server.accounts.principal import Principal, require_visible
 from horizon_server.accounts.service import Accounts
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.services import Services
+from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.service import DatasetService
@@ -167,6 +169,19 @@ class FakeJobs:
         self.kept = [CheckpointRecord(job_id="job_1", step=20, files=entries, created_s=1.75e9, last=True)]
 
 
+class RoomDisk(SystemDisk):
+    """The real disk, with room for so many bytes more where `room` is set."""
+
+    room: int | None = None
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.room is not None:
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(descriptor, data)
+
+
 class Caller:
     """One user's stubs; every call carries their token."""
 
@@ -266,7 +281,8 @@ class World:
             _, tokens[name] = await accounts.create_token(name, lifetime_s=None)
         self.tokens = tokens
         requests = Requests()
-        self.store = BlobStore(root)
+        self.disk = RoomDisk()
+        self.store = BlobStore(root, disk=self.disk)
         uploads = Uploads(
             self.store,
             BlobReferences(self.database),

@@ -15,6 +15,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from horizon_proto.v1 import blob_pb2, dataset_pb2, dataset_pb2_grpc
+from horizon_server.blobs.manifest import BlobRef
+from horizon_server.blobs.store import BlobStore
 
 CONTENT = random.Random(1).randbytes(2 * 2**20 + 11)
 REF = blob_pb2.BlobRef(sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
@@ -146,18 +148,47 @@ async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any,
         assert await asyncio.get_running_loop().run_in_executor(thread, blocking) == (True, "INVALID_ARGUMENT")
 
 
-async def test_a_client_that_waits_to_be_accepted_learns_of_a_refusal_before_it_sends_data(world: Any) -> None:
-    async def opened(offset: int) -> Any:
-        call = world.ann.stubs["datasets"].WriteBlob(metadata=world.ann.metadata, timeout=20)
-        await call.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, offset=offset)))
-        await call.initial_metadata()
-        return call
+async def opened(caller: Any, offset: int = 0) -> Any:
+    """An upload stream whose sender waits to be accepted before sending data."""
+    call = caller.stubs["datasets"].WriteBlob(metadata=caller.metadata, timeout=20)
+    await call.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, offset=offset)))
+    await call.initial_metadata()
+    return call
 
-    refused = await opened(7)
+
+async def test_a_full_disk_is_told_and_the_upload_goes_on_when_there_is_room(world: Any) -> None:
+    world.disk.room = 2**20
+    with pytest.raises(grpc.aio.AioRpcError, match="disk is full") as caught:
+        await world.ann.write(CONTENT)
+    assert reason(caught) == ("RESOURCE_EXHAUSTED", "DISK_FULL")
+    assert detail(caught.value, error_details_pb2.RetryInfo).retry_delay.seconds > 0
+    world.disk.room = None
+    committed = (await world.ann.status(CONTENT)).committed_bytes
+    assert (await world.ann.write(CONTENT[committed:], committed, ref=REF)).complete
+
+
+async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
+    call = await opened(world.ann)
+    await call.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=CONTENT[: 2**20])))
+    part = world.root / "uploads" / "ann" / f"{REF.sha256}-{REF.size_bytes}.part"
+    async with asyncio.timeout(5):
+        while part.stat().st_size < 2**20:  # noqa: ASYNC110  # the bytes come through the network
+            await asyncio.sleep(0.005)
+    await world.server.stop(5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert reason(caught) == ("UNAVAILABLE", "DRAINING")
+    assert (
+        await BlobStore(world.root).status("ann", BlobRef(sha256=REF.sha256, size_bytes=REF.size_bytes))
+    ).committed_bytes == 2**20
+
+
+async def test_a_client_that_waits_to_be_accepted_learns_of_a_refusal_before_it_sends_data(world: Any) -> None:
+    refused = await opened(world.ann, 7)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await refused
     assert reason(caught) == ("INVALID_ARGUMENT", "INVALID_UPLOAD")
-    accepted = await opened(0)
+    accepted = await opened(world.ann)
     assert not accepted.done()
     for start in range(0, len(CONTENT), 2**20):
         await accepted.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=CONTENT[start:][: 2**20])))
@@ -201,6 +232,11 @@ async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, cha
 
 async def test_admins_touch_all_and_viewers_look_only(world: Any, chats: bytes) -> None:
     theirs = await world.ann.push("chats", {"a.jsonl": chats})
+    others = await world.bob.push("chats", {"a.jsonl": chats})
+    with pytest.raises(grpc.aio.AioRpcError, match="several users have a dataset named chats") as caught:
+        await world.root_user.call("datasets", "GetDataset", dataset_pb2.GetDatasetRequest(name="chats"))
+    assert theirs.dataset_id in str(caught.value.details())
+    await world.root_user.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name=others.dataset_id))
     for caller in (world.root_user, world.eve):
         got = await caller.call("datasets", "GetDataset", dataset_pb2.GetDatasetRequest(name="chats"))
         assert got.dataset.dataset_id == theirs.dataset_id
