@@ -76,15 +76,16 @@ class TransferView:
         bar.update(self._task, completed=progress.done_bytes, total=total)
 
     def _line(self, progress: Progress) -> None:
+        """Print at once where bytes travel or the server works; local reading only where it takes long."""
         now = time.monotonic()
         is_new_phase = progress.phase != self._phase
+        if is_new_phase:
+            self._phase, self._last_line_at = progress.phase, now
+        is_due = now - self._last_line_at >= _PLAIN_INTERVAL_S
         is_end = 0 < progress.total_bytes == progress.done_bytes
-        if progress.phase in ("check", "hash") and not is_new_phase and now - self._last_line_at < _PLAIN_INTERVAL_S:
-            return
-        if not (is_new_phase or is_end or now - self._last_line_at >= _PLAIN_INTERVAL_S):
-            return
-        self._phase, self._last_line_at = progress.phase, now
-        click.echo(_sentence(progress), err=True)
+        if is_due or (progress.phase not in ("check", "hash") and (is_new_phase or is_end)):
+            self._last_line_at = now
+            click.echo(_sentence(progress), err=True)
 
 
 def _sentence(progress: Progress) -> str:
