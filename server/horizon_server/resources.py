@@ -10,7 +10,8 @@ from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
 from horizon_server.datasets.rows import DataFile
-from horizon_server.datasets.service import DatasetRecord, DatasetService
+from horizon_server.datasets.records import DatasetRecord
+from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall
 from horizon_server.models.service import ModelService

@@ -10,11 +10,12 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -246,9 +247,8 @@ def _print_figures(figures: dict[str, Any], proof: dict[str, Any]) -> None:
         click.echo(f"  {name:<20} {value}")
 
 
-def _mean(values: Iterator[float] | Any) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def _say(text: str) -> None:
