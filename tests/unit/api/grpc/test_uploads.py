@@ -246,6 +246,7 @@ async def test_admins_touch_all_and_viewers_look_only(world: Any, chats: bytes) 
         world.eve.status(chats),
         world.eve.missing({"a.jsonl": chats}),
         world.eve.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="chats")),
+        world.eve.call("datasets", "FinalizeDataset", dataset_pb2.FinalizeDatasetRequest(dataset_id="chats")),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await action
