@@ -12,6 +12,7 @@ from torch import Tensor
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
+from horizon_server.store.ledger import ModelShape, plan_memory
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -106,3 +107,29 @@ def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
     assert h2d.exposed_s >= 0.9 * (h2d.busy_s - slow.compute_s - d2h.exposed_s) > 0
     assert slow.overlap_ratio < 0.9
     assert fast.transfer["h2d"].exposed_s < h2d.exposed_s
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_the_ledger_knows_what_the_device_will_hold(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack(documents(60, 50)), pack(documents(100, 10))]
+    planned = plan_memory(
+        model.template.layout,
+        model=ModelShape.from_config(model.config.to_dict()),
+        tokens_per_step=220,
+        sequence_length=110,
+        device_kind="host",
+        grad_bytes=4,
+    ).device
+
+    held = start(model).trainer.train_step(rows).device_memory
+
+    for component in ("weights", "gradients", "activations"):
+        assert held[component] == planned[component]
+    assert held["workspace"] == pytest.approx(planned["workspace"], rel=0.1)

@@ -19,7 +19,6 @@ from horizon_server.engine.device.protocol import Device, DirectionUse
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.loss import chunk_tokens
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.model_flops import FlopsCount
@@ -30,6 +29,7 @@ from horizon_server.engine.template import Template
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ledger import logits_chunk_tokens
 
 _STATE_VERSION = 1
 
@@ -73,7 +73,7 @@ class Trainer:
             device,
             self._stream,
             self._sink,
-            head_chunk_tokens=config.head_chunk_tokens or chunk_tokens(template.vocab_size),
+            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size),
         )
         self._flops = FlopsCount(
             template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_name

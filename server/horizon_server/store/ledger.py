@@ -35,6 +35,9 @@ _FP32 = 4
 _BF16 = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES = 32 << 20
+_MIN_CHUNK_TOKENS = 256
+"""Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
+_MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
 
 
@@ -76,7 +79,10 @@ def plan_memory(
         "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
         "activations": _activation_elements(model, tokens_per_step) * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
-        + max(_layer_saved_elements(model, row_tokens) * element_bytes, _head_saved_elements(model) * _FP32),
+        + max(
+            _layer_saved_elements(model, row_tokens) * element_bytes,
+            _head_saved_elements(model, tokens_per_step) * _FP32,
+        ),
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     on_host = device if device_kind == "host" else dict.fromkeys(device, 0)
@@ -94,8 +100,8 @@ def plan_memory(
 
 
 def logits_chunk_tokens(vocab_size: int) -> int:
-    """Tokens of one logits chunk: the engine's own rule, which keeps a chunk near 32 MiB."""
-    return max(64, min(4096, _CHUNK_BYTES // (_FP32 * vocab_size)))
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk near 32 MiB within sane bounds."""
+    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES // (_FP32 * vocab_size)))
 
 
 def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
@@ -131,9 +137,9 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     return per_token * row_tokens
 
 
-def _head_saved_elements(model: ModelShape) -> int:
+def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
     """What autograd keeps of one logits chunk: its log-probabilities and three hidden states."""
-    return logits_chunk_tokens(model.vocab_size) * (model.vocab_size + 3 * model.hidden_size)
+    return min(tokens_per_step, logits_chunk_tokens(model.vocab_size)) * (model.vocab_size + 3 * model.hidden_size)
 
 
 def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
@@ -148,7 +154,8 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     largest_weight = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
     layer_elements = _layer_saved_elements(model, row_tokens) + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
-    head_elements = (4 * logits_chunk_tokens(model.vocab_size) + model.hidden_size) * model.vocab_size
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
     calls = _call_bytes(model, row_tokens, tokens_per_step, _FP32)
