@@ -14,7 +14,7 @@ from horizon_client.progress import OnNotice
 AnswerT = TypeVar("AnswerT")
 
 
-async def follow(
+async def followed(
     reopen: Callable[[], AsyncIterator[AnswerT]],
     is_over: Callable[[], Awaitable[bool]],
     *,

@@ -11,7 +11,7 @@ from horizon_client.connection import Connection
 from horizon_client.conversion import event_from_message, from_message
 from horizon_client.datasets import AsyncDatasets
 from horizon_client.errors import InvalidRequest, Violation
-from horizon_client.following import follow
+from horizon_client.following import followed
 from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
 from horizon_client.local_inputs import LocalInputs, load_job_spec
 from horizon_client.models import AsyncModels
@@ -116,7 +116,7 @@ class AsyncJobs:
             current = await self.get(job_id)
             return current.ended and (ended or current.last_sequence <= last_sequence)
 
-        async for answer in follow(
+        async for answer in followed(
             reopen, is_over, retry=self._connection.stream_retry, on_notice=on_notice, what=f"the watch of {job_id}"
         ):
             if answer.event.sequence <= last_sequence:
@@ -132,25 +132,25 @@ class AsyncJobs:
         *,
         attempt: int = 0,
         offset: int = 0,
-        follow_log: bool = False,
+        follow: bool = False,
         on_notice: OnNotice = ignore_notice,
     ) -> AsyncIterator[bytes]:
         """Yield the log of a job's worker from byte `offset` on; `attempt` 0 is the newest.
 
-        `follow_log` goes on until the attempt has ended.
+        `follow` goes on until the attempt has ended.
         """
         stub, current = self._stub(), await self.get(job)
         number = attempt or current.attempt
         at = offset
 
         def reopen() -> AsyncIterator[job_pb2.GetJobLogsResponse]:
-            request = job_pb2.GetJobLogsRequest(job_id=current.job_id, attempt=number, offset=at, follow=follow_log)
+            request = job_pb2.GetJobLogsRequest(job_id=current.job_id, attempt=number, offset=at, follow=follow)
             return self._connection.stream(stub.GetJobLogs, request, stall_s=None)
 
         async def is_over() -> bool:
             return True
 
-        async for answer in follow(
+        async for answer in followed(
             reopen, is_over, retry=self._connection.stream_retry, on_notice=on_notice, what="the log"
         ):
             new = answer.data[max(at - answer.offset, 0) :]

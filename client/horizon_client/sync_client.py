@@ -206,12 +206,12 @@ class Jobs:
         *,
         attempt: int = 0,
         offset: int = 0,
-        follow_log: bool = False,
+        follow: bool = False,
         on_notice: OnNotice = ignore_notice,
     ) -> Iterator[bytes]:
         """Yield the log of a job's worker."""
         return self._loop.iterate(
-            self._inner.logs(job, attempt=attempt, offset=offset, follow_log=follow_log, on_notice=on_notice)
+            self._inner.logs(job, attempt=attempt, offset=offset, follow=follow, on_notice=on_notice)
         )
 
     def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:

@@ -169,7 +169,7 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
     out = sys.stdout.buffer
     is_terminal = sys.stdout.isatty()
     try:
-        for piece in client.jobs.logs(job_id, attempt=attempt, follow_log=follow, on_notice=notice):
+        for piece in client.jobs.logs(job_id, attempt=attempt, follow=follow, on_notice=notice):
             out.write(_printable(piece) if is_terminal else piece)
             out.flush()
     except KeyboardInterrupt:

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from horizon_client.connection import RetryPolicy
@@ -52,22 +51,17 @@ class Refusal(Exception):
         super().__init__(sentence)
         self.code, self.sentence = code, sentence
         status = status_pb2.Status(code=code.value[0], message=sentence)
-        details: list[Any] = []
         if reason:
-            details.append(error_details_pb2.ErrorInfo(reason=reason, domain="horizon"))
+            status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="horizon"))
         if violations:
             bad_request = error_details_pb2.BadRequest()
             for field, description in violations:
                 bad_request.field_violations.add(field=field, description=description)
-            details.append(bad_request)
+            status.details.add().Pack(bad_request)
         if retry_after_s:
             retry = error_details_pb2.RetryInfo()
             retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
-            details.append(retry)
-        for detail in details:
-            packed = any_pb2.Any()
-            packed.Pack(detail)
-            status.details.append(packed)
+            status.details.add().Pack(retry)
         self.trailing = (("grpc-status-details-bin", status.SerializeToString()),)
 
 
