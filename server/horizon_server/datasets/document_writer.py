@@ -6,25 +6,28 @@ Owns the folder's layout, as the engine reads it. Must not know how documents we
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import json
+import mmap
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from horizon_server.datasets.tensor_file import TensorSource, write_tensor_file
 from horizon_server.datasets.tokenization import Document
 from horizon_server.errors import DiskFull
+from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
 
 TOKENS_FILE = "tokens.safetensors"
 REPORT_FILE = "report.json"
 
-_COPY_BYTES = 4 * 1024 * 1024
-_PLANES = {"input_ids": ("I32", 4), "trained": ("U8", 1), "document_starts": ("I64", 8)}
+# Wide elements first, so that each plane stays aligned in the file.
+_PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DocumentWriter:
@@ -51,11 +54,13 @@ class DocumentWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for stream in self._raw.values():
-            stream.close()
+            # What could not be written is thrown away anyway.
+            with contextlib.suppress(OSError):
+                stream.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
             raise DiskFull(
-                f"no space left for the prepared dataset under {self._target.parent}; free some and retry"
+                f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
             ) from error
 
     def add(self, document: Document) -> None:
@@ -73,25 +78,20 @@ class DocumentWriter:
         for stream in self._raw.values():
             stream.close()
         lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
-        tensors = [
-            TensorSource(name=name, dtype=dtype, shape=(lengths[name],), chunks=_read(self._folder / f"{name}.raw"))
-            for name, (dtype, _) in _PLANES.items()
-        ]
-        write_tensor_file(self._folder / TOKENS_FILE, tensors)
+        tensors = [_plane(self._folder / f"{name}.raw", name, lengths[name]) for name in _PLANES]
+        write_sharded(self._folder, "tokens", tensors, shard_bytes=sys.maxsize, on_bytes=lambda _: None)
         for name in _PLANES:
             (self._folder / f"{name}.raw").unlink()
-        with (self._folder / REPORT_FILE).open("w", encoding="ascii") as report_file:
-            json.dump(report, report_file, indent=2)
-            report_file.flush()
-            os.fsync(report_file.fileno())
-        _sync_folder(self._folder)
+        (self._folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="ascii")
+        for path in (self._folder / TOKENS_FILE, self._folder / REPORT_FILE, self._folder):
+            _sync(path)
         try:
             self._folder.rename(self._target)
         except OSError as error:
             # Another child has prepared the same request meanwhile: equal content, as the name is its key.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        _sync_folder(self._target.parent)
+        _sync(self._target.parent)
 
     def _append(self, plane: str, content: bytes) -> None:
         self._raw[plane].write(content)
@@ -104,14 +104,16 @@ def _little_endian(code: str, values: object) -> bytes:
     return bytes(elements.tobytes())
 
 
-def _read(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        while chunk := stream.read(_COPY_BYTES):
-            yield chunk
+def _plane(path: Path, name: str, length: int) -> TensorBytes:
+    def load() -> memoryview:
+        with path.open("rb") as stream:
+            return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+
+    return TensorBytes(name=name, dtype=_PLANES[name], shape=(length,), size_bytes=path.stat().st_size, load=load)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -91,7 +91,7 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> Dat
     Raises: InvalidData when no format or more than one fits, NotAvailableYet when the one is not read by this version.
     """
     fitting = [name for name, fields in _FIELDS.items() if _fits(fields, columns, field_map)]
-    shown = ", ".join(sorted(columns)[:12]) or "none"
+    shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "none"
     if len(fitting) > 1:
         raise InvalidData(
             f"the columns ({shown}) fit the formats {' and '.join(fitting)}; say which one with --format {fitting[0]}"

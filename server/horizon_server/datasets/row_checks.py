@@ -67,7 +67,7 @@ def _check_message(path: str, message: object) -> list[Problem]:
     if isinstance(weight, bool) or weight not in (0, 1):
         problems.append((f"{path}.weight", f"is {_shown(weight)}; it must be 0 or 1"))
     problems += [
-        (f"{path}.{key}", f"is not understood by this version; a message holds {', '.join(_MESSAGE_KEYS)}")
+        (f"{path}.{key:.40}", f"is not understood by this version; a message holds {', '.join(_MESSAGE_KEYS)}")
         for key in message
         if key not in _MESSAGE_KEYS
     ]
@@ -111,7 +111,7 @@ def _check_string(path: str, value: object) -> list[Problem]:
 
 
 def _missing(column: str, columns: Mapping[str, Any]) -> Problem:
-    shown = ", ".join(sorted(columns)[:12]) or "no columns"
+    shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "no columns"
     return (column, f"is missing (the line has {shown}); add it or name another column with --map")
 
 

@@ -87,7 +87,7 @@ class RowTokenizer:
         try:
             return self._render_checked(row)
         except InvalidData as error:
-            return [_violation(row, f"cannot be rendered: {error.message}")]
+            return [_violation(row, f"cannot be rendered: {error.message:.400}")]
 
     def _render_checked(self, row: Row) -> _RenderedRow:
         template = self._codec.chat_template

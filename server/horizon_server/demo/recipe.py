@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from horizon_server.datasets.tensor_file import TensorSource, write_tensor_file
 from horizon_server.demo.chats import demo_chats
+from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
 
 DEMO_DATASET_FILE = "lab-box-chats.jsonl"
 
@@ -26,19 +26,19 @@ DEMO_SPEC: dict[str, Any] = {
     "name": "demo",
     "method": "sft",
     "train": {
-        "max_steps": 150,
+        "max_steps": 80,
         "sequence_length": 256,
         "tokens_per_step": 1024,
         "learning_rate": 2e-3,
         "lr_schedule": "cosine",
-        "warmup_steps": 10,
+        "warmup_steps": 8,
         "weight_decay": 0.0,
         "betas": [0.9, 0.98],
         "max_grad_norm": 1.0,
         "seed": 0,
         "train_on": "assistant",
     },
-    "checkpoint": {"every_steps": 75, "keep_last": 1},
+    "checkpoint": {"every_steps": 40, "keep_last": 1},
 }
 """The job that the demo submits, but for the names of the model and the dataset it pushed."""
 
@@ -110,7 +110,7 @@ def write_demo_model(folder: Path, seed: int = 0) -> Path:
     _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="ascii")
     (folder / "tokenizer.json").write_text(_trained_tokenizer().to_str(pretty=False), encoding="utf-8")
-    write_tensor_file(folder / "model.safetensors", _weights(seed))
+    write_sharded(folder, "model", _weights(seed), on_bytes=lambda _: None)
     return folder
 
 
@@ -138,15 +138,15 @@ def _trained_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _weights(seed: int) -> list[TensorSource]:
-    sources = []
+def _weights(seed: int) -> list[TensorBytes]:
+    tensors = []
     for index, (name, shape) in enumerate(_shapes().items()):
         if len(shape) == 1:
             values = np.ones(shape, dtype=np.float32)
         else:
             values = np.random.default_rng((seed, index)).standard_normal(shape, dtype=np.float32) * _INIT_STD
-        sources.append(TensorSource(name=name, dtype="BF16", shape=shape, chunks=[_bfloat16_bytes(values)]))
-    return sources
+        tensors.append(_bfloat16_tensor(name, values))
+    return tensors
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
@@ -170,11 +170,12 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (_HIDDEN,)}
 
 
-def _bfloat16_bytes(values: NDArray[np.float32]) -> bytes:
+def _bfloat16_tensor(name: str, values: NDArray[np.float32]) -> TensorBytes:
     bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
     # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    return rounded.astype("<u2").tobytes()
+    raw = memoryview(rounded.astype("<u2").tobytes())
+    return TensorBytes(name=name, dtype="BF16", shape=values.shape, size_bytes=raw.nbytes, load=lambda: raw)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -286,6 +286,19 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
+    (tmp_path / "request.json").write_text(request.to_json())
+    # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
+    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.prepare {tmp_path}/request.json"
+    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
+    end = decode(done.stdout.splitlines()[-1])
+    assert (done.returncode, end.outcome, end.reason) == (1, "failed", "DISK_FULL")
+    assert "no space left under" in end.message
+    assert list((tmp_path / "work").iterdir()) == []
+
+
 def test_formats_of_later_versions_are_refused(demo_model: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", {"input_ids": [1, 2], "labels": [1, 2]})
     with pytest.raises(NotAvailableYet, match="format tokens is not read"):
