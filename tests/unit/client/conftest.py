@@ -46,7 +46,7 @@ class Refusal(Exception):
         *,
         reason: str = "",
         violations: tuple[tuple[str, str], ...] = (),
-        retry_after_s: float = 0.0,
+        retry_after_s: int = 0,
     ) -> None:
         super().__init__(sentence)
         self.code, self.sentence = code, sentence
@@ -60,7 +60,7 @@ class Refusal(Exception):
             status.details.add().Pack(bad_request)
         if retry_after_s:
             retry = error_details_pb2.RetryInfo()
-            retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
+            retry.retry_delay.FromSeconds(retry_after_s)
             status.details.add().Pack(retry)
         self.trailing = (("grpc-status-details-bin", status.SerializeToString()),)
 
@@ -76,10 +76,8 @@ class Blobs:
 
     def status(self, ref: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
         arrived = self.contents.get(ref.sha256)
-        committed = len(arrived) if arrived is not None else 0
-        return blob_pb2.BlobStatus(
-            blob=ref, committed_bytes=committed, complete=arrived is not None and committed == ref.size_bytes
-        )
+        committed = len(arrived) if arrived is not None else -1
+        return blob_pb2.BlobStatus(blob=ref, committed_bytes=max(committed, 0), complete=committed == ref.size_bytes)
 
     def missing(self, refs: Any) -> list[blob_pb2.BlobStatus]:
         return [status for status in map(self.status, refs) if not status.complete]
@@ -142,9 +140,9 @@ class FakeDaemon:
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
 
     def stop(self) -> None:
-        if self._server is not None:
-            asyncio.run_coroutine_threadsafe(self._server.stop(None), self._loop).result(10)
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            asyncio.run_coroutine_threadsafe(server.stop(None), self._loop).result(10)
 
     def close(self) -> None:
         self.stop()
@@ -409,9 +407,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
         self._job(request.job_id)
         cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
         sent = 0
-        for event in self.d.events:
-            if event.sequence <= request.after_sequence:
-                continue
+        for event in (event for event in self.d.events if event.sequence > request.after_sequence):
             if cut_after is not None and sent == cut_after:
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
             yield job_pb2.WatchJobResponse(event=event)

@@ -115,6 +115,13 @@ def test_retry_info_is_respected() -> None:
     assert backoff.wait_s(Unavailable("much later", retry_after_s=11.0)) is None
 
 
+def test_retry_info_of_the_server_arrives(client: Client, daemon: FakeDaemon) -> None:
+    daemon.refuse("CancelJob", "UNAVAILABLE", "draining", reason="DRAINING", retry_after_s=7)
+    with pytest.raises(Unavailable) as caught:
+        client.jobs.cancel("x")
+    assert caught.value.retry_after_s == 7.0
+
+
 def test_backoff_grows_and_forgets() -> None:
     policy = RetryPolicy(max_attempts=100, first_wait_s=1.0, longest_wait_s=8.0, max_elapsed_s=1000)
     backoff = Backoff(policy)
