@@ -406,12 +406,10 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
     async def WatchJob(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self._job(request.job_id)
         cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
-        sent = 0
-        for event in (event for event in self.d.events if event.sequence > request.after_sequence):
-            if cut_after is not None and sent == cut_after:
+        for sent, event in enumerate(e for e in self.d.events if e.sequence > request.after_sequence):
+            if sent == cut_after:
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
             yield job_pb2.WatchJobResponse(event=event)
-            sent += 1
         if self.d.never_ending:
             await asyncio.Event().wait()
 
