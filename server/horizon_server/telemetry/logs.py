@@ -18,6 +18,9 @@ from structlog.types import EventDict, Processor
 
 HIDDEN = "[hidden]"
 
+_CHATTY = ("alembic", "uvicorn", "asyncio")
+"""Libraries whose info lines tell an operator nothing; they are heard from warning on, or when the level is debug."""
+
 _SECRET_KEY = re.compile(r"authorization|secret|password|cookie|private_?key|(^|[_-])token$", re.IGNORECASE)
 _HARMLESS_KEYS = frozenset({"page_token", "next_page_token"})
 _BEARER = re.compile(r"\b(bearer)(\s+|%20)[^\s\"',;)}\]]+", re.IGNORECASE)
@@ -35,7 +38,7 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.stdlib.PositionalArgumentsFormatter(),
-        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time" if json else "timestamp"),
         structlog.processors.StackInfoRenderer(),
     ]
     # Secrets go last before rendering: a traceback becomes text first and is searched like any other value.
@@ -55,6 +58,8 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else max(logging.WARNING, root.level))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -21,6 +21,8 @@ def _restored() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    for name in ("alembic", "uvicorn", "asyncio"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
@@ -79,6 +81,24 @@ def test_counts_of_tokens_are_no_secret() -> None:
     structlog.get_logger().info("step", num_tokens=512, tokens_per_second=3.5, page_token="abc", step=1)
     (line,) = _lines(stream)
     assert (line["num_tokens"], line["tokens_per_second"], line["page_token"]) == (512, 3.5, "abc")
+
+
+@pytest.mark.parametrize(("level", "heard"), [("info", ["bad"]), ("debug", ["chatter", "bad"])])
+def test_libraries_are_heard_when_it_matters(level: str, heard: list[str]) -> None:
+    stream = io.StringIO()
+    configure_logging(level, True, stream)
+    logging.getLogger("uvicorn.error").info("chatter")
+    logging.getLogger("uvicorn.error").warning("bad")
+    assert [line["event"] for line in _lines(stream)] == heard
+
+
+def test_text_lines_start_with_the_time() -> None:
+    stream = io.StringIO()
+    configure_logging("info", False, stream)
+    structlog.get_logger("jobs").info("ready", port=7)
+    assert stream.getvalue().startswith("20")
+    assert "ready" in stream.getvalue()
+    assert "port=7" in stream.getvalue()
 
 
 def test_configuring_twice_writes_each_line_once() -> None:

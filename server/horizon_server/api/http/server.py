@@ -45,7 +45,7 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=False,
+        access_log=False,  # the metrics count requests, and a log would hold every path that somebody tried
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=tls.certificate if tls else None,
