@@ -21,7 +21,7 @@ _NAME = re.compile(r"\b(?:horizon|grpc_server|http_request|process)_\w+")
 _SELECTOR_LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
 _SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
-# What INTERFACES promises; a rename breaks dashboards that are not ours.
+# What was promised to users: a rename breaks dashboards that are not ours.
 PROMISED = """
 horizon_build_info{version} horizon_jobs{state} horizon_job_queue_wait_seconds{} horizon_job_transitions_total{to,reason}
 horizon_host_memory_bytes{job_id,component} horizon_host_memory_planned_bytes{job_id,component} horizon_host_memory_limit_bytes{}
