@@ -55,6 +55,14 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         raise
 
 
+def remove_unfinished(parent: Path) -> list[str]:
+    """Remove what killed writers left in `parent`, and return the names. Nobody may be writing there."""
+    unfinished = sorted(path for path in parent.glob(f".*{PARTIAL_SUFFIX}") if path.is_dir())
+    for path in unfinished:
+        shutil.rmtree(path)
+    return [path.name for path in unfinished]
+
+
 def _require_space(target: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(target.parent).free
     if free_bytes < needed_bytes:

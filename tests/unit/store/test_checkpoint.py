@@ -22,7 +22,7 @@ from horizon_server.store.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from horizon_server.store.durable_folder import durable_folder
+from horizon_server.store.durable_folder import durable_folder, remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import record_file
 from horizon_server.store.model_folder import open_model_folder
@@ -252,3 +252,9 @@ def test_what_a_killed_writer_left_is_no_checkpoint_and_is_replaced(make_model: 
     assert not is_complete(left)
     save_checkpoint(trained_store(make_model()), tmp_path / "c", source=make_model(), trainer_state={})
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_killed_writers_left_can_be_removed(saved: Path) -> None:
+    (saved.parent / ".step-18.partial" / "trainer").mkdir(parents=True)
+    assert remove_unfinished(saved.parent) == [".step-18.partial"]
+    assert list(saved.parent.iterdir()) == [saved] and is_complete(saved)
