@@ -114,12 +114,19 @@ def _read_toml(config: Path | None) -> dict[str, Any]:
         raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
 
 
+_CHILD_ENVIRONMENT = {
+    # No hub is ever asked: what is not on this node is refused.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+    "PYTHONUNBUFFERED": "1",
+    # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+}
+
+
 def child_environment() -> dict[str, str]:
-    """Return the environment of child processes: the daemon's own, with hubs switched off and no secrets of the daemon's settings."""
+    """Return the environment of child processes: the daemon's own, without the daemon's settings, and with hubs switched off."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZOND_")}
-    return kept | {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "true",
-        "PYTHONUNBUFFERED": "1",
-    }
+    return kept | _CHILD_ENVIRONMENT
