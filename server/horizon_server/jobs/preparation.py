@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -45,6 +46,9 @@ class Preparation:
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
         if not self._stopped and not call.target.is_dir():
+            # One preparation runs at a time, so whatever is half-made here was left by one that was killed.
+            for leftover in call.target.parent.glob("*.tmp-*"):
+                await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
             path = log.with_name("preparation.json")
             path.write_text(call.request, "utf-8")
             await self._run_child(path, log, environment, tell)
