@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.jobs.job import JobPlan
 from horizon_server.jobs.node import HostMemory
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import (
     StoreLayout,
-    build_layout,
-    parameter_shapes,
     plane_sizes,
-    read_safetensors_headers,
 )
 from horizon_server.store.ledger import MemoryPlan, ModelShape, plan_memory
+from horizon_server.store.model_folder import open_model_folder
 from horizon_server.store.planes import create_memory_file
 
 GRAD_DTYPE_BYTES = 4
@@ -97,7 +94,8 @@ class Planner:
     def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout]:
         if spec.device == "cuda":
             raise InvalidSpec("device: cuda is not available in this version; use device: host or auto")
-        model, layout = _read_model(folder)
+        found = open_model_folder(folder)
+        model, layout = found.shape, found.layout
         if spec.train.sequence_length > model.max_position_embeddings:
             longest = model.max_position_embeddings
             raise InvalidSpec(
@@ -154,18 +152,6 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
-
-
-def _read_model(folder: Path) -> tuple[ModelShape, StoreLayout]:
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidModel(f"{folder.name}/config.json cannot be read as JSON: {error}") from error
-    model = ModelShape.from_config(config)
-    layout = build_layout(
-        parameter_shapes(read_safetensors_headers(folder)), num_layers=model.num_hidden_layers, tied=model.tied
-    )
-    return model, layout
 
 
 def _gib(num_bytes: int) -> str:

@@ -29,6 +29,7 @@ from horizon_server.events import (
 from horizon_server.jobs.checkpoint_folder import CheckpointFolder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.durable_folder import remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.channel import EventWriter, Order, Orders
 from horizon_server.worker.request import WorkerRequest
@@ -50,6 +51,8 @@ class Training:
         self._orders = orders
         self._num_input_tokens_seen = 0
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
+        if self._checkpoints.path.is_dir():
+            remove_unfinished(self._checkpoints.path)
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         template = Template.from_folder(request.model)
