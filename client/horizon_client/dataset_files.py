@@ -1,4 +1,4 @@
-"""Which local files make a dataset, and the fast checks before a byte is sent: UTF-8, JSON, the first bad line.
+"""Which local files make a dataset, and the fast checks before a byte is sent: UTF-8, JSON, the bad lines.
 
 The server validates every row; this only saves the upload of a file that it would refuse anyway. Knows no template and no tokenizer.
 """
@@ -21,6 +21,7 @@ from horizon_client.progress import PIECE_BYTES, OnProgress, Progress, in_pieces
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
+_MAX_VIOLATIONS = 100
 _MAX_JSON_BYTES = 64 * 2**20
 """A JSON array is checked here up to this size: the parser needs it whole in memory."""
 
@@ -52,7 +53,7 @@ async def check_dataset_files(files: Sequence[SourceFile], on_progress: OnProgre
     """Read the text files through once.
 
     Raises:
-        BadFile: naming the file and the first bad line.
+        BadFile: naming the file and its bad lines, the first 100 of them as violations.
     """
     total = sum(file.size_bytes for file in files)
     done = 0
@@ -112,15 +113,21 @@ def _open(path: Path) -> BinaryIO:
 
 def _jsonl(path: Path, file: BinaryIO) -> Iterator[int]:
     since_yield = 0
+    found: list[Violation] = []
+    total = 0
     for number, line in enumerate(file, start=1):
         problem = _row_problem(line, first=number == 1)
         if problem:
-            sentence = f"{path}, line {number}: {problem}"
-            raise BadFile(sentence, violations=[Violation(field=f"line[{number}]", description=problem)])
+            total += 1
+            if len(found) < _MAX_VIOLATIONS:
+                found.append(Violation(field=f"line[{number}]", description=f"line {number}: {problem}"))
         since_yield += len(line)
         if since_yield >= PIECE_BYTES:
             yield since_yield
             since_yield = 0
+    if found:
+        more = f" (the first of {total} bad lines)" if total > 1 else ""
+        raise BadFile(f"{path}, {found[0].description}{more}", violations=found)
     yield since_yield
 
 
@@ -142,15 +149,20 @@ def _row_problem(line: bytes, *, first: bool) -> str | None:
 
 def _utf8(path: Path, file: BinaryIO) -> Iterator[int]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
+    line, offset = 1, 0
     while True:
         piece = file.read(PIECE_BYTES)
+        pending = len(decoder.getstate()[0])
         try:
             line_breaks = decoder.decode(piece, final=not piece).count("\n")
         except UnicodeDecodeError as error:
-            line += piece[: max(error.start, 0)].count(b"\n")
-            raise BadFile(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
+            line += error.object[: error.start].count(b"\n")
+            at = offset - pending + error.start
+            raise BadFile(
+                f"{path}, line {line}: not UTF-8 text at byte offset {at} of the file; save the file as UTF-8"
+            ) from error
         line += line_breaks
+        offset += len(piece)
         if not piece:
             return
         yield len(piece)

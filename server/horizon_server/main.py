@@ -27,6 +27,7 @@ from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
+from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.job import JobRecord
@@ -240,9 +241,12 @@ async def _chores(settings: Settings, parts: Parts) -> None:
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
         if loop.time() >= next_expiry_s:
             next_expiry_s = loop.time() + _EXPIRY_EVERY_S
-            await parts.services.datasets.sweep(settings.upload_expiry_s)
-            await parts.services.models.sweep(settings.upload_expiry_s)
-            await parts.services.blobs.sweep(settings.upload_expiry_s)
+            try:
+                await parts.services.datasets.sweep(settings.upload_expiry_s)
+                await parts.services.models.sweep(settings.upload_expiry_s)
+                await parts.services.blobs.sweep(settings.upload_expiry_s)
+            except (HorizonError, OSError):
+                log.exception("half uploads could not be removed")
         await asyncio.sleep(_MEMORY_EVERY_S)
 
 

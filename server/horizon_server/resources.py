@@ -8,9 +8,15 @@ from pathlib import Path
 
 from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
-from horizon_server.datasets.rows import DataFile
+from horizon_server.datasets.preparation import (
+    PrepareOptions,
+    PrepareRequest,
+    is_prepared,
+    preparation_key,
+    tokenizer_digest,
+)
 from horizon_server.datasets.records import DatasetRecord
+from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall
@@ -109,4 +115,4 @@ class PreparationRecipes:
             options=options,
             num_rows=dataset.num_rows,
         )
-        return PreparationCall(target=target, request=request.to_json())
+        return PreparationCall(target=target, is_whole=is_prepared(target), request=request.to_json())

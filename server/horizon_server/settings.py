@@ -83,6 +83,9 @@ class Settings(BaseSettings):
         return self.state_dir / "horizon.db"
 
 
+_UNKNOWN_KEY = f"there is no such setting; known: {', '.join(sorted(Settings.model_fields))}"
+
+
 def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     """Return the settings: `flags` that are not None, then the environment, then the TOML file, then defaults.
 
@@ -96,7 +99,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        violations = [FieldViolation(field=".".join(map(str, e["loc"])), description=e["msg"]) for e in error.errors()]
+        violations = [
+            FieldViolation(
+                field=".".join(map(str, e["loc"])),
+                description=_UNKNOWN_KEY if e["type"] == "extra_forbidden" else e["msg"],
+            )
+            for e in error.errors()
+        ]
         where = f" (from {config}, HORIZOND_{violations[0].field.upper()} or its flag)" if config else ""
         raise BadSetting(
             f"setting {violations[0].field}: {violations[0].description}{where}", violations=violations

@@ -27,7 +27,34 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "two optimizer threads": ({}, {"optimizer_threads": 2}),
     "a slow link": ({"link_bytes_per_s": 20e6}, {}),
+    "offloaded inputs": ({}, {"activation_placement": "host"}),
+    "offloaded inputs, poison": ({"poison_on_free": True}, {"activation_placement": "host"}),
+    "offloaded inputs, delays, poison and three slots": (
+        {"max_delay_s": 0.002, "delay_seed": 3, "poison_on_free": True},
+        {"activation_placement": "host", "num_weight_slots": 3, "num_gradient_slots": 3},
+    ),
+    "offloaded inputs, delays and one slot": (
+        {"max_delay_s": 0.002, "delay_seed": 4},
+        {"activation_placement": "host", "num_weight_slots": 1, "num_gradient_slots": 1},
+    ),
+    "offloaded inputs over a slow link": ({"link_bytes_per_s": 20e6}, {"activation_placement": "host"}),
+    "room made ahead": ({"poison_on_free": True}, {"tokens_per_step": 64, "activation_placement": "host"}),
 }
+
+
+IN_BACKWARD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two slots": ({}, {}),
+    "one slot": ({}, {"num_weight_slots": 1, "num_gradient_slots": 1}),
+    "delays, poison and three slots": (
+        {"max_delay_s": 0.002, "delay_seed": 5, "poison_on_free": True},
+        {"num_weight_slots": 3, "num_gradient_slots": 3},
+    ),
+    "delays, poison and offloaded inputs": (
+        {"max_delay_s": 0.002, "delay_seed": 6, "poison_on_free": True},
+        {"activation_placement": "host"},
+    ),
+}
+ThreeSteps = Callable[..., tuple[list[float], dict[str, Tensor]]]
 
 
 @pytest.fixture
@@ -36,30 +63,35 @@ def three_steps(
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Callable[[list[Tensor]], MicroBatch],
-) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+) -> ThreeSteps:
     """Runs three steps of a five-layer model; returns losses with norms, and every plane."""
 
     def run_them(
-        architecture: str, device: dict[str, Any], options: dict[str, Any]
+        architecture: str,
+        device: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        grad_dtype: torch.dtype | None = torch.float32,
     ) -> tuple[list[float], dict[str, Tensor]]:
         model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
-        run = start(model, device=HostDevice(num_threads=1, **device), **options)
+        store = model.store(grad_dtype=grad_dtype)
+        run = start(model, store=store, device=HostDevice(num_threads=1, **device), **options)
         numbers = []
         for step in range(3):
             rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
             report = run.trainer.train_step(rows)
+            assert report.skipped is None
             numbers += [report.loss, report.grad_norm]
         run.trainer.flush()
-        return numbers, {plane: run.store.plane(plane).clone() for plane in PLANES}
+        planes = PLANES if grad_dtype is not None else PLANES[:-1]
+        return numbers, {plane: run.store.plane(plane).clone() for plane in planes}
 
     return run_them
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_pipeline_and_timing_do_not_change_a_bit(
-    architecture: str, variant: str, three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]]
-) -> None:
+def test_pipeline_and_timing_do_not_change_a_bit(architecture: str, variant: str, three_steps: ThreeSteps) -> None:
     numbers, planes = three_steps(architecture, {}, {})
     device, options = VARIANTS[variant]
 
@@ -68,3 +100,18 @@ def test_pipeline_and_timing_do_not_change_a_bit(
     assert other_numbers == numbers
     for plane in PLANES:
         assert torch.equal(other_planes[plane], planes[plane]), f"plane {plane} differs"
+
+
+@pytest.mark.parametrize("variant", IN_BACKWARD)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_updating_in_backward_gives_the_bits_of_the_deferred_update(
+    architecture: str, variant: str, three_steps: ThreeSteps
+) -> None:
+    device, options = IN_BACKWARD[variant]
+    numbers, planes = three_steps(architecture, {}, {"max_grad_norm": None})
+
+    other_numbers, other_planes = three_steps(architecture, device, {**options, "max_grad_norm": None}, grad_dtype=None)
+
+    assert other_numbers == numbers
+    for plane, bits in other_planes.items():
+        assert torch.equal(bits, planes[plane]), f"plane {plane} differs"

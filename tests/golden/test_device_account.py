@@ -12,7 +12,7 @@ from torch import Tensor
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.store.ledger import ModelShape, plan_memory
+from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -35,6 +35,39 @@ def test_only_the_layer_inputs_grow_with_depth(
     num_tokens, hidden_size, fp32_bytes = 101, 32, 4
     assert peaks[8]["activations"] == (8 + 2) * num_tokens * hidden_size * fp32_bytes
     assert peaks[2]["activations"] == (2 + 2) * num_tokens * hidden_size * fp32_bytes
+
+
+def test_nothing_on_the_device_grows_with_depth_when_inputs_are_offloaded(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    rows = [pack(documents(40, 30)), pack(documents(31))]
+    reports = {}
+    for depth in (2, 8):
+        run = start(tiny_model("llama", num_hidden_layers=depth), activation_placement="host")
+        run.trainer.train_step(rows)
+        reports[depth] = run.trainer.train_step(rows)
+
+    assert reports[8].device_memory == reports[2].device_memory
+    num_tokens, hidden_size, fp32_bytes = 101, 32, 4
+    assert reports[8].device_memory["activations"] == 3 * num_tokens * hidden_size * fp32_bytes
+    assert reports[8].host_memory["activations"] == 7 * reports[2].host_memory["activations"]
+    # Seven of eight inputs go down and come up again; the last is still there.
+    for direction in ("h2d", "d2h"):
+        grown = reports[8].transfer[direction].bytes - reports[2].transfer[direction].bytes
+        layers = grown - 6 * num_tokens * hidden_size * fp32_bytes
+        assert layers % (6 * fp32_bytes) == 0 and layers > 0
+
+
+def test_a_single_layer_has_nothing_to_offload(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, rows = tiny_model("llama", num_hidden_layers=1), [pack(documents(20)), pack(documents(9))]
+    kept, offloaded = start(model), start(model, activation_placement="host")
+
+    one, other = kept.trainer.train_step(rows), offloaded.trainer.train_step(rows)
+
+    assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+    assert one.transfer["h2d"].bytes == other.transfer["h2d"].bytes
 
 
 def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
@@ -109,9 +142,13 @@ def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
     assert fast.transfer["h2d"].exposed_s < h2d.exposed_s
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("grad_bytes", [4, 0])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_the_ledger_knows_what_the_device_will_hold(
+def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
+    grad_bytes: int,
+    placement: ActivationPlacement,
     tiny_model: Callable[..., TinyModel],
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
@@ -119,17 +156,31 @@ def test_the_ledger_knows_what_the_device_will_hold(
 ) -> None:
     model = tiny_model(architecture)
     rows = [pack(documents(60, 50)), pack(documents(100, 10))]
-    planned = plan_memory(
+    plan = plan_memory(
         model.template.layout,
         model=ModelShape.from_config(model.config.to_dict()),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",
-        grad_bytes=4,
-    ).device
+        grad_bytes=grad_bytes,
+        activation_placement=placement,
+    )
+    store = model.store(grad_dtype=torch.float32 if grad_bytes else None)
+    run = start(
+        model,
+        store=store,
+        activation_placement=placement,
+        tokens_per_step=220,
+        max_grad_norm=1.0 if grad_bytes else None,
+    )
 
-    held = start(model).trainer.train_step(rows).device_memory
+    report = run.trainer.train_step(rows)
 
+    held, on_host = report.device_memory, report.host_memory
     for component in ("weights", "gradients", "activations"):
-        assert held[component] == planned[component]
-    assert held["workspace"] == pytest.approx(planned["workspace"], rel=0.1)
+        assert held[component] == plan.device[component]
+    assert held["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)
+    for component in ("weights", "moments", "gradients"):
+        assert on_host[component] == plan.host[component]
+    assert on_host.get("activations", 0) == plan.host["activations"] - plan.device["activations"]
+    assert on_host["staging"] == plan.host["staging"] - plan.device["weights"] - plan.device["gradients"]

@@ -177,6 +177,78 @@ def test_a_nan_among_the_weights_skips_the_step(
         assert torch.equal(before[plane].view(torch.uint8), run.store.plane(plane).view(torch.uint8))
 
 
+def test_in_backward_a_loss_that_is_not_finite_touches_nothing(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("llama")
+    good = model.weights["model.layers.1.mlp.up_proj.weight"].clone()
+    model.weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    store = model.store(grad_dtype=None)
+    run = start(model, store=store, max_grad_norm=None)
+    before = copy_planes(store)
+
+    report = run.trainer.train_step(step_rows(0))
+    run.trainer.flush()
+
+    assert report.skipped == "non_finite_gradient"
+    for plane in WEIGHTS_AND_MOMENTS:
+        assert torch.equal(before[plane].view(torch.uint8), store.plane(plane).view(torch.uint8))
+    assert run.trainer.state()["num_updates"] == 0
+    store.write_master("model.layers.1.mlp.up_proj.weight", good)
+    assert run.trainer.train_step(step_rows(0)).skipped is None
+
+
+def test_in_backward_units_from_the_first_infinite_gradient_on_keep_their_weights_and_the_report_says_so(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("llama", rms_norm_eps=1e-30)
+    model.weights["model.embed_tokens.weight"] *= 1e-30
+    store = model.store(grad_dtype=None)
+    run = start(model, store=store, max_grad_norm=None, lr_schedule="constant")
+    before = copy_planes(store)
+
+    report = run.trainer.train_step(step_rows(0))
+    run.trainer.flush()
+
+    assert report.skipped == "partly_non_finite_gradient"
+    assert report.loss == pytest.approx(4.56, abs=0.2)
+    units = model.template.layout.units
+    touched = []
+    for unit in units:
+        part = slice(unit.offset, unit.offset + unit.num_elements)
+        touched.append(not torch.equal(before["exp_avg"][part], store.plane("exp_avg")[part]))
+        for plane in WEIGHTS_AND_MOMENTS:
+            assert touched[-1] or torch.equal(before[plane][part], store.plane(plane)[part])
+        assert store.plane("exp_avg")[part].isfinite().all()
+    assert touched[-1] and not touched[0]
+    assert touched == sorted(touched), "units are updated from the head down to the first that is not finite"
+    assert run.trainer.state() == {"version": 1, "step": 1, "num_updates": 1, "num_skipped": 1}
+
+
+def test_a_restored_run_that_updates_in_backward_continues_bit_for_bit(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("qwen3")
+    straight = start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
+    losses = [straight.trainer.train_step(step_rows(step)).loss for step in range(4)]
+    straight.trainer.flush()
+
+    first = start(model, store=model.store(grad_dtype=None), max_grad_norm=None)
+    for step in range(2):
+        first.trainer.train_step(step_rows(step))
+    state, planes = first.trainer.state(), copy_planes(first.store)
+    store = model.store(grad_dtype=None)
+    for name, plane in planes.items():
+        store.plane(name).copy_(plane)
+    second = start(model, store=store, max_grad_norm=None, activation_placement="host")
+    second.trainer.restore(state)
+    resumed = [second.trainer.train_step(step_rows(step)).loss for step in range(2, 4)]
+    second.trainer.flush()
+
+    assert resumed == losses[2:]
+    assert_same_planes(copy_planes(second.store), copy_planes(straight.store))
+
+
 def test_a_step_without_targets_is_skipped(
     tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
 ) -> None:

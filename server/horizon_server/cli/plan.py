@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,22 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     return 0 if job_plan.fits else 1
 
 
+class _SpecLoader(yaml.SafeLoader):
+    """Takes 1e-5 for a number, as JSON and everybody but YAML 1.1 does."""
+
+
+_SpecLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+"), list("+-.0123456789")
+)
+
+
 def _read_spec(path: Path) -> Any:
     try:
         text = path.read_text("utf-8")
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_SpecLoader)  # noqa: S506
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InvalidSpec(f"{path}{line}: not YAML: {error.problem}") from error
     except FileNotFoundError as error:
         raise NotFound(f"{path} does not exist") from error
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -18,12 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from horizon_server.datasets.preparation import REPORT_FILE, TOKENS_FILE
 from horizon_server.datasets.tokenization import Document
 from horizon_server.errors import DiskFull
 from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
-
-TOKENS_FILE = "tokens.safetensors"
-REPORT_FILE = "report.json"
 
 # Wide elements first, so that each plane stays aligned in the file.
 _PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}

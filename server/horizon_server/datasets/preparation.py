@@ -21,6 +21,9 @@ from horizon_server.errors import InvalidModel, InvalidSpec
 PREPARATION_VERSION = 1
 """Raised whenever the same request would give other tokens or masks, so that no old result is found again."""
 
+TOKENS_FILE = "tokens.safetensors"
+REPORT_FILE = "report.json"
+
 METHODS = ("sft", "pretrain")
 TRAIN_ON = ("assistant", "last-assistant", "all")
 
@@ -123,6 +126,11 @@ def preparation_key(dataset_digest: str, tokenizer_digest: str, options: Prepare
         "options": options.to_mapping(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether the folder is there with all its files."""
+    return all((folder / name).is_file() for name in (TOKENS_FILE, REPORT_FILE))
 
 
 def tokenizer_digest(model_dir: Path) -> str:

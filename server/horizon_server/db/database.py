@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import alembic.command
 import alembic.config
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
+
+from horizon_server.errors import BadSetting, DiskFull
 
 BUSY_TIMEOUT_MS = 10_000
 """How long a call waits for another process (`horizond user add`) to finish its write."""
@@ -33,8 +37,20 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Migrate the file at `path` to the newest schema, creating it when missing, and open it."""
-        await asyncio.to_thread(migrate, path)
+        """Migrate the file at `path` to the newest schema, creating it when missing, and open it.
+
+        Raises:
+            BadSetting: when the file cannot be made, or is no database.
+            DiskFull: when there is no space for it.
+        """
+        try:
+            with _told_when_full():
+                await asyncio.to_thread(migrate, path)
+        except (OSError, DBAPIError) as error:
+            why = error.orig if isinstance(error, DBAPIError) else error.strerror
+            raise BadSetting(
+                f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir"
+            ) from error
         engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
         event.listen(engine.sync_engine, "connect", _configure)
         event.listen(engine.sync_engine, "begin", _begin)
@@ -42,10 +58,15 @@ class Database:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
-        """A write transaction: committed at the end of the block, rolled back when it raises."""
-        async with self._writing, self._sessions() as session, session.begin():
-            await session.connection(execution_options={"immediate": True})
-            yield session
+        """A write transaction: committed at the end of the block, rolled back when it raises.
+
+        Raises:
+            DiskFull: when there is no space to write; nothing of the block is kept.
+        """
+        with _told_when_full():
+            async with self._writing, self._sessions() as session, session.begin():
+                await session.connection(execution_options={"immediate": True})
+                yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
@@ -56,6 +77,23 @@ class Database:
     async def close(self) -> None:
         """Give every connection back."""
         await self._engine.dispose()
+
+
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
+"""What SQLite answers where the disk has no room: for the journal, the file, or the index of the journal."""
+
+
+@contextmanager
+def _told_when_full() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlite_errorcode", None) not in _FULL:
+            raise
+        raise DiskFull(
+            "the node's disk is full, so the daemon can note nothing; free space there, then try again",
+            retry_after_s=60.0,
+        ) from error
 
 
 def _configure(connection: DBAPIConnection, _record: object) -> None:

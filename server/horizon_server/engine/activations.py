@@ -1,64 +1,233 @@
-"""Recompute points: the input of every layer, for all tokens of a step, in one block of device memory.
+"""Recompute points: the input of every layer, for all tokens of a step, kept on the device or offloaded to the host.
 
-Owns that block and the gradient of the hidden state beside it. Must not know layers or queues.
+Owns that memory, the gradient of the hidden state beside it, and the copies that offloading takes. Must not know layers.
+
+The schedule tells what it does with the input of each (layer, micro-batch): `before_write`, `produced`, `await_input`, `consumed`.
+Both placements give the same bits; they differ in where the memory is and what crosses the link.
 
 Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidden size.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.store.ledger import ACTIVATION_ALIGN_ELEMENTS, ActivationPlacement
+
+__all__ = ["ActivationPlacement", "Activations", "DeviceActivations", "OffloadedActivations", "make_activations"]
 
 
-class Activations:
-    """Room for L + 1 hidden states (layer inputs and the last output) and one gradient, N tokens each.
+class Activations(Protocol):
+    """Hidden states of a step: layer inputs 0 to L - 1, the last output L, and one gradient.
 
     It grows to the largest step seen and then stays, so that a run in its stride allocates nothing.
     """
 
-    def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        self._device, self._num_layers, self._hidden_size = device, num_layers, hidden_size
-        self._block: Tensor | None = None
-        self._capacity_tokens = 0
-        self._num_tokens = 0
-
     @property
     def capacity_tokens(self) -> int:
-        """Tokens a step may have before the block grows."""
-        return self._capacity_tokens
+        """Tokens a step may have before the memory grows."""
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for a step. The queues must be idle.
+        """Make room for a step, and forget the last one. The queues must be idle.
 
         Raises:
             DoesNotFit: the device's memory limit would be exceeded.
         """
-        self._num_tokens = num_tokens
-        if num_tokens <= self._capacity_tokens:
-            return
-        self.close()
-        num_elements = (self._num_layers + 2) * num_tokens * self._hidden_size
-        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
-        self._capacity_tokens = num_tokens
 
     def layer_input(self, index: int) -> Tensor:
-        """The input of layer `index`; index L is the last layer's output. Shapes: [N, D]."""
-        return self._plane(index)
+        """The device memory of the input of layer `index`; index L is the last layer's output. Shapes: [N, D]."""
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of the hidden state, wherever backward stands. Shapes: [N, D]."""
-        return self._plane(self._num_layers + 1)
+
+    def before_write(self, index: int, span: slice) -> None:
+        """Compute is about to write some tokens of a layer's input: let it wait until their memory is free."""
+
+    def produced(self, index: int, span: slice) -> None:
+        """Compute has written some tokens of a layer's input, which backward will want again."""
+
+    def await_input(self, index: int, span: slice) -> None:
+        """Compute is about to recompute from some tokens of a layer's input: let it wait until they are there."""
+
+    def consumed(self, index: int, span: slice) -> None:
+        """Backward is done with some tokens of a layer's input."""
 
     def close(self) -> None:
-        """Give the block back. The queues must be idle."""
-        if self._block is not None:
-            self._device.free(self._block)
-        self._block, self._capacity_tokens = None, 0
+        """Give the memory back. The queues must be idle."""
 
-    def _plane(self, index: int) -> Tensor:
+
+def make_activations(
+    placement: ActivationPlacement, device: Device, *, num_layers: int, hidden_size: int
+) -> Activations:
+    """Activations kept where they are wanted."""
+    kind = DeviceActivations if placement == "device" else OffloadedActivations
+    return kind(device, num_layers=num_layers, hidden_size=hidden_size)
+
+
+class DeviceActivations:
+    """Everything stays on the device: L + 2 hidden states of N tokens, nothing crosses the link."""
+
+    def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
+        self._device, self._num_layers = device, num_layers
+        self._planes = _Planes(device, num_planes=num_layers + 2, hidden_size=hidden_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """See `Activations`."""
+        return self._planes.capacity_tokens
+
+    def reserve(self, num_tokens: int) -> None:
+        """See `Activations`."""
+        self._planes.reserve(num_tokens)
+
+    def layer_input(self, index: int) -> Tensor:
+        """See `Activations`."""
+        return self._planes.plane(index)
+
+    @property
+    def gradient(self) -> Tensor:
+        """See `Activations`."""
+        return self._planes.plane(self._num_layers + 1)
+
+    def before_write(self, index: int, span: slice) -> None:
+        """Every input has memory of its own."""
+
+    def produced(self, index: int, span: slice) -> None:
+        """It stays."""
+
+    def await_input(self, index: int, span: slice) -> None:
+        """It is there."""
+
+    def consumed(self, index: int, span: slice) -> None:
+        """Its memory waits for the next step."""
+
+    def close(self) -> None:
+        """See `Activations`."""
+        self._planes.close()
+
+
+class OffloadedActivations:
+    """Three hidden states on the device whatever the depth: two that layers read and write in turn, and the gradient.
+
+    An input leaves for host memory as soon as it is produced and has until the layer after the next to be gone; in backward it
+    comes back into the same memory while the layer behind it is recomputed. The last layer's input is still there when backward
+    begins, so L - 1 inputs cross the link, once in each direction.
+    """
+
+    def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
+        self._device, self._num_layers, self._hidden_size = device, num_layers, hidden_size
+        self._planes = _Planes(device, num_planes=3, hidden_size=hidden_size)
+        self._host: Tensor | None = None
+        self._gone: dict[tuple[int, int], Event] = {}
+        self._back: dict[tuple[int, int], Event] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """See `Activations`."""
+        return self._planes.capacity_tokens
+
+    def reserve(self, num_tokens: int) -> None:
+        """See `Activations`."""
+        self._gone.clear()
+        self._back.clear()
+        if num_tokens > self.capacity_tokens:
+            self.close()
+        self._planes.reserve(num_tokens)
+        if self._host is None:
+            stride = self._host_stride
+            self._host = self._device.allocate_host(
+                "activations", (self._num_layers - 1) * stride, self._device.compute_dtype, piece_elements=stride
+            )
+
+    def layer_input(self, index: int) -> Tensor:
+        """See `Activations`: the inputs of every other layer share their memory."""
+        return self._planes.plane(index % 2)
+
+    @property
+    def gradient(self) -> Tensor:
+        """See `Activations`."""
+        return self._planes.plane(2)
+
+    def before_write(self, index: int, span: slice) -> None:
+        """See `Activations`: what lies there must have left for the host."""
+        event = self._gone.get((index - 2, span.start))
+        if event is not None:
+            self._device.compute.wait(event)
+            self._device.poison(self._device.compute, self.layer_input(index)[span])
+
+    def produced(self, index: int, span: slice) -> None:
+        """See `Activations`."""
+        if index >= self._num_layers - 1:
+            return
+        device = self._device
+        device.d2h.wait(device.compute.record())
+        device.download(self.layer_input(index)[span], self._host_part(index, span))
+        self._gone[index, span.start] = device.d2h.record()
+
+    def await_input(self, index: int, span: slice) -> None:
+        """See `Activations`."""
+        event = self._back.get((index, span.start))
+        if event is not None:
+            self._device.compute.wait(event)
+
+    def consumed(self, index: int, span: slice) -> None:
+        """See `Activations`: the memory is free for the input of the layer before the one behind."""
+        wanted, device = index - 2, self._device
+        if wanted < 0:
+            return
+        part = self.layer_input(index)[span]
+        device.poison(device.compute, part)
+        device.h2d.wait(device.compute.record())
+        device.upload(self._host_part(wanted, span), part)
+        self._back[wanted, span.start] = device.h2d.record()
+
+    def close(self) -> None:
+        """See `Activations`."""
+        self._planes.close()
+        if self._host is not None:
+            self._device.free_host(self._host)
+        self._host = None
+
+    @property
+    def _host_stride(self) -> int:
+        num_elements = self.capacity_tokens * self._hidden_size
+        return -(-num_elements // ACTIVATION_ALIGN_ELEMENTS) * ACTIVATION_ALIGN_ELEMENTS
+
+    def _host_part(self, index: int, span: slice) -> Tensor:
+        assert self._host is not None, "reserve comes first"
+        start = index * self._host_stride + span.start * self._hidden_size
+        num_elements = (span.stop - span.start) * self._hidden_size
+        return self._host[start : start + num_elements].view(-1, self._hidden_size)
+
+
+class _Planes:
+    """Equal hidden states in one block of device memory."""
+
+    def __init__(self, device: Device, *, num_planes: int, hidden_size: int) -> None:
+        self._device, self._num_planes, self._hidden_size = device, num_planes, hidden_size
+        self._block: Tensor | None = None
+        self._num_tokens = 0
+        self.capacity_tokens = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        if num_tokens <= self.capacity_tokens:
+            return
+        self.close()
+        num_elements = self._num_planes * num_tokens * self._hidden_size
+        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
+        self.capacity_tokens = num_tokens
+
+    def plane(self, index: int) -> Tensor:
         assert self._block is not None, "reserve comes first"
         plane_elements = self._num_tokens * self._hidden_size
         return self._block[index * plane_elements : (index + 1) * plane_elements].view(-1, self._hidden_size)
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._device.free(self._block)
+        self._block, self.capacity_tokens = None, 0

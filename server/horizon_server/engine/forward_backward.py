@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.activations import Activations
+from horizon_server.engine.activations import ActivationPlacement, make_activations
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
@@ -29,6 +29,7 @@ from horizon_server.engine.step_tokens import StepTokens
 from horizon_server.engine.template import LayerCall, Place, Template
 
 Enqueue = Callable[[Tensor], None]
+Accumulate = Callable[[Tensor], object]
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Pass:
     """What one pass over the units carries along. Thread: after the driver built it, compute's own."""
 
     tokens: StepTokens
-    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    loss: Tensor
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
 
@@ -55,25 +56,36 @@ class ForwardBackward:
         sink: GradientSink,
         *,
         head_chunk_tokens: int,
+        activation_placement: ActivationPlacement = "device",
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens = head_chunk_tokens
-        self._activations = Activations(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
+        self._activations = make_activations(
+            activation_placement, device, num_layers=template.num_layers, hidden_size=template.hidden_size
+        )
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit without growing the device's memory."""
         return self._activations.capacity_tokens
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for steps of so many tokens now. The queues must be idle.
+
+        Raises:
+            DoesNotFit: the device's memory limit would be exceeded.
+        """
+        self._activations.reserve(num_tokens)
+
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over the supervised tokens; when it returns, every unit's gradient is in the store."""
+        """Mean loss over the supervised tokens; when it returns, every unit's gradient is on the host."""
         current, layers = self._start(micro_batches), range(self._template.num_layers)
         self._sink.start_step()
         rows = UnitRequest(unit_index=0, rows_R=current.tokens.rows_R)
         self._drive(
             [
                 (rows, partial(self._enqueue_embed, current)),
-                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, i + 1)) for i in layers),
+                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_forward, current, i)) for i in layers),
                 (self._head_request, partial(self._enqueue_head_gradients, current)),
                 *(
                     (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_backward, current, i))
@@ -82,7 +94,8 @@ class ForwardBackward:
                 (rows, partial(self._enqueue_embed_backward, current)),
             ]
         )
-        return self._finish(current)
+        self._finish(current)
+        return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over the supervised tokens, without gradients."""
@@ -91,13 +104,14 @@ class ForwardBackward:
             [
                 (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
                 *(
-                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, 0))
+                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, 0, 0))
                     for i in range(self._template.num_layers)
                 ),
                 (self._head_request, partial(self._enqueue_head_loss, current)),
             ]
         )
-        return self._finish(current)
+        self._finish(current)
+        return self._sink.loss
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
@@ -105,11 +119,14 @@ class ForwardBackward:
         self._drive(
             [
                 (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
-                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, i + 1)) for i in layers),
+                *(
+                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, min(i, 1), 1))
+                    for i in layers
+                ),
             ]
         )
         self._finish(current)
-        inputs, outputs = self._activations.layer_input(0), self._activations.layer_input(len(layers))
+        inputs, outputs = self._activations.layer_input(0), self._activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
     def close(self) -> None:
@@ -123,33 +140,40 @@ class ForwardBackward:
     def _start(self, micro_batches: Sequence[MicroBatch]) -> _Pass:
         tokens = StepTokens.of(micro_batches, self._device)
         self._activations.reserve(tokens.num_tokens)
-        return _Pass(tokens=tokens)
+        return _Pass(tokens=tokens, loss=self._device.place(torch.zeros((), dtype=torch.float64)))
 
     def _drive(self, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
             enqueue(flat)
 
-    def _finish(self, current: _Pass) -> float:
+    def _finish(self, current: _Pass) -> None:
         # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
         self._device.compute.wait(self._device.d2h.record())
         self._device.compute.record().wait()
         self._device.raise_failure()
         self._device.charge("workspace", -current.call_bytes)
-        return float(current.loss)
 
     def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
         for index in range(len(current.tokens.spans)):
             self._device.compute.submit(partial(self._embed, current, index, flat))
 
-    def _enqueue_layer(self, current: _Pass, layer: int, output: int, flat: Tensor) -> None:
-        source = 0 if output == 0 else layer
+    def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
         for index in range(len(current.tokens.spans)):
             self._device.compute.submit(partial(self._layer, current, index, layer, source, output, flat))
+
+    def _enqueue_layer_forward(self, current: _Pass, layer: int, flat: Tensor) -> None:
+        for index, span in enumerate(current.tokens.spans):
+            if layer == 0:
+                self._activations.produced(0, span)
+            self._activations.before_write(layer + 1, span)
+            self._device.compute.submit(partial(self._layer, current, index, layer, layer, layer + 1, flat))
+            self._activations.produced(layer + 1, span)
 
     def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
         for chunk in self._chunks(current.tokens):
             self._device.compute.submit(partial(self._head_loss, current, chunk, flat))
+        self._sink.send_loss(current.loss)
 
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
         unit_index = self._head_request.unit_index
@@ -157,23 +181,37 @@ class ForwardBackward:
         self._device.compute.submit(partial(_zero, self._activations.gradient))
         for chunk in self._chunks(current.tokens):
             self._device.compute.submit(partial(self._head_gradients, current, chunk, flat, slot.flat))
+        self._sink.send_loss(current.loss)
         self._sink.send(unit_index, slot)
+        for span in current.tokens.spans:
+            self._activations.consumed(self._template.num_layers, span)
 
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         slot = self._sink.open(layer + 1)
-        for index in range(len(current.tokens.spans)):
+        for index, span in enumerate(current.tokens.spans):
+            self._activations.await_input(layer, span)
             self._device.compute.submit(partial(self._layer_backward, current, index, layer, flat, slot.flat))
+            self._activations.consumed(layer, span)
         self._sink.send(layer + 1, slot)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
+        padding_row = current.tokens.row_of(self._template.padding_id)
+        if self._template.tied:
+            table_slot = self._sink.open_table()
+            table_VD, rows_R = self._sink.table_of(table_slot), current.tokens.placed_rows_R
+            self._submit_embed_backward(current, flat, partial(_add_rows, table_VD, rows_R, padding_row))
+            self._sink.send_table(table_slot)
+            return
         slot = self._sink.open(0)
         gradient_RD = self._rows(current, slot.flat)
-        for index in range(len(current.tokens.spans)):
-            self._device.compute.submit(partial(self._embed_backward, current, index, flat, gradient_RD))
-        padding_row = current.tokens.row_of(self._template.padding_id)
+        self._submit_embed_backward(current, flat, gradient_RD.add_)
         if padding_row is not None:
             self._device.compute.submit(partial(_zero, gradient_RD[padding_row]))
         self._sink.send_rows(slot, current.tokens.rows_R)
+
+    def _submit_embed_backward(self, current: _Pass, flat: Tensor, accumulate: Accumulate) -> None:
+        for index in range(len(current.tokens.spans)):
+            self._device.compute.submit(partial(self._embed_backward, current, index, flat, accumulate))
 
     def _chunks(self, tokens: StepTokens) -> Iterator[slice]:
         for start in range(0, tokens.num_targets, self._head_chunk_tokens):
@@ -227,7 +265,8 @@ class ForwardBackward:
     def _layer_backward(self, current: _Pass, index: int, layer: int, flat: Tensor, gradient: Tensor) -> None:
         span = current.tokens.spans[index]
         gradient_TD = self._activations.gradient[span]
-        hidden_1TD = self._activations.layer_input(layer)[span][None].detach().requires_grad_()
+        # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
+        hidden_1TD = self._activations.layer_input(layer)[span][None].data.requires_grad_()
         leaves = _leaves(self._template.places(layer + 1), flat, gradient)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
             output_1TD = self._template.layer(layer, leaves, hidden_1TD, current.calls[index][layer])
@@ -235,9 +274,9 @@ class ForwardBackward:
         assert hidden_1TD.grad is not None
         gradient_TD.copy_(hidden_1TD.grad[0])
 
-    def _embed_backward(self, current: _Pass, index: int, flat: Tensor, gradient_RD: Tensor) -> None:
+    def _embed_backward(self, current: _Pass, index: int, flat: Tensor, accumulate: Accumulate) -> None:
         span = current.tokens.spans[index]
-        rows_RD = _leaf(self._rows(current, flat), gradient_RD)
+        rows_RD = _leaf(self._rows(current, flat), accumulate)
         with self._device.workspace(("embedding", span.stop - span.start)):
             hidden_1TD, _ = self._template.embed(
                 rows_RD, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
@@ -246,20 +285,27 @@ class ForwardBackward:
 
 
 def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    return {place.local_name: _leaf(place.view(flat), place.view(gradient)) for place in places}
+    return {place.local_name: _leaf(place.view(flat), place.view(gradient).add_) for place in places}
 
 
-def _leaf(weight: Tensor, gradient: Tensor) -> Tensor:
-    """A view that autograd differentiates; its gradient is added to `gradient` and dropped as soon as it is complete."""
+def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
+    """A view that autograd differentiates; its gradient is handed to `accumulate` and dropped as soon as it is complete."""
     leaf = weight.detach().requires_grad_()
 
-    def accumulate(finished: Tensor) -> None:
+    def take(finished: Tensor) -> None:
         assert finished.grad is not None
-        gradient.add_(finished.grad)
+        accumulate(finished.grad)
         finished.grad = None
 
-    leaf.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
+    leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     return leaf
+
+
+def _add_rows(table_VD: Tensor, rows_R: Tensor, padding_row: int | None, gradient_RD: Tensor) -> None:
+    if padding_row is not None:
+        gradient_RD[padding_row].zero_()
+    # Rows are distinct, so that no two additions meet and the result is the same in any order.
+    table_VD.index_add_(0, rows_R, gradient_RD.to(table_VD.dtype))
 
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:

@@ -1,48 +1,65 @@
-"""Gradients on their way home: accumulated in fp32 on the device, sent to the store once a step, their squares summed.
+"""Gradients on their way home: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
 
-Owns the gradient slots and the square sums of a step. Must not know how gradients are computed or applied.
+Owns the gradient slots, the square sums and the loss of a step. Must not know how gradients are computed or applied.
 
 Shapes: R = rows of the embedding in use, D = hidden size.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.gradient_landing import GradientLanding, IsFinite
 from horizon_server.engine.slot_ring import Slot, SlotRing
 from horizon_server.engine.template import Template
-from horizon_server.store.host_store import HostStore
 
 
 class GradientSink:
-    """A ring of gradient slots for layers, and one slot for head and embedding rows.
+    """A ring of gradient slots for layers, and one slot for head and embedding.
 
-    `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite exactly when
-    an element is not.
+    `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite when an
+    element is not. Where the table serves as projection too, the head's slot stays until the embedding's gradient has joined it.
     """
 
-    def __init__(self, template: Template, store: HostStore, device: Device, *, num_slots: int) -> None:
-        self._template, self._store, self._device = template, store, device
+    def __init__(self, template: Template, device: Device, landing: GradientLanding, *, num_slots: int) -> None:
+        self._template, self._device, self._landing = template, device, landing
         units = template.layout.units
-        self.square_sums = torch.full((len(units),), torch.nan, dtype=torch.float64)
-        self._layer_ring = SlotRing(
+        # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at its end.
+        self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
+        self._sets = self._numbers.view(2, -1)
+        self._set = 0
+        self._layer_ring = SlotRing.on_device(
             device,
             component="gradients",
             num_slots=num_slots,
             num_elements=max(unit.num_elements for unit in units if unit.kind == "layer"),
         )
-        self._edge_ring = SlotRing(
+        self._edge_ring = SlotRing.on_device(
             device,
             component="gradients",
             num_slots=1,
             num_elements=max(units[0].num_elements, template.head_elements),
         )
+        self._head_slot: Slot | None = None
+
+    @property
+    def square_sums(self) -> Tensor:
+        """Of the step begun last. Shapes: [units]."""
+        return self._sets[self._set, 1:]
+
+    @property
+    def loss(self) -> float:
+        """The loss that came back last. The device must be idle, or past the head's gradient."""
+        return float(self._sets[self._set, 0])
 
     def start_step(self) -> None:
-        """Forget the last step's sums: a unit that sends no gradient would not go unnoticed."""
-        self.square_sums.fill_(torch.nan)
+        """Forget the last step's numbers: a unit that sends no gradient would not go unnoticed."""
+        self._set = 1 - self._set
+        self._sets[self._set].fill_(torch.nan)
 
     def open(self, unit_index: int) -> Slot:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
@@ -51,31 +68,65 @@ class GradientSink:
         self._device.compute.submit(lambda: _zero(slot.flat))
         return slot
 
+    def send_loss(self, loss: Tensor) -> None:
+        """Send the loss, ahead of the gradients that came about with it."""
+        self._device.d2h.wait(self._device.compute.record())
+        self._device.read_back(loss, self._sets[self._set, 0])
+
     def send(self, unit_index: int, slot: Slot) -> None:
-        """Send what compute has accumulated; a tied head takes the table's gradient with it."""
-        device, template = self._device, self._template
-        device.d2h.wait(device.compute.record())
-        unit = template.layout.units[unit_index]
-        device.download_unit(slot.flat[: unit.num_elements], self._store, unit_index, self.square_sums[unit_index])
-        if unit.kind == "head" and template.tied:
-            table = slot.flat[unit.num_elements : template.head_elements]
-            device.download_unit(table, self._store, 0, None)
-        self._ring(unit_index).release(slot, device.d2h)
+        """Send what compute has accumulated; a tied head keeps the table's part, and its slot, for `open_table`."""
+        self._send_flat(unit_index, slot.flat)
+        if self._template.layout.units[unit_index].kind == "head" and self._template.tied:
+            self._head_slot = slot
+            return
+        self._ring(unit_index).release(slot, self._device.d2h)
+
+    def open_table(self) -> Slot:
+        """The slot with the head's part of a tied table's gradient, for the embedding to add to."""
+        slot, self._head_slot = self._head_slot, None
+        assert slot is not None, "a tied head sends first"
+        return slot
+
+    def table_of(self, slot: Slot) -> Tensor:
+        """The table's gradient in a slot of `open_table`. Shapes: [V, D]."""
+        return self._template.table_place.view(self._tied_part(slot))
+
+    def send_table(self, slot: Slot) -> None:
+        """Send the whole gradient of a tied table."""
+        self._send_flat(0, self._tied_part(slot))
+        self._edge_ring.release(slot, self._device.d2h)
 
     def send_rows(self, slot: Slot, rows_R: Tensor) -> None:
-        """Send the gradient of the embedding's rows; where tied, it joins what the head has sent."""
+        """Send the gradient of the embedding's rows; the other rows have none."""
         device, template = self._device, self._template
-        device.d2h.wait(device.compute.record())
         gradient_RD = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-        device.download_rows(
-            gradient_RD, self._store, template.embedding_name, rows_R, self.square_sums[0], add=template.tied
-        )
+        target = self._landing.open(0)
+        device.d2h.wait(device.compute.record())
+        device.download_rows(gradient_RD, target, template.table_place.view(target), rows_R, self.square_sums[0])
+        self._landing.landed(0, self._finiteness(0))
         self._edge_ring.release(slot, device.d2h)
 
     def close(self) -> None:
         """Give the slots back. The queues must be idle."""
         self._layer_ring.close()
         self._edge_ring.close()
+        self._device.free_host(self._numbers)
+        self._landing.close()
+
+    def _send_flat(self, unit_index: int, flat: Tensor) -> None:
+        device, unit = self._device, self._template.layout.units[unit_index]
+        target = self._landing.open(unit_index)
+        device.d2h.wait(device.compute.record())
+        device.download_unit(flat[: unit.num_elements], target, self.square_sums[unit_index])
+        self._landing.landed(unit_index, self._finiteness(unit_index))
+
+    def _finiteness(self, unit_index: int) -> IsFinite:
+        loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
+        return lambda: math.isfinite(loss) and math.isfinite(square_sum)
+
+    def _tied_part(self, slot: Slot) -> Tensor:
+        units = self._template.layout.units
+        return slot.flat[units[-1].num_elements : self._template.head_elements]
 
     def _ring(self, unit_index: int) -> SlotRing:
         return self._layer_ring if self._template.layout.units[unit_index].kind == "layer" else self._edge_ring

@@ -47,13 +47,13 @@ class LayerStream:
         assert num_slots >= 1
         self._template, self._store, self._device, self._updated = template, store, device, updated
         units = template.layout.units
-        self._layer_ring = SlotRing(
+        self._layer_ring = SlotRing.on_device(
             device,
             component="weights",
             num_slots=num_slots,
             num_elements=max(unit.num_elements for unit in units if unit.kind == "layer"),
         )
-        self._edge_ring = SlotRing(
+        self._edge_ring = SlotRing.on_device(
             device,
             component="weights",
             num_slots=1,

@@ -2,7 +2,10 @@
 
 Owns when a unit is updated and the events that say so. Must not know how gradients came about or who reads the weights.
 
-The update is deferred whether clipping is on or off: a step must be known to be finite before any weight is touched.
+Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite. Where they
+are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the order of backward. What
+is known to be finite then is the loss and the gradients so far. From the first unit that is not, all later units of the step are
+left alone; the earlier ones cannot be taken back, and `num_updated_in_backward` says how many they are.
 
 Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW computes it.
 """
@@ -10,8 +13,10 @@ Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
@@ -29,15 +34,27 @@ class Optimizer:
 
     def __init__(self, store: HostStore, device: Device, *, num_threads: int) -> None:
         self._store, self._device, self._num_threads = store, device, num_threads
-        self._queue = device.host_queue("optimizer")
+        self.queue = device.host_queue("optimizer")
         self._updated: dict[int, Event] = {}
+        self._in_backward: _StepInBackward | None = None
 
     def submit(self, hyper: AdamWStep) -> None:
         """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated."""
         for unit in self._store.layout.units:
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads)
-            self._queue.submit(work)
-            self._updated[unit.index] = self._queue.record()
+            self.queue.submit(work)
+            self._updated[unit.index] = self.queue.record()
+
+    def begin(self, hyper: AdamWStep) -> None:
+        """A step whose units come by `update_landed`."""
+        self._in_backward = _StepInBackward(self._store, hyper, num_threads=self._num_threads)
+
+    def update_landed(self, unit_index: int, gradient: Tensor, landed: Event, is_finite: Callable[[], bool]) -> None:
+        """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`."""
+        assert self._in_backward is not None, "begin comes first"
+        self.queue.wait(landed)
+        self.queue.submit(partial(self._in_backward.update, unit_index, gradient, is_finite))
+        self._updated[unit_index] = self.queue.record()
 
     def updated(self, unit_index: int) -> Event | None:
         """The event after which a unit's weights may be read, or None when nothing was ever submitted."""
@@ -54,7 +71,28 @@ class Optimizer:
 
     def wait(self) -> None:
         """Block until nothing is under way, failed or not."""
-        self._queue.record().wait()
+        self.queue.record().wait()
+
+
+class _StepInBackward:
+    """One step's updates, up to the first gradient that is not finite. Thread: the optimizer queue's own."""
+
+    def __init__(self, store: HostStore, hyper: AdamWStep, *, num_threads: int) -> None:
+        self._store, self._hyper, self._num_threads = store, hyper, num_threads
+        self._dropped = False
+
+    def update(self, unit_index: int, gradient: Tensor, is_finite: Callable[[], bool]) -> None:
+        self._dropped = self._dropped or not is_finite()
+        if not self._dropped:
+            update_unit(self._store, unit_index, self._hyper, num_threads=self._num_threads, grad=gradient)
+
+
+def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:
+    """How many units a step updates in backward: from the head down to the first gradient that is not finite."""
+    if not math.isfinite(loss):
+        return 0
+    finite = torch.isfinite(square_sums).flip(0).tolist()
+    return finite.index(False) if False in finite else len(finite)
 
 
 def global_norm(square_sums: Tensor) -> float:

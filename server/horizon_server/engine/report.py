@@ -29,8 +29,9 @@ class TransferReport:
 class StepReport:
     """One call of `Trainer.train_step`.
 
-    `step` counts from 1. `skipped` says why no weight was touched, or None. The optimizer's seconds are those spent since the
-    previous report: the update of a step runs during the next one. `device_memory` holds each component's peak so far.
+    `step` counts from 1. `skipped` says why not every weight was updated, or None: `no_targets` and `non_finite_gradient` touched
+    nothing, `partly_non_finite_gradient` only the units that an update in backward had reached. The optimizer's seconds are those
+    spent since the previous report: the update of a step runs during the next one. `device_memory` holds each component's peak so far.
     """
 
     step: int

@@ -1,10 +1,11 @@
-"""A ring of equal pieces of device memory, handed out in turn; an event says when a piece may be overwritten.
+"""A ring of equal pieces of memory, handed out in turn; an event says when a piece may be overwritten.
 
 Owns the pieces and their free events. Must not know what lies in them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +24,26 @@ class Slot:
 
 
 class SlotRing:
-    """`num_slots` pieces of `num_elements` each, allocated once."""
+    """Equal pieces, allocated once. Use `on_device` or `on_host`."""
 
-    def __init__(self, device: Device, *, component: Component, num_slots: int, num_elements: int) -> None:
-        self._device = device
-        self._slots = [
-            Slot(flat=device.allocate(component, num_elements, _dtype_of(device, component))) for _ in range(num_slots)
-        ]
+    def __init__(self, device: Device, pieces: list[Tensor], *, give_back: Callable[[Tensor], None]) -> None:
+        self._device, self._give_back = device, give_back
+        self._slots = [Slot(flat=piece) for piece in pieces]
         self._next = 0
+
+    @classmethod
+    def on_device(cls, device: Device, *, component: Component, num_slots: int, num_elements: int) -> SlotRing:
+        """`num_slots` pieces of device memory."""
+        # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
+        dtype = torch.float32 if component == "gradients" else device.compute_dtype
+        pieces = [device.allocate(component, num_elements, dtype) for _ in range(num_slots)]
+        return cls(device, pieces, give_back=device.free)
+
+    @classmethod
+    def on_host(cls, device: Device, *, num_slots: int, num_elements: int) -> SlotRing:
+        """`num_slots` pieces of host memory for gradients that leave the device."""
+        pieces = [device.allocate_host("staging", num_elements, device.gradient_dtype) for _ in range(num_slots)]
+        return cls(device, pieces, give_back=device.free_host)
 
     @property
     def available(self) -> bool:
@@ -56,10 +69,5 @@ class SlotRing:
     def close(self) -> None:
         """Give the memory back. The queues must be idle."""
         for slot in self._slots:
-            self._device.free(slot.flat)
+            self._give_back(slot.flat)
         self._slots.clear()
-
-
-def _dtype_of(device: Device, component: Component) -> torch.dtype:
-    # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
-    return torch.float32 if component == "gradients" else device.compute_dtype

@@ -19,10 +19,11 @@ from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All micro-batches of a step. `rows_R` stays on the host; the rest lies where compute reads it."""
+    """All micro-batches of a step. `rows_R` stays on the host; the rest, its copy among it, lies where compute reads it."""
 
     spans: tuple[slice, ...]
     rows_R: Tensor
+    placed_rows_R: Tensor
     row_ids_N: Tensor
     position_ids_N: Tensor
     supervised_S: Tensor
@@ -42,6 +43,7 @@ class StepTokens:
         return cls(
             spans=tuple(spans),
             rows_R=rows_R,
+            placed_rows_R=device.place(rows_R),
             row_ids_N=device.place(row_ids_N),
             position_ids_N=device.place(torch.cat([m.position_ids_T for m in micro_batches])),
             supervised_S=device.place(supervised_S),

@@ -106,6 +106,11 @@ class Template:
         embedding, head = self.layout.units[0], self.layout.units[-1]
         return head.num_elements + (embedding.num_elements if self.tied else 0)
 
+    @property
+    def table_place(self) -> Place:
+        """The embedding table in the embedding unit's buffer."""
+        return self._places[0][0]
+
     def places(self, unit_index: int) -> list[Place]:
         """The parameters in a unit's buffer (the head's buffer is `head_elements` long)."""
         return self._places[unit_index]

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from horizon_server.engine.activations import ActivationPlacement
 from horizon_server.engine.device.protocol import Device, DirectionUse
 from horizon_server.engine.forward_backward import ForwardBackward
+from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.model_flops import FlopsCount
-from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm
+from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
 from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
@@ -36,9 +38,12 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. The last four fields change memory and speed, never the result (`head_chunk_tokens` only its rounding).
+    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` only
+    its rounding).
 
-    `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use.
+    `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
+    room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
+    where layer inputs wait for backward.
     """
 
     num_steps: int
@@ -54,6 +59,8 @@ class TrainConfig:
     num_gradient_slots: int = 2
     optimizer_threads: int | None = None
     head_chunk_tokens: int | None = None
+    tokens_per_step: int = 0
+    activation_placement: ActivationPlacement = "device"
 
 
 class Trainer:
@@ -63,18 +70,23 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        device.adopt(store)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
+        self._updates_in_backward = store.grad_dtype is None
+        assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
         self._stream = LayerStream(
             template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
         )
-        self._sink = GradientSink(template, store, device, num_slots=config.num_gradient_slots)
+        self._sink = GradientSink(template, device, self._landing(), num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
             device,
             self._stream,
             self._sink,
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size),
+            activation_placement=config.activation_placement,
         )
+        self._forward_backward.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_name
         )
@@ -105,6 +117,10 @@ class Trainer:
         When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
         `flush` does. A step whose loss or gradients are not finite, or that has nothing to train on, touches nothing.
 
+        A store without a `grad` plane has no room to wait for the last gradient: each unit is updated as its own lands. Then a loss
+        that is not finite still touches nothing; if it is finite and a gradient is not, that unit and all that backward reaches
+        after it keep their weights, and the report says `partly_non_finite_gradient`.
+
         Raises:
             DoesNotFit: the step needs more device memory than its limit.
         """
@@ -113,16 +129,17 @@ class Trainer:
         num_targets = sum(row.num_targets for row in rows)
         learning_rate = self._learning_rate()
         loss, grad_norm = math.nan, math.nan
+        num_updated = 0
         if num_targets:
+            if self._updates_in_backward:
+                self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
             loss = self._forward_backward.gradients(rows)
             grad_norm = global_norm(self._sink.square_sums)
-        skipped = _reason_to_skip(num_targets, loss, grad_norm)
+            num_updated = self._update(loss, grad_norm, learning_rate)
+        skipped = _reason_to_skip(num_targets, num_updated, num_units=len(self._template.layout.units))
         self._step += 1
-        if skipped is None:
-            self._num_updates += 1
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_norm))
-        else:
-            self._num_skipped += 1
+        self._num_updates += num_updated > 0
+        self._num_skipped += skipped is not None
         return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalReport:
@@ -171,6 +188,27 @@ class Trainer:
         self._sink.close()
         self._forward_backward.close()
 
+    def _landing(self) -> GradientLanding:
+        if not self._updates_in_backward:
+            return PlaneLanding(self._store)
+        return SlotLanding(
+            self._store,
+            self._device,
+            num_slots=self.config.num_gradient_slots,
+            update=self._optimizer.update_landed,
+            update_queue=self._optimizer.queue,
+        )
+
+    def _update(self, loss: float, grad_norm: float, learning_rate: float) -> int:
+        """Submit the update, unless it went along with backward; returns how many units have, or will have, new weights."""
+        if self._updates_in_backward:
+            return num_updated_in_backward(loss, self._sink.square_sums)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return 0
+        grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
+        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale))
+        return len(self._template.layout.units)
+
     def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         packed = any(len(m.document_lengths) > 1 for m in micro_batches)
         if not packed or self.supports_packing:
@@ -186,16 +224,16 @@ class Trainer:
             num_steps=self.config.num_steps,
         )
 
-    def _adamw_step(self, learning_rate: float, grad_norm: float) -> AdamWStep:
+    def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
         beta1, beta2 = self.config.betas
         return AdamWStep(
-            step=self._num_updates,
+            step=self._num_updates + 1,
             learning_rate=learning_rate,
             beta1=beta1,
             beta2=beta2,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
-            grad_scale=clip_coefficient(grad_norm, self.config.max_grad_norm),
+            grad_scale=grad_scale,
         )
 
     def _report(
@@ -224,14 +262,16 @@ class Trainer:
             optimizer_exposed_s=use.optimizer_exposed_s,
             model_flops=self._flops.of(rows),
             device_memory=self._device.peak_bytes(),
-            host_memory=self._store.host_bytes(),
+            host_memory={**self._store.host_bytes(), **self._device.host_peak_bytes()},
         )
 
 
-def _reason_to_skip(num_targets: int, loss: float, grad_norm: float) -> str | None:
+def _reason_to_skip(num_targets: int, num_updated: int, *, num_units: int) -> str | None:
     if not num_targets:
         return "no_targets"
-    return None if math.isfinite(loss) and math.isfinite(grad_norm) else "non_finite_gradient"
+    if num_updated == num_units:
+        return None
+    return "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
 
 
 def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBatch]]:

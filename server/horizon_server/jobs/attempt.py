@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from horizon_server.errors import DoesNotFit, HorizonError, WorkerFailed
+from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerFailed
 from horizon_server.events import (
     AttemptEnded,
     AttemptReady,
@@ -98,6 +98,8 @@ class Attempt:
         try:
             await self._prepare_and_train()
         except HorizonError as error:
+            if isinstance(error, WorkerFailed):
+                await self._explain(self._folders.log(self.job.job_id, number))
             await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
         except OSError as error:
             await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=f"the node failed: {error}"))
@@ -111,14 +113,22 @@ class Attempt:
             if wanted != "drain":
                 self.job = await self._journal.store.set(self.job.job_id, wanted=wanted)
             if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                self.job = await self._journal.move(
-                    self.job, JobState.STOPPING, reason=wanted.upper(), message=_STOP_MESSAGE[wanted]
-                )
+                await self._note_stop(wanted)
         self._preparation.stop()
         if self._child is not None:
             self._child.tell(CANCEL if wanted == "cancel" else STOP)
             if wanted == "cancel":
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
+
+    async def _note_stop(self, wanted: str) -> None:
+        try:
+            self.job = await self._journal.move(
+                self.job, JobState.STOPPING, reason=wanted.upper(), message=_STOP_MESSAGE[wanted]
+            )
+        except DiskFull:
+            if wanted != "drain":
+                raise
+            log.exception("the drain cannot be noted")  # the worker is told all the same
 
     def kill(self) -> None:
         """End the worker at once; the job goes on from its last checkpoint."""
@@ -246,7 +256,7 @@ class Attempt:
         elif self._wanted == "cancel":
             target, reason, message = JobState.CANCELLED, "CANCELLED", "cancelled by a user"
         elif ended.outcome == "failed" and self._wanted != "drain":
-            target, reason, message = JobState.FAILED, ended.reason, ended.message
+            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
         elif self._wanted == "pause":
             target, reason, message = JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"
         else:

@@ -106,15 +106,15 @@ class Child:
         return code
 
 
-def exit_reason(code: int, *, oom_killed: bool) -> str:
+def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:
     """Say in one sentence why a child that reported no end has ended."""
     if code == -signal.SIGKILL and oom_killed:
-        return "the worker was killed at the memory limit by the kernel's out-of-memory killer"
+        return f"{who} was killed at the memory limit by the kernel's out-of-memory killer"
     if code == -signal.SIGKILL:
-        return "the worker was killed by SIGKILL: by hand, or by the kernel for want of memory"
+        return f"{who} was killed by SIGKILL: by hand, or by the kernel for want of memory"
     if code < 0:
-        return f"the worker was ended by signal {signal.Signals(-code).name}"
-    return f"the worker ended with exit code {code} and did not say why"
+        return f"{who} was ended by signal {signal.Signals(-code).name}"
+    return f"{who} ended with exit code {code} and did not say why"
 
 
 def log_tail(log: Path, *, num_lines: int = 20, num_bytes: int = 8192) -> str:

@@ -73,9 +73,10 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationCall:
-    """What the preparation child is to do: the folder it makes (there already when it was made before), and its request as JSON."""
+    """What the preparation child is to do: the folder it makes, whether that is there already, and its request as JSON."""
 
     target: Path
+    is_whole: bool
     request: str
 
 

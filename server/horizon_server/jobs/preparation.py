@@ -45,9 +45,10 @@ class Preparation:
             WorkerFailed: when the child died.
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
-        if not self._stopped and not call.target.is_dir():
-            # One preparation runs at a time, so whatever is half-made here was left by one that was killed.
-            for leftover in call.target.parent.glob("*.tmp-*"):
+        if not self._stopped and not call.is_whole:
+            # One preparation runs at a time, so whatever is half-made here was left by one that was killed; of a folder that is
+            # not whole somebody has removed files.
+            for leftover in (call.target, *call.target.parent.glob("*.tmp-*")):
                 await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
             path = log.with_name("preparation.json")
             path.write_text(call.request, "utf-8")
@@ -82,7 +83,7 @@ class Preparation:
         if self._stopped or (ended is not None and ended.outcome == "succeeded"):
             return
         if ended is None:
-            raise WorkerFailed("the data preparation failed: " + exit_reason(code, oom_killed=False))
+            raise WorkerFailed(exit_reason(code, oom_killed=False, who="the data preparation"))
         if len(ended.details) > 1:
             await tell(Message(level="error", text="\n".join(ended.details)))
         error = InvalidData(ended.message)

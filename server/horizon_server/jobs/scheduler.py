@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from horizon_server.errors import HorizonError, WrongJobState
+from horizon_server.errors import DiskFull, HorizonError, WrongJobState
 from horizon_server.events import StateChanged
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
@@ -21,6 +22,8 @@ from horizon_server.jobs.ports import JobObserver
 log = structlog.get_logger(__name__)
 
 DAEMON_DIED = "DAEMON_DIED"
+DISK_FULL_WAIT_S = 5.0
+"""How often a queue that stands still for want of disk space looks again."""
 
 
 class Scheduler:
@@ -56,9 +59,11 @@ class Scheduler:
 
     async def run(self) -> None:
         """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""
-        while not self._draining:
+        while True:
             self._news.clear()
             queued = await self._journal.store.in_states([JobState.QUEUED])
+            if self._draining:
+                return
             if not queued:
                 await self._news.wait()
                 continue
@@ -70,7 +75,7 @@ class Scheduler:
                 log.info("the job left the queue before its turn", job_id=queued[0].job_id)
             except Exception as error:  # a defect in one attempt must not stop everybody's queue
                 log.exception("attempt broke", job_id=queued[0].job_id)
-                await self._fail(queued[0].job_id, error)
+                await self._fail_when_noted(queued[0].job_id, error)
             finally:
                 self.current = None
                 self._idle.set()
@@ -145,6 +150,30 @@ class Scheduler:
                     deaths = 0
         return deaths
 
+    async def _fail_when_noted(self, job_id: str, error: Exception) -> None:
+        """Fail a job. With a full disk that cannot be noted: the queue then waits until it can, or until the daemon drains."""
+        while not await self._is_failed(job_id, error):
+            await self._pause()
+            if self._draining:
+                return
+        if isinstance(error, DiskFull):
+            await self._pause()
+
+    async def _is_failed(self, job_id: str, error: Exception) -> bool:
+        try:
+            await self._fail(job_id, error)
+        except DiskFull as still_full:
+            log.error("the queue stands still", job_id=job_id, why=still_full.message)
+            return False
+        return True
+
+    async def _pause(self) -> None:
+        if self._draining:
+            return
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), DISK_FULL_WAIT_S)
+
     async def _fail(self, job_id: str, error: Exception) -> None:
         job = await self._journal.store.get(job_id)
         if job is None or job.job_state not in (
@@ -154,6 +183,7 @@ class Scheduler:
             JobState.STOPPING,
         ):
             return
-        reason = error.reason if isinstance(error, HorizonError) else "INTERNAL"
-        message = f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
+        reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
+        if isinstance(error, HorizonError):
+            reason, message = error.reason, error.message
         await self._journal.move(job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted="")

@@ -21,9 +21,21 @@ from typing import Literal
 from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.model_folder import ModelShape
 
-__all__ = ["DeviceKind", "MemoryPlan", "ModelShape", "logits_chunk_tokens", "plan_memory"]
+__all__ = [
+    "ACTIVATION_ALIGN_ELEMENTS",
+    "ActivationPlacement",
+    "DeviceKind",
+    "MemoryPlan",
+    "ModelShape",
+    "logits_chunk_tokens",
+    "plan_memory",
+]
 
 DeviceKind = Literal["host", "cuda"]
+ActivationPlacement = Literal["device", "host"]
+
+ACTIVATION_ALIGN_ELEMENTS = 2048
+"""An offloaded layer input begins on a page of its own: 4 KiB in bf16."""
 
 WORKER_BYTES = 395 << 20
 """Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step."""
@@ -31,6 +43,7 @@ WORKER_BYTES = 395 << 20
 THREAD_BYTES = 8 << 20
 """Calibrated: stacks and matrix-packing buffers per compute thread."""
 
+_FP64 = 8
 _FP32 = 4
 _BF16 = 2
 _TOKEN_BYTES = 5 * 8
@@ -70,6 +83,7 @@ def plan_memory(
     num_threads: int = 1,
     num_weight_slots: int = 2,
     num_gradient_slots: int = 2,
+    activation_placement: ActivationPlacement = "device",
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept)."""
     row_tokens = min(sequence_length, tokens_per_step)
@@ -77,7 +91,7 @@ def plan_memory(
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
         "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
-        "activations": _activation_elements(model, tokens_per_step) * element_bytes,
+        "activations": _activation_elements(model, tokens_per_step, activation_placement) * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
         + max(
             _layer_saved_elements(model, row_tokens) * element_bytes,
@@ -90,8 +104,11 @@ def plan_memory(
         "weights": planes["hi"] + planes["lo"],
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
-        "activations": on_host["activations"],
-        "staging": on_host["weights"] + on_host["gradients"],
+        "activations": on_host["activations"]
+        + _offloaded_elements(model, tokens_per_step, activation_placement) * element_bytes,
+        "staging": on_host["weights"]
+        + on_host["gradients"]
+        + _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
         "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
     }
     if device_kind == "host":
@@ -112,9 +129,31 @@ def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
     return num_slots * largest_layer + max(embedding.num_elements, head_elements)
 
 
-def _activation_elements(model: ModelShape, tokens_per_step: int) -> int:
-    """Engine activations: every layer's input, the last output and one gradient, for all tokens of a step."""
-    return (model.num_hidden_layers + 2) * tokens_per_step * model.hidden_size
+def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
+    """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
+    numbers = 2 * (len(layout.units) + 1) * _FP64
+    if kept:
+        return numbers
+    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
+    return (num_slots * largest_layer + largest_edge) * element_bytes + numbers
+
+
+def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
+    """Engine activations on the device, for all tokens of a step.
+
+    Kept there: every layer's input, the last output and one gradient. Offloaded: an input, an output and the gradient.
+    """
+    num_planes = model.num_hidden_layers + 2 if placement == "device" else 3
+    return num_planes * tokens_per_step * model.hidden_size
+
+
+def _offloaded_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
+    """Engine activations on the host: the input of every layer but the last."""
+    if placement == "device":
+        return 0
+    pages = -(-tokens_per_step * model.hidden_size // ACTIVATION_ALIGN_ELEMENTS)
+    return (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:

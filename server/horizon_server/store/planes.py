@@ -42,6 +42,13 @@ def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
     return mapping
 
 
+def map_anonymous(size_bytes: int) -> mmap.mmap:
+    """Private memory of zero bytes, page-aligned, that the kernel has not provided yet; see `touch`."""
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advise_huge_pages(mapping)
+    return mapping
+
+
 def advise_huge_pages(mapping: mmap.mmap) -> None:
     """Ask for huge pages; memory files get them only where the kernel's shmem_enabled allows advice."""
     try:

@@ -9,16 +9,16 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.arena import Arena
-from horizon_server.engine.device.host_queue import Failure, HostQueue
-from horizon_server.engine.device.protocol import Component, DeviceUse, Queue
-from horizon_server.engine.device.timeline import summarise
+from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.host_queue import HostQueue
+from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -26,7 +26,7 @@ from horizon_server.store.host_store import HostStore
 _GATHER_ROWS = 4096
 
 
-class HostDevice:
+class HostDevice(QueuedDevice):
     """Trains in earnest on a CPU-only machine, in fp32, and makes the schedule testable.
 
     `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
@@ -36,6 +36,7 @@ class HostDevice:
 
     name = "host"
     compute_dtype = torch.float32
+    gradient_dtype = torch.float32
 
     def __init__(
         self,
@@ -47,35 +48,22 @@ class HostDevice:
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
     ) -> None:
-        self.arena = Arena(limit_bytes=limit_bytes)
+        super().__init__(
+            arena=Arena(limit_bytes=limit_bytes),
+            host_buffers=HostBuffers(num_threads=num_threads or available_cpus()),
+            poison_on_free=poison_on_free,
+            max_delay_s=max_delay_s,
+            delay_seed=delay_seed,
+        )
         self._link_bytes_per_s = link_bytes_per_s
-        self._poison_on_free = poison_on_free
-        self._max_delay_s = max_delay_s
-        self._delay_seed = delay_seed
-        self._failure = Failure()
         self._workspace_bytes: dict[Hashable, int] = {}
-        self._host_queues: list[HostQueue] = []
-        self.h2d = self._queue("h2d", num_threads=1)
-        self.d2h = self._queue("d2h", num_threads=1)
+        self.h2d = HostQueue("h2d", num_threads=1, **self._queue_options())
+        self.d2h = HostQueue("d2h", num_threads=1, **self._queue_options())
         # Last, because MKL has one thread count for the whole process: the one that was set last.
-        self.compute = self._queue("compute", num_threads=num_threads or available_cpus())
+        self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
 
-    def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """See `Device.allocate`."""
-        tensor = self.arena.allocate(component, num_elements, dtype)
-        if self._poison_on_free:
-            tensor.fill_(torch.nan)
-        return tensor
-
-    def free(self, tensor: Tensor) -> None:
-        """See `Device.free`."""
-        if self._poison_on_free:
-            tensor.fill_(torch.nan)
-        self.arena.free(tensor)
-
-    def charge(self, component: Component, num_bytes: int) -> None:
-        """See `Device.charge`."""
-        self.arena.charge(component, num_bytes)
+    def adopt(self, store: HostStore) -> None:
+        """See `Device.adopt`: any memory serves."""
 
     @contextmanager
     def workspace(self, key: Hashable) -> Iterator[None]:
@@ -119,79 +107,51 @@ class HostDevice:
 
         self.h2d.submit(copy, num_bytes=num_bytes)
 
-    def download_unit(self, gradient: Tensor, store: HostStore, index: int, square_sum: Tensor | None) -> None:
+    def upload(self, source: Tensor, out: Tensor) -> None:
+        """See `Device.upload`."""
+        self._copy(self.h2d, source, out)
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """See `Device.download`."""
+        self._copy(self.d2h, source, target)
+
+    def read_back(self, source: Tensor, target: Tensor) -> None:
+        """See `Device.read_back`."""
+        self.d2h.submit(lambda: _copy(source, target))
+
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
         """See `Device.download_unit`."""
-        target = store.unit(index, "grad")
         num_bytes = target.numel() * target.element_size()
 
         def copy() -> None:
             with self._link(num_bytes):
                 target.copy_(gradient)
-            if square_sum is not None:
-                square_sum.fill_(sum_squares(gradient).value)
+            square_sum.fill_(sum_squares(gradient).value)
 
         self.d2h.submit(copy, num_bytes=num_bytes)
 
     def download_rows(
-        self, gradient_RD: Tensor, store: HostStore, name: str, rows_R: Tensor, square_sum: Tensor, *, add: bool
+        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
-        """See `Device.download_rows`. The whole table's squares are summed on the host, where the two parts meet."""
-        unit, _ = store.layout.find(name)
-        table_VD = store.tensor(name, "grad")
-        num_bytes = gradient_RD.numel() * table_VD.element_size()
+        """See `Device.download_rows`."""
+        num_bytes = gradient_RD.numel() * target.element_size()
 
         def copy() -> None:
             with self._link(num_bytes):
-                if add:
-                    table_VD[rows_R] = (table_VD[rows_R].float() + gradient_RD).to(table_VD.dtype)
-                else:
-                    store.unit(unit.index, "grad").zero_()
-                    table_VD[rows_R] = gradient_RD.to(table_VD.dtype)
-            square_sum.fill_(sum_squares(store.unit(unit.index, "grad")).value)
+                target.zero_()
+                table_VD[rows_R] = gradient_RD.to(table_VD.dtype)
+            square_sum.fill_(sum_squares(gradient_RD.view(-1)).value)
 
         self.d2h.submit(copy, num_bytes=num_bytes)
 
-    def poison(self, queue: Queue, tensor: Tensor) -> None:
-        """See `Device.poison`."""
-        if self._poison_on_free:
-            queue.submit(lambda: _fill_with_nan(tensor))
+    def _copy(self, queue: HostQueue, source: Tensor, target: Tensor) -> None:
+        num_bytes = target.numel() * target.element_size()
 
-    def host_queue(self, name: str) -> HostQueue:
-        """See `Device.host_queue`."""
-        queue = self._queue(name, num_threads=1)
-        self._host_queues.append(queue)
-        return queue
+        def copy() -> None:
+            with self._link(num_bytes):
+                target.copy_(source)
 
-    def raise_failure(self) -> None:
-        """See `Device.raise_failure`."""
-        self._failure.raise_first()
-
-    def take_use(self) -> DeviceUse:
-        """See `Device.take_use`."""
-        return summarise(
-            h2d=self.h2d.timeline,
-            compute=self.compute.timeline,
-            d2h=self.d2h.timeline,
-            host_queues=[queue.timeline for queue in self._host_queues],
-        )
-
-    def peak_bytes(self) -> Mapping[str, int]:
-        """See `Device.peak_bytes`."""
-        return self.arena.peak_bytes()
-
-    def close(self) -> None:
-        """See `Device.close`."""
-        for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
-            queue.close()
-
-    def _queue(self, name: str, *, num_threads: int) -> HostQueue:
-        return HostQueue(
-            name,
-            failure=self._failure,
-            num_threads=num_threads,
-            max_delay_s=self._max_delay_s,
-            delay_seed=self._delay_seed,
-        )
+        queue.submit(copy, num_bytes=num_bytes)
 
     @contextmanager
     def _link(self, num_bytes: int) -> Iterator[None]:
@@ -221,5 +181,5 @@ class HostDevice:
         self.arena.charge("workspace", -num_bytes)
 
 
-def _fill_with_nan(tensor: Tensor) -> None:
-    tensor.fill_(torch.nan)
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)

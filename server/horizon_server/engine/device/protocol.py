@@ -1,7 +1,7 @@
 """What the engine asks of a device: three queues joined by events, and a bounded arena.
 
-Owns the words in which the schedule is written. Must not know any backend; `host` and (later) `cuda` implement it. Work given to
-a queue runs in order, later than the call that gave it, and must neither read results back nor wait for the host.
+Owns the words in which the schedule is written. Must not know any backend; `host` and `cuda` implement it. Work given to a queue
+runs in order, later than the call that gave it, and must neither read results back nor wait for the host.
 
 Units: bytes are what crosses the link, seconds come from the queues themselves.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from horizon_server.store.host_store import HostStore
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
+HostComponent = Literal["activations", "staging"]
 Work = Callable[[], None]
 
 
@@ -79,6 +80,10 @@ class Device(Protocol):
         """What weights are computed with."""
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients leave the device as; they accumulate in fp32 on it."""
+
+    @property
     def h2d(self) -> Queue:
         """Copies from the host."""
 
@@ -100,6 +105,23 @@ class Device(Protocol):
     def free(self, tensor: Tensor) -> None:
         """Give back what `allocate` returned."""
 
+    def allocate_host(
+        self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
+    ) -> Tensor:
+        """A flat tensor in host memory, page-aligned, that the device copies from and to at full speed.
+
+        No copy may cross a multiple of `piece_elements`; where it is None, the whole may be copied at once.
+
+        Raises:
+            DoesNotFit: the kernel has no memory left.
+        """
+
+    def free_host(self, tensor: Tensor) -> None:
+        """Give back what `allocate_host` returned."""
+
+    def adopt(self, store: HostStore) -> None:
+        """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
+
     def charge(self, component: Component, num_bytes: int) -> None:
         """Account for memory that the framework's own allocator holds; negative gives it back."""
 
@@ -115,13 +137,26 @@ class Device(Protocol):
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering and copy of some rows of a 2-D parameter to h2d."""
 
-    def download_unit(self, gradient: Tensor, store: HostStore, index: int, square_sum: Tensor | None) -> None:
-        """Append the copy of a unit's gradient to d2h, and the sum of its squares (float64, a fixed order) if wanted."""
+    def upload(self, source: Tensor, out: Tensor) -> None:
+        """Append the copy of host memory, from `allocate_host`, to h2d."""
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """Append the copy of device memory to d2h; `target` comes from `allocate_host`."""
+
+    def read_back(self, source: Tensor, target: Tensor) -> None:
+        """Append the copy of a few numbers to d2h, too small to be part of the account."""
+
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
+        """Append the copy of a unit's gradient to d2h, and the sum of its squares.
+
+        The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is not
+        finite when an element is not.
+        """
 
     def download_rows(
-        self, gradient_RD: Tensor, store: HostStore, name: str, rows_R: Tensor, square_sum: Tensor, *, add: bool
+        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
-        """Append the return of row gradients to d2h: added to the parameter's gradient, or in place of all of it."""
+        """Append the return of row gradients to d2h; all else of `target`, into which `table_VD` is a view, becomes zero."""
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """Append the poisoning of memory that is about to be reused, where that debug switch is on."""
@@ -137,6 +172,9 @@ class Device(Protocol):
 
     def peak_bytes(self) -> Mapping[str, int]:
         """The most bytes each component has held."""
+
+    def host_peak_bytes(self) -> Mapping[str, int]:
+        """The most bytes of host memory each component of `allocate_host` has held."""
 
     def close(self) -> None:
         """Finish the queues and give the memory back."""

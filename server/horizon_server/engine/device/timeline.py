@@ -53,31 +53,31 @@ class Timeline:
 def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceUse:
     """Busy and exposed seconds of a period.
 
-    Exposed is what compute waits for. When it waits for h2d while h2d itself waits for a host queue, that queue (the
-    optimizer) is what is exposed, not the copy.
+    Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue, that queue
+    (the optimizer) is what is exposed, not the copy.
     """
     h2d_busy, h2d_waits = h2d.take()
     compute_busy, compute_waits = compute.take()
-    d2h_busy, _ = d2h.take()
+    d2h_busy, d2h_waits = d2h.take()
     host_busy = [busy for timeline in host_queues for busy in timeline.take()[0]]
 
     for_h2d = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "h2d"]
-    for_host = [(w.start_s, w.end_s) for w in h2d_waits if w.origin not in ("compute", "d2h")]
-    optimizer_exposed_s = overlap_s(for_h2d, for_host)
+    for_d2h = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"]
+    h2d_held_s, d2h_held_s = overlap_s(for_h2d, _for_host(h2d_waits)), overlap_s(for_d2h, _for_host(d2h_waits))
     return DeviceUse(
         h2d=DirectionUse(
             num_bytes=sum(b.num_bytes for b in h2d_busy),
             busy_s=_length_s((b.start_s, b.end_s) for b in h2d_busy),
-            exposed_s=_length_s(for_h2d) - optimizer_exposed_s,
+            exposed_s=_length_s(for_h2d) - h2d_held_s,
         ),
         d2h=DirectionUse(
             num_bytes=sum(b.num_bytes for b in d2h_busy),
             busy_s=_length_s((b.start_s, b.end_s) for b in d2h_busy),
-            exposed_s=_length_s((w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"),
+            exposed_s=_length_s(for_d2h) - d2h_held_s,
         ),
         compute_s=_length_s((b.start_s, b.end_s) for b in compute_busy),
         optimizer_s=_length_s((b.start_s, b.end_s) for b in host_busy),
-        optimizer_exposed_s=optimizer_exposed_s,
+        optimizer_exposed_s=h2d_held_s + d2h_held_s,
     )
 
 
@@ -93,6 +93,10 @@ def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
         else:
             j += 1
     return total_s
+
+
+def _for_host(waits: Iterable[Wait]) -> list[Interval]:
+    return [(w.start_s, w.end_s) for w in waits if w.origin not in ("h2d", "compute", "d2h")]
 
 
 def _length_s(intervals: Iterable[Interval]) -> float:

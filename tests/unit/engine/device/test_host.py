@@ -64,27 +64,62 @@ def test_a_gradient_lands_with_its_square_sum(store: HostStore, device: HostDevi
     gradient = torch.randn(store.layout.units[1].num_elements)
     square_sum = torch.tensor(torch.nan, dtype=torch.float64)
 
-    device.download_unit(gradient, store, 1, square_sum)
+    device.download_unit(gradient, store.unit(1, "grad"), square_sum)
     device.d2h.record().wait()
 
     assert torch.equal(store.unit(1, "grad"), gradient)
     assert float(square_sum) == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-12)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_row_gradients_replace_or_join_the_table_s(store: HostStore, device: HostDevice, add: bool) -> None:
-    table = store.tensor(TABLE, "grad")
-    table.fill_(2.0)
+def test_row_gradients_stand_alone_in_the_table(store: HostStore, device: HostDevice) -> None:
+    target, table = store.unit(0, "grad"), store.tensor(TABLE, "grad")
+    target.fill_(2.0)
     rows, gradient = torch.tensor([4, 30]), torch.ones(2, 8)
     square_sum = torch.tensor(torch.nan, dtype=torch.float64)
 
-    device.download_rows(gradient, store, TABLE, rows, square_sum, add=add)
+    device.download_rows(gradient, target, table, rows, square_sum)
     device.d2h.record().wait()
 
-    wanted = torch.full((50, 8), 2.0 if add else 0.0)
-    wanted[rows] += 1
+    wanted = torch.zeros(50, 8)
+    wanted[rows] = 1
     assert torch.equal(table, wanted)
-    assert float(square_sum) == float((wanted**2).sum())
+    assert float(target.sum()) == float(square_sum) == 16
+
+
+def test_the_square_sum_is_taken_before_rounding(device: HostDevice) -> None:
+    gradient, square_sum = torch.full((2048,), 1 + 2**-12), torch.tensor(torch.nan, dtype=torch.float64)
+    landed, row_landed, row_sum = torch.empty(2048, dtype=torch.bfloat16), torch.empty(16, 8), square_sum.clone()
+
+    device.download_unit(gradient, landed, square_sum)
+    device.download_rows(gradient[:16].view(2, 8), row_landed.bfloat16(), row_landed, torch.tensor([0, 1]), row_sum)
+    device.d2h.record().wait()
+
+    assert landed.float().sum() == 2048
+    assert float(square_sum) == 2048 * (1 + 2**-12) ** 2
+    assert float(row_sum) == 16 * (1 + 2**-12) ** 2
+
+
+def test_host_memory_is_counted_and_given_back(device: HostDevice) -> None:
+    buffer = device.allocate_host("staging", 1000, torch.float32)
+    assert buffer.data_ptr() % 4096 == 0
+    device.free_host(buffer)
+    device.free_host(device.allocate_host("staging", 10, torch.float32))
+
+    assert device.host_peak_bytes() == {"staging": 4000}
+
+
+def test_host_memory_goes_up_and_down(device: HostDevice) -> None:
+    kept = device.allocate_host("activations", 64, torch.float32)
+    source, back = torch.arange(64.0), torch.empty(64)
+
+    device.download(source, kept)
+    device.h2d.wait(device.d2h.record())
+    device.upload(kept, back)
+    device.h2d.record().wait()
+
+    assert torch.equal(back, source)
+    use = device.take_use()
+    assert use.d2h.num_bytes == use.h2d.num_bytes == 256
 
 
 def test_an_infinite_gradient_shows_in_its_square_sum(store: HostStore, device: HostDevice) -> None:
@@ -92,7 +127,7 @@ def test_an_infinite_gradient_shows_in_its_square_sum(store: HostStore, device: 
     gradient[11] = torch.inf
     square_sum = torch.tensor(0.0, dtype=torch.float64)
 
-    device.download_unit(gradient, store, 1, square_sum)
+    device.download_unit(gradient, store.unit(1, "grad"), square_sum)
     device.d2h.record().wait()
 
     assert not torch.isfinite(square_sum)
@@ -103,7 +138,7 @@ def test_a_link_is_as_slow_as_it_is_told(store: HostStore) -> None:
     unit = store.layout.units[1]
 
     device.upload_unit(store, 1, torch.empty(unit.num_elements))
-    device.download_unit(torch.zeros(unit.num_elements), store, 1, None)
+    device.download_unit(torch.zeros(unit.num_elements), store.unit(1, "grad"), torch.zeros((), dtype=torch.float64))
     device.close()
 
     use = device.take_use()
