@@ -10,6 +10,7 @@ Owns that translation and the sentences about a checkpoint that does not fit. Mu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class Binding:
     unit_index: int
     piece: Piece
     is_buffer: bool
+    stored_names: tuple[str, ...]
 
 
 @dataclass
@@ -67,12 +69,15 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
                     unit_index=_unit_of(target, sources),
                     piece=piece,
                     is_buffer=not isinstance(wanted[target], nn.Parameter),
+                    stored_names=tuple(tensor.name for tensor in sources.tensors()),
                 )
             )
     bound = {id(wanted[binding.name]) for binding in bindings}
     for name, tensor in wanted.items():
         if id(tensor) not in bound:
-            raise InvalidModel(f"tensor {name} is missing: the model's config asks for it with shape {list(tensor.shape)}")
+            raise InvalidModel(
+                f"tensor {name} is missing: the model's config asks for it with shape {list(tensor.shape)}"
+            )
     return bindings
 
 
@@ -115,7 +120,7 @@ def _pieces_of(name: str, sources: _Sources, wanted: Mapping[str, Tensor]) -> di
         if len(tensors) > 1:
             raise InvalidModel(f"tensors {tensors[0].name} and {tensors[1].name} are both the model's {name}; keep one")
         return {name: pieces[""][0]}
-    _check_complete(sources)
+    _check_lists(sources)
     targets = converter.target_patterns
     for operation in converter.operations:
         pieces = _converted(operation, pieces, converter, name, wanted)
@@ -136,7 +141,7 @@ def _converted(
         return {key: [stack(parts, dim)] for key, parts in zip(names, pieces.values(), strict=True)}
     if kind == "Concatenate":
         return {final: [concatenate([part for source in sources for part in pieces.get(source, [])], dim)]}
-    if kind == "Transpose" and isinstance(only, Strided) and len(pieces) == 1:
+    if kind == "Transpose" and len(pieces) == 1:
         dim0, dim1 = _transposed_dims(operation)
         fits = getattr(operation, "check_dims", False) and only.shape == tuple(wanted[name].shape)
         return {final: [only if fits else only.transposed(dim0, dim1)]}
@@ -154,18 +159,28 @@ def _transposed_dims(operation: object) -> tuple[int, int]:
     return int(getattr(operation, "dim0", 0)), int(getattr(operation, "dim1", 1))
 
 
-def _check_complete(sources: _Sources) -> None:
-    """Every number of a list of tensors has all its tensors; the first that is missing is named."""
-    stored = {tensor.name for tensor in sources.tensors()}
-    numbered = [_last_number(name) for name in stored]
-    if any(parts is None for parts in numbered):
-        return
-    lists = {(before, after) for before, _, after in filter(None, numbered)}
-    highest = max(number for _, number, _ in filter(None, numbered))
+def _check_lists(sources: _Sources) -> None:
+    """A list of tensors has every number, each of one shape; the first that is missing, or that differs from the most, is named."""
+    lists: dict[tuple[str, str], dict[int, TensorLayout]] = {}
+    for tensor in sources.tensors():
+        parts = _last_number(tensor.name)
+        if parts is None:
+            return
+        before, number, after = parts
+        lists.setdefault((before, after), {})[number] = tensor
+    highest = max(number for tensors in lists.values() for number in tensors)
     for number in range(highest + 1):
-        for before, after in sorted(lists):
-            if (name := f"{before}{number}{after}") not in stored:
+        for (before, after), tensors in lists.items():
+            if number not in tensors:
+                name = f"{before}{number}{after}"
                 raise InvalidModel(f"tensor {name} is missing: the others of its list are in the checkpoint")
+    for tensors in lists.values():
+        (usual, _), *others = Counter(tensor.shape for tensor in tensors.values()).most_common()
+        if others:
+            odd = next(tensor for tensor in tensors.values() if tensor.shape != usual)
+            raise InvalidModel(
+                f"tensor {odd.name} has shape {list(odd.shape)}, the others of its list have {list(usual)}"
+            )
 
 
 def _last_number(name: str) -> tuple[str, int, str] | None:
@@ -186,5 +201,7 @@ def _misshapen(target: str, piece: Piece, sources: _Sources, shape: Sequence[int
 def _unit_of(target: str, sources: _Sources) -> int:
     if len(sources.unit_indices) != 1:
         names = sorted(tensor.name for tensor in sources.tensors())
-        raise InvalidModel(f"tensors {names[0]} and {names[-1]} make one parameter, {target}, but belong to different layers")
+        raise InvalidModel(
+            f"tensors {names[0]} and {names[-1]} make one parameter, {target}, but belong to different layers"
+        )
     return next(iter(sources.unit_indices))

@@ -55,6 +55,11 @@ class Tape:
         self._injected: Tensor | None = None
         self.answer: Answer = ANSWERS[0]
 
+    @property
+    def is_past_the_layers(self) -> bool:
+        """Whether a capture has seen every layer's call."""
+        return len(self._calls) == self._num_layers
+
     def on_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A stub was called."""
         hidden, call = _split(index, args, kwargs)

@@ -73,7 +73,7 @@ class Joined:
     def add(self, flat: Tensor, values: Tensor) -> None:
         """Add to the parts where they lie."""
         sizes = [part.shape[self.dim] for part in self.parts]
-        for part, share in zip(self.parts, values.split(sizes, dim=self.dim), strict=True):
+        for part, share in zip(self.parts, torch.split(values, sizes, dim=self.dim), strict=True):
             part.add(flat, share)
 
     def shifted(self, elements: int) -> Joined:

@@ -53,10 +53,20 @@ _INPUT_TABLES = (
     "embed_in.weight",
     "word_embeddings.weight",
     "tok_embeddings.weight",
+    "tokens_embed.weight",
     "embeddings.weight",
 )
-_BESIDE_THE_TABLE = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight", "word_embeddings_layernorm")
-_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_BESIDE_THE_TABLE = (
+    "wpe.weight",
+    "embed_positions.weight",
+    "position_embeddings.weight",
+    "positions_embed.weight",
+    "word_embeddings_layernorm",
+    "layernorm_embedding",
+    "embeddings.norm",
+    "project_in.weight",
+)
+_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
 _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
