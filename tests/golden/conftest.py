@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
@@ -126,7 +127,7 @@ class Run:
 
     trainer: Trainer
     store: HostStore
-    device: HostDevice
+    device: HostDevice | CudaDevice
 
 
 @pytest.fixture
@@ -135,7 +136,11 @@ def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(
-        model: TinyModel, *, device: HostDevice | None = None, store: HostStore | None = None, **options: Any
+        model: TinyModel,
+        *,
+        device: HostDevice | CudaDevice | None = None,
+        store: HostStore | None = None,
+        **options: Any,
     ) -> Run:
         device = device or HostDevice(num_threads=1)
         store = store or model.store()

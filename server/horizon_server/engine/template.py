@@ -13,7 +13,7 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,12 @@ class Template:
         """Elements of the buffer the head runs from: its own unit, then the embedding's where that is the projection."""
         embedding, head = self.layout.units[0], self.layout.units[-1]
         return head.num_elements + (embedding.num_elements if self.tied else 0)
+
+    def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
+        for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = place(buffer)
 
     @property
     def table_place(self) -> Place:

@@ -71,6 +71,7 @@ class Trainer:
         self.config = config
         self._template, self._store, self._device = template, store, device
         device.adopt(store)
+        template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"

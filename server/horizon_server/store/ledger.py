@@ -43,6 +43,9 @@ WORKER_BYTES = 395 << 20
 THREAD_BYTES = 8 << 20
 """Calibrated: stacks and matrix-packing buffers per compute thread."""
 
+CAST_ELEMENTS = 1 << 25
+"""Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
+
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
@@ -90,7 +93,7 @@ def plan_memory(
     element_bytes = _FP32 if device_kind == "host" else _BF16
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
-        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
+        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32 + _cast_bytes(layout, device_kind),
         "activations": _activation_elements(model, tokens_per_step, activation_placement) * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
         + max(
@@ -127,6 +130,13 @@ def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
     return num_slots * largest_layer + max(embedding.num_elements, head_elements)
+
+
+def _cast_bytes(layout: StoreLayout, device_kind: DeviceKind) -> int:
+    """On cuda, the piece of memory in which gradients are rounded before they leave."""
+    if device_kind == "host":
+        return 0
+    return min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
 
 
 def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:

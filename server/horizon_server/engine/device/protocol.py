@@ -24,7 +24,13 @@ Work = Callable[[], None]
 
 
 class Event(Protocol):
-    """A point in a queue's order."""
+    """A point in the order of the queue named `origin`."""
+
+    origin: str
+
+    @property
+    def happened(self) -> bool:
+        """Whether the queue has passed this point. Does not block."""
 
     def wait(self) -> None:
         """Block the calling thread until the queue has passed this point."""
