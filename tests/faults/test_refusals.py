@@ -115,10 +115,10 @@ def test_a_call_that_only_another_version_knows(node: Node) -> None:
     """A newer client's call, and a request of a newer contract: an answer with a status, and the daemon goes on."""
     metadata = (("authorization", f"Bearer {node.token}"),)
     with grpc.insecure_channel(node.daemon.endpoints["grpc"]) as channel:
-        newer = channel.unary_unary("/horizon_proto.v1.JobService/MergeJobs")
+        newer = channel.unary_unary("/horizon_proto.v1.JobService/MergeJobs", bytes, bytes)
         with pytest.raises(grpc.RpcError) as caught:
             newer(b"", metadata=metadata, timeout=10)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        known = channel.unary_unary("/horizon_proto.v1.JobService/ListJobs")
+        known = channel.unary_unary("/horizon_proto.v1.JobService/ListJobs", bytes, bytes)
         unknown_field = b"\xf2\x3e\x01x"  # field 1006, a text
         assert known(unknown_field, metadata=metadata, timeout=10) is not None

@@ -14,7 +14,7 @@ import yaml
 from horizon_server.cli import exit_code, horizond, run
 from horizon_server.cli.accounts import parse_lifetime
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import BadSetting, DiskFull, NotAllowed, NotFound, Unauthenticated
+from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -103,7 +103,7 @@ def test_a_name_that_is_taken(command: Command) -> None:
 
 
 def test_exit_codes() -> None:
-    wanted = {Unauthenticated: 3, NotAllowed: 3, NotFound: 4, BadSetting: 2, DiskFull: 2}
+    wanted: dict[type[HorizonError], int] = {Unauthenticated: 3, NotAllowed: 3, NotFound: 4, BadSetting: 2, DiskFull: 2}
     assert {kind: exit_code(kind("x")) for kind in wanted} == wanted
 
 
