@@ -1,4 +1,4 @@
-"""GB/s of the AdamW kernel against a STREAM triad on the same threads: `python bench/adamw.py [--threads N]`."""
+"""GB/s of the AdamW kernel against a STREAM triad on the same threads: `python -m bench.adamw [--threads N]`."""
 
 from __future__ import annotations
 

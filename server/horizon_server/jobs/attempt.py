@@ -256,7 +256,7 @@ class Attempt:
         elif self._wanted == "cancel":
             target, reason, message = JobState.CANCELLED, "CANCELLED", "cancelled by a user"
         elif ended.outcome == "failed" and self._wanted != "drain":
-            target, reason, message = JobState.FAILED, ended.reason, ended.message
+            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
         elif self._wanted == "pause":
             target, reason, message = JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"
         else:

@@ -11,6 +11,7 @@ class JobFolders:
     """The folders of all jobs. Knows the layout on disk and nothing of the jobs themselves."""
 
     def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
         self._jobs = state_dir / "jobs"
 
     def attempt(self, job_id: str, attempt: int) -> Path:
@@ -18,6 +19,10 @@ class JobFolders:
         folder = self._jobs / job_id / f"attempt-{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def without_place(self, sentence: str) -> str:
+        """Return a sentence with paths below the state folder only: where that lies is no business of a job's owner."""
+        return sentence.replace(f"{self._state_dir}/", "")
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun."""

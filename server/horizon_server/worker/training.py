@@ -31,6 +31,7 @@ from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.durable_folder import remove_unfinished
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_folder import open_model_folder
 from horizon_server.worker.channel import EventWriter, Order, Orders
 from horizon_server.worker.request import WorkerRequest
 
@@ -55,7 +56,8 @@ class Training:
             remove_unfinished(self._checkpoints.path)
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
-        template = Template.from_folder(request.model)
+        # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
+        template = Template.from_folder(request.model, layout=open_model_folder(request.model).layout)
         self._store = HostStore.attach(
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )

@@ -1,0 +1,59 @@
+"""`make bench`: every benchmark that needs no GPU, each in a process of its own, with the machine and the date on top.
+
+python -m bench                 # all, about ten minutes on two cores
+python -m bench adamw link      # some
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from horizon_server.settings import child_environment
+from horizon_server.store.cpus import available_cpus
+
+BENCHES: dict[str, tuple[str, list[str]]] = {
+    "adamw": ("The optimizer kernel against STREAM triad", []),
+    "throughput": ("The engine against a plain PyTorch loop", []),
+    "link": ("What double buffering hides", []),
+    "service": ("What a user waits for", []),
+}
+
+
+def machine() -> str:
+    """One line about this machine."""
+    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return f"{models[0] if models else platform.machine()}, {available_cpus()} cores, {memory_kib / 2**20:.0f} GiB"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text("utf-8").splitlines() if Path(path).is_file() else []
+
+
+def main() -> int:
+    """Run the benches asked for."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *BENCHES], help="which; all when none is named")
+    names = parser.parse_args().names or list(BENCHES)
+    today = datetime.datetime.now(datetime.UTC).date()
+    print(
+        f"{today}, {machine()}, Python {platform.python_version()}; `python -m bench {' '.join(names)}`\n", flush=True
+    )
+    code = 0
+    for name in names:
+        title, flags = BENCHES[name]
+        print(f"## {title} (`python -m bench.{name}`)\n", flush=True)
+        code |= subprocess.run(
+            [sys.executable, "-m", f"bench.{name}", *flags], env=child_environment(), check=False
+        ).returncode
+        print(flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Data that cannot be trained on: every problem with its place, on the laptop where that is cheap, else on the node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.faults.conftest import Node, Shell
+from tests.faults.raw_calls import RawCalls
+
+GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
+
+
+def raw_refusal(node: Node, name: str, path: str, content: bytes) -> str:
+    """Push past the client's checks, and return the sentence of the refusal."""
+    calls = RawCalls(node.daemon.endpoints["grpc"], node.token)
+    try:
+        dataset_id = calls.create_dataset(name, path, content)
+        calls.write(content)
+        with pytest.raises(grpc.RpcError) as caught:
+            calls.finalize_dataset(dataset_id)
+    finally:
+        calls.close()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return str(caught.value.details())
+
+
+def test_a_text_that_is_not_utf8_names_line_and_offset(node: Node, shell: Shell) -> None:
+    content = "first\nsecond \u00e9".encode() + b"\xff\n"
+    (shell.home / "notes.txt").write_bytes(content)
+    sentence = shell.fails(2, "dataset", "push", "notes.txt", "--name", "latin")
+    assert "notes.txt, line 2: not UTF-8 text at byte offset 15 of the file" in sentence
+    told = raw_refusal(node, "latin", "notes.txt", content)
+    assert "line[2] is not UTF-8: byte 0xff at byte offset 15 of the file; save the file as UTF-8" in told
+
+
+def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
+    lines = [
+        GOOD,
+        '{"messages": [{"role": "wizard", "content": "hi"}]}\n',
+        GOOD,
+        '{"messages": []}\n',
+        '{"messages": 3}\n',
+    ]
+    (shell.home / "rows.jsonl").write_text("".join(lines))
+    sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
+    assert "of 3 problems" in sentence or "of 4 problems" in sentence
+    assert "line[2].messages[0].role" in sentence
+    assert "line[4].messages" in sentence
+    assert "line[5].messages" in sentence
+    assert "rows' does not exist" in sentence or "UPLOADING" in shell.works("dataset", "get", "rows")
+    (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: rows\n")
+    assert "dataset rows is not ready" in shell.fails(4, "job", "submit", "job.yaml")
+
+
+def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: Shell) -> None:
+    content = f"{GOOD}not json\n{GOOD}[1]\n"
+    (shell.home / "rows.jsonl").write_text(content)
+    sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "broken")
+    assert "line 2: not JSON" in sentence
+    assert "(the first of 2 bad lines)" in sentence
+    assert "line 4: each line must be one JSON object" in sentence
+    told = raw_refusal(node, "broken", "rows.jsonl", content.encode())
+    assert "line[2] is not JSON" in told
+    assert "2 problems" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", b"", "empty.jsonl is empty"),
+        ("blank.jsonl", b"\n\n", "holds no rows"),
+        ("columns.jsonl", b'{"a": 1}\n', "line 1"),
+        ("rows.parquet", b"PAR1 and more", "which this version does not read"),
+    ],
+)
+def test_files_without_rows(shell: Shell, name: str, content: bytes, words: str) -> None:
+    (shell.home / name).write_bytes(content)
+    assert words in shell.fails(2, "dataset", "push", name, "--name", "none")
+
+
+def test_a_row_without_a_trainable_token_fails_the_job_with_its_line(shell: Shell) -> None:
+    untrained = (
+        '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "weight": 0}]}\n'
+    )
+    (shell.home / "rows.jsonl").write_text(GOOD + untrained)
+    pushed = shell.run("dataset", "push", "rows.jsonl", "--name", "untrained")
+    if pushed.returncode:
+        assert "line[2]" in pushed.stderr
+        return
+    (shell.home / "job.yaml").write_text(
+        "name: untrained\nmodel: demo-model\ndataset: untrained\ntrain: {max_steps: 2}\n"
+    )
+    done = shell.run("job", "submit", "job.yaml", "--watch")
+    assert done.returncode == 1
+    assert "line[2]" in done.stdout.splitlines()[-1]
+    assert "FAILED" in done.stdout.splitlines()[-1]
+
+
+def test_a_file_that_is_not_there(shell: Shell, tmp_path: Path) -> None:
+    assert "nothing.jsonl" in shell.fails(2, "dataset", "push", str(tmp_path / "nothing.jsonl"), "--name", "x")

@@ -1,0 +1,122 @@
+"""A daemon that cannot start says why in one sentence, ends with code 2 and holds nothing; beyond loopback it speaks TLS only."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.faults.conftest import HORIZOND, Node, Shell, run_horizond
+from tests.scenarios.daemon_process import DaemonProcess, wait_for
+
+
+def refused(state: Path, *flags: str, code: int = 2) -> str:
+    """Start a daemon that must not come up, and return its sentence."""
+    done = run_horizond("serve", "--state-dir", str(state), *flags)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def require_free(state: Path) -> None:
+    """Nobody holds the state folder, and nothing says that somebody listens."""
+    descriptor = os.open(state / "lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    assert not (state / "endpoints.json").exists()
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+def test_a_port_in_use(tmp_path: Path, face: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        addresses = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", face: address}
+        sentence = refused(tmp_path, "--grpc", addresses["grpc"], "--http", addresses["http"])
+    assert f"cannot listen on {address}" in sentence
+    assert f"--{face}" in sentence
+    require_free(tmp_path)
+
+
+def test_a_state_folder_held_by_another_daemon(node: Node) -> None:
+    assert node.daemon.process is not None
+    sentence = refused(node.daemon.state_dir, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    assert f"is held by another horizond (pid {node.daemon.process.pid}); stop it" in sentence
+    assert json.loads((node.daemon.state_dir / "endpoints.json").read_text())["pid"] == node.daemon.process.pid
+
+
+def test_a_state_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "cannot be used" in refused(tmp_path / "file")
+    listed = run_horizond("user", "list", "--state-dir", str(tmp_path / "file"))
+    assert (listed.returncode, "Traceback" in listed.stderr) == (2, False)
+    assert f"state folder {tmp_path / 'file'} cannot be used" in listed.stderr
+
+
+def test_a_state_folder_whose_database_is_none(tmp_path: Path) -> None:
+    (tmp_path / "horizon.db").write_bytes(b"this is no database, but long enough to be read as one" * 40)
+    sentence = refused(tmp_path, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    assert "file is not a database" in sentence
+    require_free(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("grcp = '127.0.0.1:0'\n", "setting grcp: there is no such setting; known: device_arena_bytes, "),
+        ("num_threads = 'many'\n", "setting num_threads: Input should be a valid integer"),
+        ("num_threads = \n", "cannot be read as TOML"),
+        ("grpc = 'nowhere'\n", "grpc 'nowhere' is not HOST:PORT such as 127.0.0.1:7171"),
+        ("log_level = 'loud'\n", "setting log_level"),
+        ("tls_cert = '/no/cert.pem'\ntls_key = '/no/key.pem'\n", "setting tls_cert: /no/cert.pem does not exist"),
+    ],
+    ids=["key", "type", "syntax", "address", "choice", "certificate"],
+)
+def test_a_wrong_settings_file(tmp_path: Path, text: str, words: str) -> None:
+    config = tmp_path / "horizond.toml"
+    config.write_text(text)
+    sentence = refused(tmp_path / "state", "--config", str(config))
+    assert words in sentence
+
+
+def test_a_settings_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path, "--config", str(tmp_path / "none.toml"))
+
+
+def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    daemon = DaemonProcess(state)
+    state.mkdir()
+    with (state / "test.log").open("wb") as log:
+        flags = ["--state-dir", str(state), "--grpc", "0.0.0.0:0", "--http", "127.0.0.1:0"]
+        process = subprocess.Popen([*HORIZOND, "serve", *flags], stdout=log, stderr=log)
+    try:
+        wait_for((state / "endpoints.json").is_file, 30)
+        endpoints = json.loads((state / "endpoints.json").read_text())
+        token = daemon.user("ada")
+        server = f"localhost:{endpoints['grpc'].rpartition(':')[2]}"
+        authority = endpoints["authority"]
+        assert authority in daemon.log()
+        plain = Shell(server, token, tmp_path)
+        assert "pass its CA file with --ca" in plain.fails(5, "node", "status")
+        (tmp_path / "token").write_text(token)
+        login = ("login", server, "--token-file", "token")
+        told = replace(plain, token=None).run(*login, "--ca", authority)
+        assert (told.returncode, "as ada, role user" in told.stdout) == (0, True), told.stderr
+        other = run_horizond("user", "list", "--state-dir", str(tmp_path / "other"))
+        assert other.returncode == 0
+        stranger = Path(authority).read_bytes().replace(b"MII", b"MIJ", 1)
+        (tmp_path / "wrong.pem").write_bytes(stranger)
+        wrong = plain.run("node", "status", "--ca", str(tmp_path / "wrong.pem"))
+        assert wrong.returncode in (2, 5), wrong.stdout
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+    for name in ("ca.key", "server.key"):
+        assert (state / "tls" / name).stat().st_mode & 0o077 == 0
