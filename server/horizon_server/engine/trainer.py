@@ -84,7 +84,7 @@ class Trainer:
             device,
             self._stream,
             self._sink,
-            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size),
+            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
         )
         self._forward_backward.reserve(config.tokens_per_step)

@@ -27,7 +27,9 @@ REQUEST: dict[str, Any] = {
     "planes": {"hi": 7, "lo": 8},
     "grad_dtype_bytes": 4,
     "num_threads": 2,
-    "arena_limit_bytes": 1 << 30,
+    "device": "host",
+    "device_limit_bytes": 1 << 30,
+    "activation_placement": "device",
 }
 
 

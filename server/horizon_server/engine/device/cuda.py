@@ -29,7 +29,7 @@ from horizon_server.engine.device.protocol import Component, DeviceUse, HostComp
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import CAST_ELEMENTS
+from horizon_server.store.ledger import CAST_ELEMENTS, DeviceKind
 
 _NORM_BLOCK = 2048
 """Elements whose squares are summed in fp32; blocks are summed in float64. Units are padded to a multiple of it."""
@@ -44,7 +44,7 @@ class CudaDevice(QueuedDevice):
     `limit_bytes` bounds what tensors take on it. The debug switches are those of `HostDevice`. `runtime` is the driver.
     """
 
-    name = "cuda"
+    name: DeviceKind = "cuda"
     compute_dtype = torch.bfloat16
     gradient_dtype = torch.bfloat16
 
@@ -91,7 +91,7 @@ class CudaDevice(QueuedDevice):
 
     @property
     def refusals(self) -> list[str]:
-        """What the driver would not pin, one sentence each; training goes on, slower."""
+        """See `Device.refusals`: what the driver would not pin."""
         return list(self._pinned.refusals)
 
     def adopt(self, store: HostStore) -> None:

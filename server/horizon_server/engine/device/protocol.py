@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ledger import DeviceKind
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
@@ -78,7 +79,7 @@ class Device(Protocol):
     """
 
     @property
-    def name(self) -> str:
+    def name(self) -> DeviceKind:
         """The kind of device, as users choose it."""
 
     @property
@@ -169,6 +170,10 @@ class Device(Protocol):
 
     def host_queue(self, name: str) -> Queue:
         """A queue for work of the host's own (the optimizer); this device's queues can wait for its events."""
+
+    @property
+    def refusals(self) -> list[str]:
+        """What was wanted of the machine and not given, one sentence each; training goes on, slower."""
 
     def raise_failure(self) -> None:
         """Raise the first error any queue met; after one, the queues skip their work."""
