@@ -258,4 +258,5 @@ async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http
     await parts.scheduler.drain(settings.drain_timeout_s)
     parts.journal.close()
     await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+    await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
     log.info("stopped")
