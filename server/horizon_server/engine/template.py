@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.meta_model import (
     build_meta_model,
+    draws_random_numbers,
     find_layer_list,
     layer_signature,
     load_config,
@@ -77,6 +78,7 @@ class Template:
         self.embedding_name = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
+        self.draws_random_numbers = draws_random_numbers(model.config)
         self.padding_id = _take_padding_id(table)
         self._model = model
         self._tape = _Tape(num_layers=self.num_layers)
@@ -105,6 +107,12 @@ class Template:
         """Elements of the buffer the head runs from: its own unit, then the embedding's where that is the projection."""
         embedding, head = self.layout.units[0], self.layout.units[-1]
         return head.num_elements + (embedding.num_elements if self.tied else 0)
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
+        if self.draws_random_numbers:
+            for module in (self._model, *self._layers):
+                module.train(mode)
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""

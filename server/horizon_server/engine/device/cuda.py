@@ -90,6 +90,11 @@ class CudaDevice(QueuedDevice):
         self._down = StagingRing(self._runtime, self._d2h.stream, num_bytes=staging_bytes)
 
     @property
+    def generator(self) -> torch.Generator:
+        """See `Device.generator`."""
+        return self._runtime.generator()
+
+    @property
     def refusals(self) -> list[str]:
         """See `Device.refusals`: what the driver would not pin."""
         return list(self._pinned.refusals)

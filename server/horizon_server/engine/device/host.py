@@ -63,6 +63,11 @@ class HostDevice(QueuedDevice):
         # Last, because MKL has one thread count for the whole process: the one that was set last.
         self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
 
+    @property
+    def generator(self) -> torch.Generator:
+        """See `Device.generator`."""
+        return torch.default_generator
+
     def adopt(self, store: HostStore) -> None:
         """See `Device.adopt`: any memory serves."""
 

@@ -91,6 +91,10 @@ class Device(Protocol):
         """What gradients leave the device as; they accumulate in fp32 on it."""
 
     @property
+    def generator(self) -> torch.Generator:
+        """What random numbers are drawn from where compute runs: torch's default one there, which modules use."""
+
+    @property
     def h2d(self) -> Queue:
         """Copies from the host."""
 
