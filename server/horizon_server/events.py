@@ -38,7 +38,7 @@ class StateChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """One optimizer step is done. `tokens` are real tokens; `skipped` says why the update was dropped, or is empty."""
+    """One optimizer step is done. `tokens` are real tokens; `skipped` says why not all weights were updated, or is empty."""
 
     step: int
     num_steps: int

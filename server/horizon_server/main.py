@@ -32,7 +32,7 @@ from horizon_server.jobs.attempt import Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.job import JobRecord
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus
+from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus, usable_accelerators
 from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
@@ -140,17 +140,15 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
     num_threads = settings.num_threads or num_cpus()
-    arena_limit_bytes = settings.arena_limit(memory.limit_bytes)
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=arena_limit_bytes,
+        arena_limit_bytes=settings.arena_limit(memory.limit_bytes),
         num_threads=num_threads,
+        accelerators=await usable_accelerators(child_environment()),
     )
-    options = WorkerOptions(
-        num_threads=num_threads, arena_limit_bytes=arena_limit_bytes, environment=child_environment()
-    )
+    options = WorkerOptions(num_threads=num_threads, environment=child_environment())
     recipes = PreparationRecipes(settings.state_dir / "prepared")
 
     def make_attempt(job: JobRecord) -> Attempt:
@@ -260,4 +258,5 @@ async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http
     await parts.scheduler.drain(settings.drain_timeout_s)
     parts.journal.close()
     await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+    await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
     log.info("stopped")

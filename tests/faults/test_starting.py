@@ -109,12 +109,6 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         login = ("login", server, "--token-file", "token")
         told = replace(plain, token=None).run(*login, "--ca", authority)
         assert (told.returncode, "as ada, role user" in told.stdout) == (0, True), told.stderr
-        other = run_horizond("user", "list", "--state-dir", str(tmp_path / "other"))
-        assert other.returncode == 0
-        stranger = Path(authority).read_bytes().replace(b"MII", b"MIJ", 1)
-        (tmp_path / "wrong.pem").write_bytes(stranger)
-        wrong = plain.run("node", "status", "--ca", str(tmp_path / "wrong.pem"))
-        assert wrong.returncode in (2, 5), wrong.stdout
     finally:
         process.terminate()
         assert process.wait(30) == 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
@@ -35,6 +36,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2}
+_NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
 _LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -77,10 +79,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {},
     "gpt_neox": {},
-    "gpt2": {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128},
+    "gpt2": {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, **_NO_PDROP},
     "bloom": {"n_layer": 3, "n_head": 4},
     "gptj": {"n_layer": 3, "n_head": 4, "n_embd": 32, "rotary_dim": 8},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "olmo_hybrid": {},
     "minimax": {"num_local_experts": 4, **_MOE},
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, **_MOE},
@@ -167,7 +169,7 @@ class Run:
 
     trainer: Trainer
     store: HostStore
-    device: HostDevice
+    device: HostDevice | CudaDevice
 
 
 @pytest.fixture
@@ -176,7 +178,11 @@ def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(
-        model: TinyModel, *, device: HostDevice | None = None, store: HostStore | None = None, **options: Any
+        model: TinyModel,
+        *,
+        device: HostDevice | CudaDevice | None = None,
+        store: HostStore | None = None,
+        **options: Any,
     ) -> Run:
         device = device or HostDevice(num_threads=1)
         store = store or model.store()

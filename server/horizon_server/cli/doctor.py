@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from horizon_server.cli.options import print_mapping, with_settings_options
-from horizon_server.jobs.node import find_accelerators, host_memory
-from horizon_server.settings import load_settings
+from horizon_server.jobs.node import find_accelerators, host_memory, usable_accelerators
+from horizon_server.settings import child_environment, load_settings
 from horizon_server.store.bandwidth import measure_bandwidth
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
@@ -43,7 +43,8 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
 def _accelerator_facts() -> dict[str, Any]:
     found = asyncio.run(find_accelerators())
     gpus = [f"{a.index}: {a.name}, {a.memory_bytes / 2**30:.0f} GiB" for a in found]
-    return {"gpus": gpus, "device": "host", "link_bytes_per_s": None}
+    usable = asyncio.run(usable_accelerators(child_environment()))
+    return {"gpus": gpus, "device": "cuda" if usable else "host", "link_bytes_per_s": None}
 
 
 def _memory_facts() -> dict[str, Any]:

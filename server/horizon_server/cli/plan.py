@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -12,9 +13,9 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.jobs.node import host_memory, num_cpus
+from horizon_server.jobs.node import host_memory, num_cpus, usable_accelerators
 from horizon_server.jobs.plan import Planner
-from horizon_server.settings import load_settings
+from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import parse_job_spec
 
 
@@ -36,6 +37,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         reserve_bytes=settings.host_memory_reserve_bytes,
         arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
         num_threads=settings.num_threads or num_cpus(),
+        accelerators=asyncio.run(usable_accelerators(child_environment())),
     )
     job_plan = planner.plan(spec, folder)
     mapping: dict[str, Any] = {

@@ -34,6 +34,7 @@ class Database:
         self._engine = engine
         self._sessions = async_sessionmaker(engine, expire_on_commit=False)
         self._writing = asyncio.Lock()
+        self._stopping: dict[asyncio.Future[Any], object] = {}
 
     @classmethod
     async def open(cls, path: Path) -> Database:
@@ -54,7 +55,9 @@ class Database:
         engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
         event.listen(engine.sync_engine, "connect", _configure)
         event.listen(engine.sync_engine, "begin", _begin)
-        return cls(engine)
+        database = cls(engine)
+        engine.sync_engine.dialect.do_terminate = database._stop_at_once  # type: ignore[method-assign, assignment]
+        return database
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -77,6 +80,19 @@ class Database:
     async def close(self) -> None:
         """Give every connection back."""
         await self._engine.dispose()
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    def _stop_at_once(self, connection: DBAPIConnection) -> None:
+        """Drop a connection whose caller was cancelled, as any client can do at any time, without waiting for it.
+
+        SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits for ever for a thread that has ended, and the
+        event loop waits for it at its end: a daemon that cannot stop.
+        """
+        driver: Any = connection.driver_connection
+        stopped = driver.stop()
+        if stopped is not None:
+            self._stopping[stopped] = driver  # kept until its thread has closed it
+            stopped.add_done_callback(self._stopping.pop)
 
 
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})

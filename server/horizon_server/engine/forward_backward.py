@@ -25,6 +25,7 @@ from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.loss import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.random_keys import StepKey
 from horizon_server.engine.step_tokens import StepTokens
 from horizon_server.engine.template import LayerCall, Place, Template
 
@@ -38,6 +39,7 @@ class _Pass:
 
     tokens: StepTokens
     loss: Tensor
+    key: StepKey | None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
 
@@ -77,9 +79,9 @@ class ForwardBackward:
         """
         self._activations.reserve(num_tokens)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over the supervised tokens; when it returns, every unit's gradient is on the host."""
-        current, layers = self._start(micro_batches), range(self._template.num_layers)
+    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
+        """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
+        current, layers = self._start(micro_batches, key), range(self._template.num_layers)
         self._sink.start_step()
         embedding = self._embedding_request(current)
         self._drive(
@@ -140,11 +142,13 @@ class ForwardBackward:
     def _embedding_request(self, current: _Pass) -> UnitRequest:
         return UnitRequest(unit_index=0, rows_R=current.tokens.rows_R if self._template.embeds_by_rows else None)
 
-    def _start(self, micro_batches: Sequence[MicroBatch]) -> _Pass:
+    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
+        self._template.train(key is not None)
         all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
         tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
         self._activations.reserve(tokens.num_tokens)
-        return _Pass(tokens=tokens, loss=self._device.place(torch.zeros((), dtype=torch.float64)))
+        loss = self._device.place(torch.zeros((), dtype=torch.float64))
+        return _Pass(tokens=tokens, loss=loss, key=key)
 
     def _drive(self, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
@@ -231,6 +235,7 @@ class ForwardBackward:
         span, table_place = current.tokens.spans[index], self._template.table_place
         parameters = {place.local_name: place.view(flat) for place in self._template.places_beside_the_table}
         parameters[table_place.local_name] = self._table(current, flat)
+        self._seed(current, 0, index)
         with torch.no_grad():
             hidden_1TD, calls = self._template.embed(
                 parameters, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
@@ -245,6 +250,7 @@ class ForwardBackward:
         span, places = current.tokens.spans[index], self._template.places(layer + 1)
         parameters = {place.local_name: place.view(flat) for place in places}
         hidden_1TD = self._activations.layer_input(source)[span][None]
+        self._seed(current, layer + 1, index)
         with torch.no_grad():
             output_1TD = self._template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
         self._activations.layer_input(output)[span].copy_(output_1TD[0])
@@ -262,6 +268,7 @@ class ForwardBackward:
         supervised_S = tokens.supervised_S[chunk]
         hidden_1SD = self._activations.layer_input(last)[supervised_S][None].requires_grad_()
         leaves = _leaves(self._template.places(self._head_request.unit_index), flat, gradient)
+        self._seed(current, self._head_request.unit_index, chunk.start)
         with self._device.workspace(("head", supervised_S.numel())):
             logits_SV = self._template.head(leaves, hidden_1SD)
             loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
@@ -276,11 +283,17 @@ class ForwardBackward:
         # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
         hidden_1TD = self._activations.layer_input(layer)[span][None].data.requires_grad_()
         leaves = _leaves(self._template.places(layer + 1), flat, gradient)
+        self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
             output_1TD = self._template.layer(layer, leaves, hidden_1TD, current.calls[index][layer])
             _backward(output_1TD, gradient_TD[None])
         assert hidden_1TD.grad is not None
         gradient_TD.copy_(hidden_1TD.grad[0])
+
+    def _seed(self, current: _Pass, unit_index: int, index: int) -> None:
+        """Have the work that follows draw the numbers that are its own, the first time and when it is recomputed."""
+        if current.key is not None and self._template.draws_random_numbers:
+            self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
 
     def _embed_backward(
         self, current: _Pass, index: int, flat: Tensor, gradient: Tensor, accumulate: Accumulate
@@ -288,6 +301,7 @@ class ForwardBackward:
         span = current.tokens.spans[index]
         leaves = _leaves(self._template.places_beside_the_table, flat, gradient)
         leaves[self._template.table_place.local_name] = _leaf(self._table(current, flat), accumulate)
+        self._seed(current, 0, index)
         with self._device.workspace(("embedding", span.stop - span.start)):
             hidden_1TD, _ = self._template.embed(
                 leaves, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]

@@ -21,6 +21,7 @@ from horizon_server.errors import InvalidModel
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -60,7 +61,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of a config, in evaluation mode (dropout off), with no parameter allocated.
+    """The causal language model of a config, in evaluation mode, with no parameter allocated.
 
     Raises:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
@@ -89,6 +90,16 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     model.train(False)
     model.requires_grad_(False)
     return model
+
+
+def draws_random_numbers(config: PretrainedConfig) -> bool:
+    """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
+    settings = config.get_text_config().to_dict()
+    return any(
+        isinstance(value, (int, float)) and value > 0
+        for name, value in settings.items()
+        if any(part in name for part in _RANDOM_SETTINGS)
+    )
 
 
 def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -107,7 +107,7 @@ def stack(pieces: Sequence[Piece], dim: int) -> Piece:
     first = pieces[0]
     distance = math.prod(first.shape)
     if len(pieces) > 1 and isinstance(first, Strided) and isinstance(pieces[1], Strided):
-        distance = pieces[1].offset - first.offset
+        distance = max(distance, pieces[1].offset - first.offset)
     return concatenate([_unsqueezed(piece, dim, distance) for piece in pieces], dim)
 
 

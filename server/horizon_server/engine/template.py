@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from horizon_server.engine.binding import Binding, bind, checkpoint_tensors
 from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape
 from horizon_server.engine.meta_model import (
     build_meta_model,
+    draws_random_numbers,
     find_layer_list,
     layer_signature,
     load_config,
@@ -88,6 +89,7 @@ class Template:
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
+        self.draws_random_numbers = draws_random_numbers(model.config)
         self.padding_id = _take_padding_id(table)
         self._model = model
         self._tape = Tape(num_layers=self.num_layers)
@@ -117,6 +119,19 @@ class Template:
         """Elements of the buffer the head runs from: its own unit, then the embedding's where that is the projection."""
         embedding, head = self.layout.units[0], self.layout.units[-1]
         return head.num_elements + (embedding.num_elements if self.tied else 0)
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
+        if self.draws_random_numbers:
+            for module in (self._model, *self._layers):
+                module.train(mode)
+
+    def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
+        for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
+            for name, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    module._buffers[name] = place(buffer)
 
     @cached_property
     def table_place(self) -> Place:

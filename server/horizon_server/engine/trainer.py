@@ -26,6 +26,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.model_flops import FlopsCount
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
+from horizon_server.engine.random_keys import StepKey
 from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.store.adamw import AdamWStep
@@ -43,7 +44,7 @@ class TrainConfig:
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
     room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
-    where layer inputs wait for backward.
+    where layer inputs wait for backward. `seed` is dropout's, where the model's config asks for any.
     """
 
     num_steps: int
@@ -71,6 +72,7 @@ class Trainer:
         self.config = config
         self._template, self._store, self._device = template, store, device
         device.adopt(store)
+        template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
@@ -83,7 +85,7 @@ class Trainer:
             device,
             self._stream,
             self._sink,
-            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size),
+            head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
         )
         self._forward_backward.reserve(config.tokens_per_step)
@@ -133,7 +135,7 @@ class Trainer:
         if num_targets:
             if self._updates_in_backward:
                 self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-            loss = self._forward_backward.gradients(rows)
+            loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
             grad_norm = global_norm(self._sink.square_sums)
             num_updated = self._update(loss, grad_norm, learning_rate)
         skipped = _reason_to_skip(num_targets, num_updated, num_units=len(self._template.layout.units))

@@ -49,7 +49,6 @@ class WorkerOptions:
     """What every worker of this daemon gets, whatever the job."""
 
     num_threads: int
-    arena_limit_bytes: int
     environment: dict[str, str]
 
 
@@ -199,7 +198,9 @@ class Attempt:
             "planes": planes,
             "grad_dtype_bytes": memory.grad_dtype_bytes,
             "num_threads": self._options.num_threads,
-            "arena_limit_bytes": self._options.arena_limit_bytes,
+            "device": memory.device_kind,
+            "device_limit_bytes": memory.plan.device_limit_bytes,
+            "activation_placement": memory.activation_placement,
         }
 
     @asynccontextmanager

@@ -6,7 +6,8 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from horizon_server.jobs.ports import JobStore
 from horizon_server.version import VERSION
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_PROBE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+_PROBE_TIMEOUT_S = 120.0
 _NO_LIMIT = 2**60
 """Control group v1 writes a huge number where there is no limit."""
 
@@ -135,6 +138,24 @@ async def find_accelerators() -> tuple[Accelerator, ...]:
         for row in rows
         if len(row) == 3 and row[0].isdigit() and row[2].isdigit()
     )
+
+
+async def usable_accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
+    """Return the accelerators that a worker started with `environment` can compute on: none where its torch finds no CUDA device."""
+    found = await find_accelerators()
+    if not found:
+        return ()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROBE, env=dict(environment), stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        code = await asyncio.wait_for(process.wait(), timeout=_PROBE_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return ()
+    return found if code == 0 else ()
 
 
 class NodeFacts:

@@ -40,14 +40,20 @@ ACTIVATION_ALIGN_ELEMENTS = 2048
 WORKER_BYTES = 395 << 20
 """Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step."""
 
+CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
+"""Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings."""
+
 THREAD_BYTES = 8 << 20
 """Calibrated: stacks and matrix-packing buffers per compute thread."""
+
+CAST_ELEMENTS = 1 << 25
+"""Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
 _TOKEN_BYTES = 5 * 8
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 _MIN_CHUNK_TOKENS = 256
 """Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
 _MAX_CHUNK_TOKENS = 4096
@@ -90,12 +96,16 @@ def plan_memory(
     element_bytes = _FP32 if device_kind == "host" else _BF16
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
-        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
+        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32 + _cast_bytes(layout, device_kind),
         "activations": _activation_elements(model, tokens_per_step, activation_placement) * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
-        + max(
-            _layer_saved_elements(model, row_tokens) * element_bytes,
-            _head_saved_elements(model, tokens_per_step) * _FP32,
+        + (
+            max(
+                _layer_saved_elements(model, row_tokens) * element_bytes,
+                _head_saved_elements(model, tokens_per_step) * _FP32,
+            )
+            if device_kind == "host"
+            else _cuda_working_bytes(layout, model, row_tokens, tokens_per_step)
         ),
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
@@ -111,14 +121,19 @@ def plan_memory(
         + _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
         "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
     }
-    if device_kind == "host":
+    if device_kind == "cuda":
+        host["other"] += CUDA_WORKER_BYTES
+    else:
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
     return MemoryPlan(host=host, device=device)
 
 
-def logits_chunk_tokens(vocab_size: int) -> int:
-    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk near 32 MiB within sane bounds."""
-    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES // (_FP32 * vocab_size)))
+def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's fp32 logits near a size that suits the device.
+
+    On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
+    """
+    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
 
 
 def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
@@ -127,6 +142,13 @@ def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
     return num_slots * largest_layer + max(embedding.num_elements, head_elements)
+
+
+def _cast_bytes(layout: StoreLayout, device_kind: DeviceKind) -> int:
+    """On cuda, the piece of memory in which gradients are rounded before they leave."""
+    if device_kind == "host":
+        return 0
+    return min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
 
 
 def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
@@ -179,6 +201,23 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
 def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
     """What autograd keeps of one logits chunk: its log-probabilities and three hidden states."""
     return min(tokens_per_step, logits_chunk_tokens(model.vocab_size)) * (model.vocab_size + 3 * model.hidden_size)
+
+
+def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name. Estimated, not measured yet.
+
+    A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
+    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
+    """
+    backward_elements = (3 * model.intermediate_size + 2 * model.hidden_size) * row_tokens
+    largest_weight = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
+    head_bytes = (
+        chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16
+    )
+    row_bytes = 2 * min(tokens_per_step, model.vocab_size) * model.hidden_size * _BF16
+    return max(layer_bytes, head_bytes, row_bytes)
 
 
 def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.ledger import ActivationPlacement, DeviceKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,9 @@ class WorkerRequest:
     planes: dict[str, int]
     grad_dtype_bytes: int
     num_threads: int
-    arena_limit_bytes: int
+    device: DeviceKind
+    device_limit_bytes: int
+    activation_placement: ActivationPlacement
 
 
 def read_request(path: Path) -> WorkerRequest:
@@ -43,5 +46,7 @@ def read_request(path: Path) -> WorkerRequest:
         planes={str(name): int(fd) for name, fd in plain["planes"].items()},
         grad_dtype_bytes=plain["grad_dtype_bytes"],
         num_threads=plain["num_threads"],
-        arena_limit_bytes=plain["arena_limit_bytes"],
+        device=plain["device"],
+        device_limit_bytes=plain["device_limit_bytes"],
+        activation_placement=plain["activation_placement"],
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from horizon_server.engine.data import PreparedDataset, StepPlan
-from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.report import StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -62,13 +62,15 @@ class Training:
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )
         self._resumed_state = self._load()
-        self._device = HostDevice(limit_bytes=request.arena_limit_bytes, num_threads=request.num_threads)
+        self._device = device_for(
+            request.device, limit_bytes=request.device_limit_bytes, num_threads=request.num_threads
+        )
         dataset = PreparedDataset.open(request.prepared)
         packing_wanted = self._spec.train.packing != "false"
         self._plan = _step_plan(dataset, self._spec, packing=packing_wanted)
-        self._trainer = Trainer(
-            template, self._store, self._device, _train_config(self._spec, self._plan.num_steps, request.num_threads)
-        )
+        self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
+        for refusal in self._device.refusals:
+            self._events.send(Message(level="warning", text=refusal))
         if packing_wanted and not self._trainer.supports_packing:
             self._tell_unpacked()
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
@@ -230,8 +232,8 @@ def _figures(transfer: TransferReport) -> TransferFigures:
     return TransferFigures(bytes=transfer.bytes, busy_s=transfer.busy_s, exposed_s=transfer.exposed_s)
 
 
-def _grad_dtype(num_bytes: int) -> torch.dtype:
-    return {2: torch.bfloat16, 4: torch.float32}[num_bytes]
+def _grad_dtype(num_bytes: int) -> torch.dtype | None:
+    return {0: None, 2: torch.bfloat16, 4: torch.float32}[num_bytes]
 
 
 def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> StepPlan:
@@ -247,8 +249,8 @@ def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> Ste
     )
 
 
-def _train_config(spec: JobSpec, num_steps: int, num_threads: int) -> TrainConfig:
-    train = spec.train
+def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
+    train = request.spec.train
     return TrainConfig(
         num_steps=num_steps,
         learning_rate=train.learning_rate,
@@ -259,5 +261,7 @@ def _train_config(spec: JobSpec, num_steps: int, num_threads: int) -> TrainConfi
         eps=train.eps,
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
-        optimizer_threads=num_threads,
+        optimizer_threads=request.num_threads,
+        tokens_per_step=train.tokens_per_step,
+        activation_placement=request.activation_placement,
     )

@@ -44,7 +44,7 @@ class DatasetServicer(dataset_pb2_grpc.DatasetServiceServicer):
 
     async def WriteBlob(self, request_iterator: Any, context: Any) -> dataset_pb2.WriteBlobResponse:
         chunks = (request.chunk async for request in request_iterator)
-        return dataset_pb2.WriteBlobResponse(status=await write_blob(self._uploads, chunks, context))
+        return dataset_pb2.WriteBlobResponse(status=await write_blob(self._uploads, chunks))
 
     async def QueryBlobStatus(
         self, request: dataset_pb2.QueryBlobStatusRequest, context: Any

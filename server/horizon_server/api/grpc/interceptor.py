@@ -83,6 +83,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _taking(self, inner: Any, method: str, metadata: Mapping[str, str | bytes]) -> Any:
         async def answer(request_iterator: Any, context: Any) -> Any:
+            await context.send_initial_metadata(())  # see RequestStream
             async with closing(aiter(request_iterator)) as received:
                 requests = RequestStream(received)
                 async with self._around(method, metadata, context, requests=requests, is_stream=True):

@@ -34,7 +34,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     async def WriteModelBlob(self, request_iterator: Any, context: Any) -> model_pb2.WriteModelBlobResponse:
         chunks = (request.chunk async for request in request_iterator)
-        return model_pb2.WriteModelBlobResponse(status=await write_blob(self._uploads, chunks, context))
+        return model_pb2.WriteModelBlobResponse(status=await write_blob(self._uploads, chunks))
 
     async def QueryModelBlobStatus(
         self, request: model_pb2.QueryModelBlobStatusRequest, context: Any

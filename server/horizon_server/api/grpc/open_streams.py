@@ -29,9 +29,9 @@ async def closing(items: AsyncIterator[ItemT]) -> AsyncIterator[AsyncIterator[It
 class RequestStream(Generic[ItemT]):
     """What a client sends, with a way to end it in order.
 
-    `grpc.aio` clients whose write is under way when the answer arrives report an internal error instead of the answer. So what is on
-    its way is read out first: clients that send little more, or that wait for our initial metadata before they send much, are told
-    what we say.
+    A `grpc.aio` client whose write is under way when the answer arrives reports an internal error instead of the answer. Two things
+    help: initial metadata sent before (a bare status is lost nearly always, one that follows metadata nearly never), and reading out
+    what is on its way first.
     """
 
     def __init__(self, requests: AsyncIterator[ItemT]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
 
 from horizon_proto.v1 import blob_pb2
 from horizon_server.accounts.principal import require_create
@@ -43,15 +42,15 @@ async def query_status(uploads: Uploads, blob: blob_pb2.BlobRef) -> blob_pb2.Blo
     return to_status(await uploads.status(principal.name, _ref(blob)))
 
 
-async def write_blob(uploads: Uploads, chunks: AsyncIterator[blob_pb2.BlobChunk], context: Any) -> blob_pb2.BlobStatus:
-    """Answer WriteBlob and its like. Initial metadata is sent when the upload is accepted and data is wanted."""
+async def write_blob(uploads: Uploads, chunks: AsyncIterator[blob_pb2.BlobChunk]) -> blob_pb2.BlobStatus:
+    """Answer WriteBlob and its like."""
     principal = caller()
     require_create(principal)
     first = await anext(chunks, None)
     if first is None or not first.HasField("blob"):
         raise InvalidUpload("the first message of an upload must name the blob: sha256 and size_bytes")
     ref = _ref(first.blob)
-    return to_status(await uploads.write(principal.name, ref, first.offset, _data(ref, first, chunks, context)))
+    return to_status(await uploads.write(principal.name, ref, first.offset, _data(ref, first, chunks)))
 
 
 def _ref(blob: blob_pb2.BlobRef) -> BlobRef:
@@ -59,9 +58,8 @@ def _ref(blob: blob_pb2.BlobRef) -> BlobRef:
 
 
 async def _data(
-    ref: BlobRef, first: blob_pb2.BlobChunk, chunks: AsyncIterator[blob_pb2.BlobChunk], context: Any
+    ref: BlobRef, first: blob_pb2.BlobChunk, chunks: AsyncIterator[blob_pb2.BlobChunk]
 ) -> AsyncIterator[bytes]:
-    await context.send_initial_metadata(())
     yield first.data
     async for chunk in chunks:
         if chunk.HasField("blob") and _ref(chunk.blob) != ref:

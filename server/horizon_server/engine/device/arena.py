@@ -1,6 +1,6 @@
 """A device's memory as a bounded account: who holds how much, and a clear refusal when it would not fit.
 
-Owns the numbers and, on the host device, the tensors. Must not know queues, units or models.
+Owns the numbers. Must not know queues, units or models.
 
 Units: bytes.
 """
@@ -17,13 +17,14 @@ from horizon_server.errors import DoesNotFit
 
 
 class Arena:
-    """Allocations by component under one limit. `limit_bytes` None means unbounded.
+    """Allocations by component under one limit, on a torch device. `limit_bytes` None means unbounded.
 
     Thread: safe from any.
     """
 
-    def __init__(self, *, limit_bytes: int | None) -> None:
+    def __init__(self, *, limit_bytes: int | None, device: torch.device | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._device = device or torch.device("cpu")
         self._held: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._peak_total = 0
@@ -38,7 +39,7 @@ class Arena:
         """
         num_bytes = num_elements * dtype.itemsize
         self.charge(component, num_bytes)
-        tensor = torch.empty(num_elements, dtype=dtype)
+        tensor = torch.empty(num_elements, dtype=dtype, device=self._device)
         with self._lock:
             self._blocks[tensor.untyped_storage().data_ptr()] = (component, num_bytes)
         return tensor

@@ -22,6 +22,7 @@ from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ledger import DeviceKind
 
 _GATHER_ROWS = 4096
 
@@ -34,7 +35,7 @@ class HostDevice(QueuedDevice):
     Results do not depend on any of these but `num_threads`.
     """
 
-    name = "host"
+    name: DeviceKind = "host"
     compute_dtype = torch.float32
     gradient_dtype = torch.float32
 
@@ -61,6 +62,11 @@ class HostDevice(QueuedDevice):
         self.d2h = HostQueue("d2h", num_threads=1, **self._queue_options())
         # Last, because MKL has one thread count for the whole process: the one that was set last.
         self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
+
+    @property
+    def generator(self) -> torch.Generator:
+        """See `Device.generator`."""
+        return torch.default_generator
 
     def adopt(self, store: HostStore) -> None:
         """See `Device.adopt`: any memory serves."""

@@ -30,12 +30,14 @@ class Failure:
 
     def collect(self, future: Future[None]) -> None:
         """Keep a finished work's error if it is the first."""
-        if future.cancelled():
-            return
-        error = future.exception()
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self.keep(error)
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an error if it is the first."""
         with self._lock:
-            if error is not None and self._error is None:
-                self._error = error
+            self._error = self._error or error
 
     def raise_first(self) -> None:
         """Raise the error that was kept, if any."""
@@ -72,10 +74,17 @@ class HostQueue:
     """
 
     def __init__(
-        self, name: str, *, failure: Failure, num_threads: int, max_delay_s: float = 0.0, delay_seed: int = 0
+        self,
+        name: str,
+        *,
+        failure: Failure,
+        num_threads: int,
+        max_delay_s: float = 0.0,
+        delay_seed: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         self.name = name
-        self.timeline = Timeline()
+        self.timeline = timeline or Timeline()
         self._failure = failure
         self._max_delay_s = max_delay_s
         self._random = random.Random(f"{delay_seed}-{name}")
@@ -93,10 +102,9 @@ class HostQueue:
 
     def wait(self, event: Event) -> None:
         """Let later work wait for the event."""
-        assert isinstance(event, HostEvent)
-        self._executor.submit(self._wait, event)
+        self._executor.submit(self._wait, event).add_done_callback(self._failure.collect)
 
-    def record(self) -> HostEvent:
+    def record(self) -> Event:
         """An event behind everything submitted so far."""
         event = HostEvent(self.name)
         self._executor.submit(event.set)
@@ -111,11 +119,14 @@ class HostQueue:
             return
         if self._max_delay_s:
             time.sleep(self._random.random() * self._max_delay_s)
+        self._execute(work, num_bytes)
+
+    def _execute(self, work: Work, num_bytes: int) -> None:
         start_s = time.perf_counter()
         work()
         self.timeline.add(Busy(start_s, time.perf_counter(), num_bytes))
 
-    def _wait(self, event: HostEvent) -> None:
+    def _wait(self, event: Event) -> None:
         if event.happened:
             return
         start_s = time.perf_counter()

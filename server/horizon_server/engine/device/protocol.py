@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.ledger import DeviceKind
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
@@ -24,7 +25,13 @@ Work = Callable[[], None]
 
 
 class Event(Protocol):
-    """A point in a queue's order."""
+    """A point in the order of the queue named `origin`."""
+
+    origin: str
+
+    @property
+    def happened(self) -> bool:
+        """Whether the queue has passed this point. Does not block."""
 
     def wait(self) -> None:
         """Block the calling thread until the queue has passed this point."""
@@ -72,7 +79,7 @@ class Device(Protocol):
     """
 
     @property
-    def name(self) -> str:
+    def name(self) -> DeviceKind:
         """The kind of device, as users choose it."""
 
     @property
@@ -82,6 +89,10 @@ class Device(Protocol):
     @property
     def gradient_dtype(self) -> torch.dtype:
         """What gradients leave the device as; they accumulate in fp32 on it."""
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What random numbers are drawn from where compute runs: torch's default one there, which modules use."""
 
     @property
     def h2d(self) -> Queue:
@@ -163,6 +174,10 @@ class Device(Protocol):
 
     def host_queue(self, name: str) -> Queue:
         """A queue for work of the host's own (the optimizer); this device's queues can wait for its events."""
+
+    @property
+    def refusals(self) -> list[str]:
+        """What was wanted of the machine and not given, one sentence each; training goes on, slower."""
 
     def raise_failure(self) -> None:
         """Raise the first error any queue met; after one, the queues skip their work."""

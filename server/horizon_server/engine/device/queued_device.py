@@ -93,6 +93,11 @@ class QueuedDevice:
         self._host_queues.append(queue)
         return queue
 
+    @property
+    def refusals(self) -> list[str]:
+        """See `Device.refusals`."""
+        return []
+
     def raise_failure(self) -> None:
         """See `Device.raise_failure`."""
         self._failure.raise_first()

@@ -1,0 +1,256 @@
+"""The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent home in bf16.
+
+Owns how units, rows, gradients and activations are copied, and what of the host's memory is pinned. Must not know models or the
+schedule; queues and events are `cuda_queue`'s, the driver is `cuda_runtime`'s.
+
+Device memory is torch's caching allocator under a limit, with an account by component beside it: slots and activations are
+allocated once and counted exactly, the workspace is what the allocator's own peak says beyond them.
+
+CUDA: h2d, compute and d2h are streams; a queue's work launches inside its stream and never waits for the device, except where
+host memory could not be pinned, and for the few rows of an embedding.
+Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.device.arena import Arena
+from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_of_memory
+from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
+from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
+from horizon_server.engine.device.protocol import Component, DeviceUse, HostComponent
+from horizon_server.engine.device.queued_device import QueuedDevice
+from horizon_server.store.cpus import available_cpus
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.ledger import CAST_ELEMENTS, DeviceKind
+
+_NORM_BLOCK = 2048
+"""Elements whose squares are summed in fp32; blocks are summed in float64. Units are padded to a multiple of it."""
+
+_COPY_THREADS = 4
+"""Host threads that gather embedding rows and fill staging memory."""
+
+
+class CudaDevice(QueuedDevice):
+    """Trains on one CUDA device.
+
+    `limit_bytes` bounds what tensors take on it. The debug switches are those of `HostDevice`. `runtime` is the driver.
+    """
+
+    name: DeviceKind = "cuda"
+    compute_dtype = torch.bfloat16
+    gradient_dtype = torch.bfloat16
+
+    def __init__(
+        self,
+        *,
+        limit_bytes: int | None = None,
+        index: int = 0,
+        poison_on_free: bool = False,
+        max_delay_s: float = 0.0,
+        delay_seed: int = 0,
+        runtime: Runtime | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._runtime = runtime or TorchCuda(index)
+        super().__init__(
+            arena=Arena(limit_bytes=limit_bytes, device=self._runtime.device),
+            host_buffers=HostBuffers(num_threads=available_cpus()),
+            poison_on_free=poison_on_free,
+            max_delay_s=max_delay_s,
+            delay_seed=delay_seed,
+        )
+        if limit_bytes is not None:
+            self._runtime.limit_memory(limit_bytes)
+        self._pinned = PinnedRanges(self._runtime)
+        self._cast: Tensor | None = None
+        streams = {name: self._runtime.new_stream() for name in ("h2d", "compute", "d2h")}
+        self._clock = StreamClock(self._runtime, streams["compute"])
+        queues = {
+            name: CudaQueue(
+                name,
+                runtime=self._runtime,
+                stream=stream,
+                clock=self._clock,
+                num_threads=min(_COPY_THREADS, available_cpus()),
+                **self._queue_options(),
+            )
+            for name, stream in streams.items()
+        }
+        self._h2d, self._compute, self._d2h = queues["h2d"], queues["compute"], queues["d2h"]
+        self.h2d, self.compute, self.d2h = self._h2d, self._compute, self._d2h
+        self._up = StagingRing(self._runtime, self._h2d.stream, num_bytes=staging_bytes)
+        self._down = StagingRing(self._runtime, self._d2h.stream, num_bytes=staging_bytes)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """See `Device.generator`."""
+        return self._runtime.generator()
+
+    @property
+    def refusals(self) -> list[str]:
+        """See `Device.refusals`: what the driver would not pin."""
+        return list(self._pinned.refusals)
+
+    def adopt(self, store: HostStore) -> None:
+        """See `Device.adopt`: the planes that cross the link are registered with the driver, unit by unit."""
+        units = store.layout.units
+        cuts = [*(unit.offset for unit in units), store.layout.num_elements]
+        self._pinned.add(store.plane("hi"), cuts=cuts)
+        if store.grad_dtype is not None:
+            self._pinned.add(store.plane("grad"), cuts=cuts)
+        wanted = min(CAST_ELEMENTS, max(unit.num_elements for unit in units))
+        if self._cast is None or self._cast.numel() < wanted:
+            if self._cast is not None:
+                self.free(self._cast)
+            self._cast = self.allocate("gradients", wanted, self.gradient_dtype)
+
+    def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """See `Device.allocate`. CUDA: synchronises the device, so that no stream meets what another one left there."""
+        try:
+            tensor = super().allocate(component, num_elements, dtype)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error) from error
+        self._runtime.synchronize()
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """See `Device.free`. CUDA: synchronises the device."""
+        super().free(tensor)
+        self._runtime.synchronize()
+
+    def allocate_host(
+        self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
+    ) -> Tensor:
+        """See `Device.allocate_host`: registered with the driver."""
+        tensor = super().allocate_host(component, num_elements, dtype)
+        if num_elements:
+            self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements or num_elements), num_elements])
+        return tensor
+
+    def free_host(self, tensor: Tensor) -> None:
+        """See `Device.free_host`."""
+        self._pinned.remove(tensor)
+        super().free_host(tensor)
+
+    @contextmanager
+    def workspace(self, key: Hashable) -> Iterator[None]:
+        """See `Device.workspace`: the allocator's peak tells, afterwards, so nothing is measured here."""
+        yield
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """See `Device.place`. CUDA: a copy from pageable memory, complete when it returns."""
+        return tensor.to(self._runtime.device)
+
+    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+        """See `Device.upload_unit`: 2 bytes a parameter, no cast."""
+        self.upload(store.unit(index, "hi"), out)
+
+    def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
+        """See `Device.upload_rows`."""
+        work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
+        self._h2d.submit(work, num_bytes=_num_bytes(out_RD))
+
+    def upload(self, source: Tensor, out: Tensor) -> None:
+        """See `Device.upload`."""
+        direct = self._pinned.holds(source)
+        work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
+        self._h2d.submit(work, num_bytes=_num_bytes(out))
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """See `Device.download`."""
+        work = partial(self._send_home, source.view(-1), target.view(-1))
+        self._d2h.submit(work, num_bytes=_num_bytes(target))
+
+    def read_back(self, source: Tensor, target: Tensor) -> None:
+        """See `Device.read_back`."""
+        self._d2h.submit(partial(_copy, source, target))
+
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
+        """See `Device.download_unit`.
+
+        CUDA: the sum is taken on d2h, in fp32 over fixed blocks and in float64 over them. A square beyond fp32 (an element of 1.8e19)
+        counts as not finite.
+        """
+
+        def work() -> None:
+            _copy(_square_sum(gradient.view(-1, _NORM_BLOCK)), square_sum)
+            self._send_home(gradient, target)
+
+        self._d2h.submit(work, num_bytes=_num_bytes(target))
+
+    def download_rows(
+        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
+    ) -> None:
+        """See `Device.download_rows`. CUDA: the queue's thread waits for the rows and puts them into the table."""
+        width = gradient_RD.shape[1]
+
+        def land(start: int, values: Tensor) -> None:
+            first = start // width
+            table_VD[rows_R[first : first + values.numel() // width]] = values.view(-1, width)
+
+        def work() -> None:
+            _copy(_square_sum(gradient_RD), square_sum)
+            target.zero_()
+            self._down.download(gradient_RD.view(-1), table_VD.dtype, land, multiple_of=width)
+
+        self._d2h.submit(work, num_bytes=gradient_RD.numel() * target.element_size())
+
+    def take_use(self) -> DeviceUse:
+        """See `Device.take_use`. CUDA: waits for what the queues were given; between steps they are idle."""
+        use = super().take_use()
+        self._clock.rebase(self._compute.stream)
+        return use
+
+    def peak_bytes(self) -> Mapping[str, int]:
+        """See `Device.peak_bytes`: the workspace is the allocator's peak beyond what was allocated by name."""
+        peak = dict(self.arena.peak_bytes())
+        named = sum(num_bytes for component, num_bytes in peak.items() if component != "workspace")
+        peak["workspace"] = max(0, self._runtime.peak_allocated_bytes() - named)
+        return peak
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        super().close()
+        self._pinned.clear()
+        if self._cast is not None:
+            self.free(self._cast)
+        self._cast = None
+
+    def _send_home(self, source: Tensor, target: Tensor) -> None:
+        if not self._pinned.holds(target):
+            self._down.download(source, target.dtype, partial(_land, target))
+            return
+        if source.dtype == target.dtype:
+            _copy(source, target)
+            return
+        assert self._cast is not None and self._cast.dtype == target.dtype, "adopt comes first"
+        for start in range(0, source.numel(), self._cast.numel()):
+            part = source[start : start + self._cast.numel()]
+            rounded = self._cast[: part.numel()]
+            rounded.copy_(part)
+            target[start : start + part.numel()].copy_(rounded, non_blocking=True)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _land(target: Tensor, start: int, values: Tensor) -> None:
+    target[start : start + values.numel()].copy_(values)
+
+
+def _square_sum(blocks: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(blocks, dim=1)
+    return norms.double().square_().sum()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,169 @@
+"""A queue of the cuda device: a thread that launches, a stream that runs, and the stream's own clock.
+
+Owns the order between queues and their timing. Must not know what the work is.
+
+The thread is what lets the driver go on: it may stand still until another queue has launched something, or until the host has
+finished something, while the stream runs what it was given before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from horizon_server.engine.device.cuda_runtime import Mark, Runtime
+from horizon_server.engine.device.host_queue import Failure, HostQueue
+from horizon_server.engine.device.protocol import Event, Work
+from horizon_server.engine.device.timeline import Busy, Timeline, Wait
+from horizon_server.errors import DoesNotFit
+
+
+class StreamClock:
+    """Turns marks into seconds of the host's monotonic clock, so that streams and host threads share one time line.
+
+    CUDA: `rebase` synchronises the host with the stream it is given, which should be idle.
+    """
+
+    def __init__(self, runtime: Runtime, stream: Any) -> None:
+        self._runtime = runtime
+        self.rebase(stream)
+
+    def rebase(self, stream: Any) -> None:
+        """Set both clocks by each other anew; a mark's distance in milliseconds is a float32 and must not grow large."""
+        self._base = self._runtime.new_mark()
+        self._base.record(stream)
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        """When the device passed a mark."""
+        return self._base_s + self._base.elapsed_time(mark) / 1e3
+
+
+class StreamTimeline(Timeline):
+    """A timeline whose entries are pairs of marks until somebody asks. CUDA: `take` waits for the marks."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._pending: deque[tuple[Mark, Mark, int, str | None]] = deque()
+
+    def add_marks(self, start: Mark, end: Mark, *, num_bytes: int = 0, origin: str | None = None) -> None:
+        """Log work between two marks, or a wait for `origin`. Thread: the queue's own."""
+        self._pending.append((start, end, num_bytes, origin))
+
+    def take(self) -> tuple[list[Busy], list[Wait]]:
+        """See `Timeline.take`."""
+        for _ in range(len(self._pending)):
+            start, end, num_bytes, origin = self._pending.popleft()
+            end.synchronize()
+            start_s, end_s = self._clock.seconds(start), self._clock.seconds(end)
+            self.add(Busy(start_s, end_s, num_bytes) if origin is None else Wait(start_s, end_s, origin))
+        return super().take()
+
+
+class CudaEvent:
+    """A point in a stream's order, known before the queue's thread has got there.
+
+    CUDA: waiting for a mark that was not recorded yet would be no wait at all, hence `issued`.
+    """
+
+    def __init__(self, origin: str, mark: Mark, failure: Failure) -> None:
+        self.origin = origin
+        self._mark, self._failure = mark, failure
+        self._issued = threading.Event()
+
+    @property
+    def happened(self) -> bool:
+        """Whether the stream has passed this point."""
+        return self._issued.is_set() and self._mark.query()
+
+    def wait(self) -> None:
+        """Block until it happened; an error of the device is kept as the queues' failure."""
+        mark = self.issued()
+        try:
+            mark.synchronize()
+        except RuntimeError as error:
+            self._failure.keep(error)
+
+    def issued(self) -> Mark:
+        """Block until the mark is in its stream, and return it."""
+        self._issued.wait()
+        return self._mark
+
+    def issue(self, stream: Any) -> None:
+        """Put the mark into its stream. Thread: the queue's own."""
+        try:
+            self._mark.record(stream)
+        finally:
+            self._issued.set()
+
+
+class CudaQueue(HostQueue):
+    """Launches work in order on a thread of its own, into a stream of its own."""
+
+    timeline: StreamTimeline
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        runtime: Runtime,
+        stream: Any,
+        clock: StreamClock,
+        failure: Failure,
+        num_threads: int,
+        max_delay_s: float = 0.0,
+        delay_seed: int = 0,
+    ) -> None:
+        self.stream = stream
+        self._runtime = runtime
+        super().__init__(
+            name,
+            failure=failure,
+            num_threads=num_threads,
+            max_delay_s=max_delay_s,
+            delay_seed=delay_seed,
+            timeline=StreamTimeline(clock),
+        )
+
+    def record(self) -> Event:
+        """See `Queue.record`. CUDA: the event is in the stream when the thread has got there."""
+        event = CudaEvent(self.name, self._runtime.new_mark(), self._failure)
+        self._executor.submit(event.issue, self.stream).add_done_callback(self._failure.collect)
+        return event
+
+    def _execute(self, work: Work, num_bytes: int) -> None:
+        start, end = self._runtime.new_mark(), self._runtime.new_mark()
+        with self._runtime.using(self.stream):
+            start.record(self.stream)
+            try:
+                work()
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(error) from error
+            end.record(self.stream)
+        self.timeline.add_marks(start, end, num_bytes=num_bytes)
+
+    def _wait(self, event: Event) -> None:
+        if event.happened:
+            return
+        start, end = self._runtime.new_mark(), self._runtime.new_mark()
+        start.record(self.stream)
+        if isinstance(event, CudaEvent):
+            self._runtime.wait(self.stream, event.issued())
+        else:
+            event.wait()
+        end.record(self.stream)
+        self.timeline.add_marks(start, end, origin=event.origin)
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> DoesNotFit:
+    """What a user is told when the device has no memory left."""
+    first_line = str(error).partition("\n")[0]
+    return DoesNotFit(
+        f"device memory: {first_line}; lower tokens_per_step or sequence_length, or raise the device's memory limit"
+    )

@@ -1,0 +1,138 @@
+"""What we use of torch.cuda, behind a port: streams, events, pinning, limits. The only module that calls it.
+
+Owns nothing of the schedule. Small on purpose: everything else of the cuda device runs, and is tested, without one.
+
+CUDA: streams made here do not synchronise with the default stream.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a stream, with the time at which the device passed it."""
+
+    def record(self, stream: Any) -> None:
+        """Put it behind what the stream has been given so far."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until it has; at once where it was never recorded."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds to a later mark; both have been passed."""
+
+
+class Runtime(Protocol):
+    """A device's driver. Thread: any."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+
+    def new_stream(self) -> Any:
+        """A queue of the device's own."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, what this thread launches goes to the stream."""
+
+    def new_mark(self) -> Mark:
+        """A mark that is not in any stream yet."""
+
+    def wait(self, stream: Any, mark: Any) -> None:
+        """Let what the stream is given later wait for a mark that was recorded before this call. Does not block."""
+
+    def synchronize(self) -> None:
+        """Block until the device has nothing left to do."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """A little host memory of bytes that is copied at full speed."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Pin host memory that exists; returns the driver's error code, 0 for success."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Have allocations beyond this fail as out of memory."""
+
+    def peak_allocated_bytes(self) -> int:
+        """The most that tensors have held on the device."""
+
+    def generator(self) -> torch.Generator:
+        """What dropout on the device draws from."""
+
+
+class TorchCuda:
+    """The real one, for the CUDA device of an index."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """See `Runtime.new_stream`."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """See `Runtime.using`."""
+        return torch.cuda.stream(stream)
+
+    def new_mark(self) -> Mark:
+        """See `Runtime.new_mark`."""
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
+        """See `Runtime.wait`."""
+        stream.wait_event(mark)
+
+    def synchronize(self) -> None:
+        """See `Runtime.synchronize`."""
+        torch.cuda.synchronize(self.device)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """See `Runtime.pinned`: from torch's own allocator, which rounds up to a power of two."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """See `Runtime.register`."""
+        # On a thread of its own: a refusal stays behind as that thread's last error, where no later launch stumbles over it.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(self._register, address, num_bytes).result()
+
+    def unregister(self, address: int) -> None:
+        """See `Runtime.unregister`."""
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            pool.submit(self._unregister, address).result()
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """See `Runtime.limit_memory`."""
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), self.device)
+
+    def peak_allocated_bytes(self) -> int:
+        """See `Runtime.peak_allocated_bytes`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def generator(self) -> torch.Generator:
+        """See `Runtime.generator`."""
+        return torch.cuda.default_generators[self.device.index]
+
+    def _register(self, address: int, num_bytes: int) -> int:
+        torch.cuda.set_device(self.device)
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(cudart.cudaHostRegister(address, num_bytes, 0))
+
+    def _unregister(self, address: int) -> None:
+        torch.cuda.set_device(self.device)
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostUnregister(address)

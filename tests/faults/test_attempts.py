@@ -1,0 +1,133 @@
+"""Attempts that die, and daemons that are told to stop at every moment of one: the true reason, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.conftest import Node, Shell
+from tests.scenarios.daemon_process import wait_for, wait_for_state, wait_for_step
+
+from horizon_client import Client
+
+MakeNode = Callable[..., Node]
+
+
+def spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": "demo-model",
+        "dataset": "demo-chats",
+        "train": {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128, "warmup_steps": 0, **train},
+        "checkpoint": checkpoint or {"every_steps": 0},
+    }
+
+
+def children(module: str, state_dir: Path) -> list[int]:
+    """Processes that run `module` for this state folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if module.encode() in command and str(state_dir).encode() in command:
+                found.append(int(entry.name))
+    return found
+
+
+def only_child(module: str, state_dir: Path) -> int:
+    wait_for(lambda: children(module, state_dir), 30, every_s=0.005)
+    return children(module, state_dir)[0]
+
+
+def test_a_killed_preparation_fails_the_job_and_leaves_nothing(node: Node, shell: Shell) -> None:
+    prepared = node.daemon.state_dir / "prepared"
+    with node.client() as client:
+        # lengths of their own: nothing that another case has prepared fits
+        job = client.jobs.submit(spec("dead-preparation", sequence_length=71))
+        following = client.jobs.submit(spec("following"))
+        os.kill(only_child("horizon_server.datasets.prepare", node.daemon.state_dir), signal.SIGKILL)
+        failed = wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED")
+        assert (failed.state, failed.reason) == ("FAILED", "WORKER_FAILED")
+        assert "the data preparation was killed by SIGKILL" in failed.message
+        assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
+        client.jobs.resume(job.job_id)
+        assert wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
+    assert [folder.name for folder in prepared.iterdir() if "." in folder.name] == []
+
+
+def test_prepared_data_that_somebody_deleted_is_made_again(node: Node) -> None:
+    with node.client() as client:
+        first = client.jobs.submit(spec("whole", sequence_length=73))
+        assert wait_for_state(client, first.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
+        newest = max((node.daemon.state_dir / "prepared").iterdir(), key=lambda folder: folder.stat().st_mtime)
+        (newest / "tokens.safetensors").unlink()
+        second = client.jobs.submit(spec("damaged", sequence_length=73))
+        ended = wait_for_state(client, second.job_id, "FAILED", "SUCCEEDED")
+        assert ended.state == "SUCCEEDED", ended.message
+
+
+def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path) -> None:
+    bob = node.shell(tmp_path, node.daemon.user("bob"))
+    (tmp_path / "job.yaml").write_text(
+        "name: bobs\nmodel: bobs-model\ndataset: bobs-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+    )
+    bob.works("model", "push", str(node.model), "--name", "bobs-model")
+    bob.works("dataset", "push", str(node.dataset), "--name", "bobs-chats")
+    with node.client() as ada:
+        adas = ada.jobs.submit(spec("adas"))
+        bobs = bob.works("job", "submit", "job.yaml", "-o", "name").strip()
+        assert f"job {adas.job_id} does not exist" in bob.fails(4, "job", "get", adas.job_id)
+        assert "SUCCEEDED" in bob.works("job", "watch", bobs).splitlines()[-1]
+        assert ada.jobs.get(adas.job_id).state == "SUCCEEDED"
+    assert bob.works("job", "list", "-o", "name").split() == [bobs]
+
+
+@pytest.mark.timeout(240)
+def test_sigterm_at_every_moment_of_an_attempt(own_node: MakeNode) -> None:
+    node = own_node()
+    daemon = node.daemon
+    with node.client() as client:
+        job = client.jobs.submit(spec("moments", max_steps=400, checkpoint={"every_steps": 0, "keep_last": 1}))
+        only_child("horizon_server.datasets.prepare", daemon.state_dir)
+    assert daemon.terminate() == 0
+    assert children("horizon_server.", daemon.state_dir) == []
+    daemon.start()
+    with node.client() as client:
+        only_child("horizon_server.worker", daemon.state_dir)
+        assert client.jobs.get(job.job_id).state == "STARTING"
+    assert daemon.terminate() == 0
+    daemon.start()
+    with node.client() as client:
+        wait_for_step(client, job.job_id, 3)
+    assert daemon.terminate() == 0
+    daemon.start()
+    with node.client() as client:
+        at = client.jobs.get(job.job_id).step
+        assert at >= 3
+        wait_for_step(client, job.job_id, at + 2)
+        _require_one_story(client, job.job_id, at)
+        client.jobs.cancel(job.job_id)
+        assert wait_for_state(client, job.job_id, "CANCELLED").attempt == 4
+    assert list((daemon.state_dir / "prepared").glob("*.*")) == []
+
+
+def _require_one_story(client: Client, job_id: str, at: int) -> None:
+    """No step ran twice, and the run went on from the checkpoint of the drain."""
+    steps, reasons, texts = [], [], []
+    for event in client.jobs.watch(job_id):
+        if event.kind == "step":
+            steps.append(event.step)
+            if event.step > at:
+                break
+        elif event.kind == "state":
+            reasons.append(event.reason)
+        elif event.kind == "message":
+            texts.append(event.text)
+    assert steps == list(range(1, at + 2))
+    assert reasons.count("DRAINED") == 3
+    assert f"continues after step {at}" in texts

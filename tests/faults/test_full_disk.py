@@ -1,0 +1,112 @@
+"""A state folder on a disk that runs full: a sentence, no half files, and a daemon that goes on when there is space again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults.conftest import Node, node_of
+from tests.faults.test_attempts import children, spec
+from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a small disk needs root, to mount a tmpfs")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def tight_node(small_disk: Path, tmp_path: Path) -> Iterator[Node]:
+    daemon = DaemonProcess(small_disk / "state")
+    try:
+        yield node_of(daemon.start(), tmp_path / "files")
+    finally:
+        daemon.close()
+
+
+def fill(disk: Path, *, leave_bytes: int) -> Path:
+    """Take all space but this."""
+    ballast = disk / "ballast"
+    ballast.unlink(missing_ok=True)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(disk).free - leave_bytes))
+    return ballast
+
+
+def half_files(state: Path) -> list[str]:
+    return [str(p) for p in state.rglob("*") if p.name.endswith((".partial", ".raw", ".half")) or ".tmp-" in p.name]
+
+
+@pytest.mark.timeout(240)
+def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk: Path, tmp_path: Path) -> None:
+    node, state = tight_node, tight_node.daemon.state_dir
+    shell = node.shell(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1000}) * 1 + "\n")
+    big = tmp_path / "big.txt"
+    big.write_bytes(b"some text\n" * (4 * MIB // 10))
+
+    ballast = fill(small_disk, leave_bytes=2 * MIB)
+    assert "the node's disk has" in shell.fails(2, "dataset", "push", "big.txt", "--name", "big")
+    with node.client() as client:
+        full = client.jobs.submit(spec("full"))
+        ended = wait_for_state(client, full.job_id, "FAILED", "SUCCEEDED")
+        assert (ended.state, ended.reason) == ("FAILED", "DISK_FULL"), ended.message
+        assert "step-00000002 needs" in ended.message
+        assert str(state) not in ended.message
+    assert half_files(state) == []
+
+    fill(small_disk, leave_bytes=0)
+    sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
+    assert "the node's disk is full" in sentence
+    assert "free space there" in sentence
+    (tmp_path / "job.yaml").write_text(json.dumps(spec("nothing")))
+    assert "the node's disk is full" in shell.fails(2, "job", "resume", full.job_id)
+    assert "full" in shell.works("job", "list")
+
+    ballast.unlink()
+    assert node.daemon.process is not None
+    assert node.daemon.process.poll() is None
+    shell.works("dataset", "push", "big.txt", "--name", "big")
+    with node.client() as client:
+        client.jobs.resume(full.job_id)
+        ended = wait_for_state(client, full.job_id, "FAILED", "SUCCEEDED")
+        assert ended.state == "SUCCEEDED", ended.message
+    assert half_files(state) == []
+
+
+@pytest.mark.timeout(240)
+def test_a_disk_that_fills_under_a_running_job(tight_node: Node, small_disk: Path, tmp_path: Path) -> None:
+    """Not even the failure can be noted then: the queue stands still, calls are answered, and it goes on by itself."""
+    node = tight_node
+    shell = node.shell(tmp_path)
+    with node.client() as client:
+        job = client.jobs.submit(spec("running", max_steps=100_000))
+        wait_for_state(client, job.job_id, "RUNNING")
+        ballast = fill(small_disk, leave_bytes=0)
+        wait_for(lambda: not children("horizon_server.worker", node.daemon.state_dir), 60)
+        assert "RUNNING" in shell.works("job", "list")
+        ballast.unlink()
+        ended = wait_for_state(client, job.job_id, "FAILED", timeout_s=30)
+        assert ended.reason == "DISK_FULL"
+        assert "the node's disk is full" in ended.message
+        following = client.jobs.submit(spec("following"))
+        assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
+    assert node.daemon.terminate() == 0

@@ -1,0 +1,211 @@
+"""The cuda device's schedule, run on the CPU through the driver's port: right numbers in bf16, and the same bits whatever the timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
+from torch import Tensor
+
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+DELAYS: dict[str, Any] = {"max_delay_s": 0.002, "poison_on_free": True}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "delays, poison and three slots": (
+        {**DELAYS, "delay_seed": 1},
+        {"num_weight_slots": 3, "num_gradient_slots": 3},
+        1 << 40,
+    ),
+    "delays, poison and one slot": (
+        {**DELAYS, "delay_seed": 2},
+        {"num_weight_slots": 1, "num_gradient_slots": 1},
+        1 << 40,
+    ),
+    "offloaded inputs": (DELAYS, {"activation_placement": "host"}, 1 << 40),
+    "nothing can be pinned": ({**DELAYS, "staging_bytes": 4096}, {"activation_placement": "host"}, 0),
+    "some can be pinned": ({"staging_bytes": 1024}, {}, 40_000),
+}
+
+
+@pytest.fixture
+def three_steps(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+    """Runs three steps of a five-layer model on the cuda device; returns losses with norms, and every plane."""
+
+    def run_them(
+        architecture: str,
+        device: CudaDevice,
+        options: dict[str, Any],
+        *,
+        grad_dtype: torch.dtype | None = torch.bfloat16,
+    ) -> tuple[list[float], dict[str, Tensor]]:
+        model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
+        store = model.store(grad_dtype=grad_dtype)
+        run = start(model, store=store, device=device, **options)
+        numbers = []
+        for step in range(3):
+            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            report = run.trainer.train_step(rows)
+            assert report.skipped is None
+            numbers += [report.loss, report.grad_norm]
+        run.trainer.flush()
+        planes = {plane: store.plane(plane).clone() for plane in PLANES}
+        run.trainer.close()
+        return numbers, planes
+
+    return run_them
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_streams_timing_and_pinning_do_not_change_a_bit(
+    architecture: str, variant: str, three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]]
+) -> None:
+    switches, options, pinnable_bytes = VARIANTS[variant]
+    numbers, planes = three_steps(architecture, CudaDevice(runtime=CpuRuntime()), {})
+    device = CudaDevice(runtime=CpuRuntime(pinnable_bytes=pinnable_bytes), **switches)
+
+    other_numbers, other_planes = three_steps(architecture, device, options)
+
+    assert other_numbers == numbers
+    for plane in PLANES:
+        assert torch.equal(other_planes[plane], planes[plane]), f"plane {plane} differs"
+    assert bool(device.refusals) == (pinnable_bytes < 1 << 40)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_updating_in_backward_gives_the_bits_of_the_deferred_update(
+    architecture: str, three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]]
+) -> None:
+    no_clipping = {"max_grad_norm": None}
+    numbers, planes = three_steps(architecture, CudaDevice(runtime=CpuRuntime()), no_clipping)
+
+    other_numbers, other_planes = three_steps(
+        architecture, CudaDevice(runtime=CpuRuntime(), **DELAYS), no_clipping, grad_dtype=None
+    )
+
+    assert other_numbers == numbers
+    for plane in PLANES:
+        assert torch.equal(other_planes[plane], planes[plane]), f"plane {plane} differs"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2", "phi3", "olmo2"])
+def test_gradients_are_those_of_autograd_within_bf16(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack(documents(14, 22)), pack(documents(25, seed=3))]
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
+
+    report = run.trainer.train_step(rows)
+
+    reference = model.reference()
+    num_targets = sum(row.num_targets for row in rows)
+    losses = [plain_loss(reference, row) / num_targets for row in rows]
+    for loss in losses:
+        torch.autograd.backward(loss)
+    assert report.loss == pytest.approx(sum(loss.item() for loss in losses), rel=5e-3)
+    squares, error = 0.0, 0.0
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        squares += float(parameter.grad.square().sum())
+        error += float((run.store.tensor(name, "grad").float() - parameter.grad).square().sum())
+    assert report.grad_norm == pytest.approx(squares**0.5, rel=2e-2)
+    assert (error / squares) ** 0.5 <= 5e-2
+
+
+def test_the_norm_is_that_of_the_gradients_before_rounding(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, reports, norms = tiny_model("llama"), [], []
+    # What one row adds is bf16 itself; the sum over two is not.
+    rows = [pack(documents(30)), pack(documents(17, seed=1))]
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        run = start(model, store=model.store(grad_dtype=grad_dtype), device=CudaDevice(runtime=CpuRuntime()))
+        reports.append(run.trainer.train_step(rows))
+        norms.append(float(run.store.plane("grad").double().norm()))
+
+    assert reports[0].grad_norm == reports[1].grad_norm == pytest.approx(norms[0], rel=1e-6)
+    assert norms[1] != pytest.approx(norms[0], rel=1e-6)
+
+
+def test_bytes_seconds_and_pins_are_accounted(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, runtime = tiny_model("llama"), CpuRuntime()
+    (document,) = documents(24)
+    device = CudaDevice(runtime=runtime, max_delay_s=0.001, limit_bytes=1 << 30)
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+
+    report = run.trainer.train_step([pack([document])])
+
+    units, bf16_bytes = model.template.layout.units, 2
+    layers = sum(unit.num_elements for unit in units[1:-1])
+    rows = torch.unique(document).numel() * 32
+    assert report.transfer["h2d"].bytes == (2 * layers + units[-1].num_elements + 2 * rows) * bf16_bytes
+    assert report.transfer["d2h"].bytes == (layers + units[-1].num_elements + rows) * bf16_bytes
+    assert report.compute_s > 0 and report.transfer["h2d"].busy_s > 0 and report.transfer["d2h"].busy_s > 0
+    assert 0 < report.transfer["h2d"].exposed_s < report.duration_s
+    assert runtime.memory_bytes == 1 << 30
+    assert run.store.plane("hi").data_ptr() in runtime.registered
+    assert run.store.plane("grad").data_ptr() in runtime.registered
+    run.trainer.close()
+    device.close()
+    assert not runtime.registered
+    assert set(device.arena.held_bytes().values()) == {0}
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("grad_bytes", [2, 0])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_the_ledger_knows_what_device_and_host_will_hold(
+    architecture: str,
+    grad_bytes: int,
+    placement: ActivationPlacement,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model(architecture)
+    plan = plan_memory(
+        model.template.layout,
+        model=ModelShape.from_config(model.config.to_dict()),
+        tokens_per_step=220,
+        sequence_length=110,
+        device_kind="cuda",
+        grad_bytes=grad_bytes,
+        activation_placement=placement,
+    )
+    store = model.store(grad_dtype=torch.bfloat16 if grad_bytes else None)
+    run = start(
+        model,
+        store=store,
+        device=CudaDevice(runtime=CpuRuntime()),
+        activation_placement=placement,
+        tokens_per_step=220,
+        max_grad_norm=1.0 if grad_bytes else None,
+    )
+
+    report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+
+    for component in ("weights", "gradients", "activations"):
+        assert report.device_memory[component] == plan.device[component]
+    for component in ("weights", "moments", "gradients", "activations", "staging"):
+        assert report.host_memory.get(component, 0) == plan.host[component]

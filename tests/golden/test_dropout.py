@@ -1,0 +1,118 @@
+"""Dropout: the mask of the recomputation is that of the forward, and runs and resumes repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
+from torch import Tensor
+
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.random_keys import StepKey
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+DROPOUTS: dict[str, dict[str, Any]] = {"llama": {"attention_dropout": 0.3}, "phi3": {"resid_pdrop": 0.3}}
+
+
+@pytest.fixture
+def rows(documents: Callable[..., list[Tensor]], pack: Pack) -> list[MicroBatch]:
+    return [pack(documents(14, 22)), pack(documents(25, seed=3))]
+
+
+@pytest.mark.parametrize("architecture", DROPOUTS)
+def test_gradients_are_those_of_one_forward_with_the_same_masks(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    rows: list[MicroBatch],
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture, **DROPOUTS[architecture])
+    run = start(model, seed=11, activation_placement="host")
+
+    report = run.trainer.train_step(rows)
+
+    reference, key, current = model.reference().train(), StepKey(seed=11, step=0), [0]
+    layers: Any = reference.get_submodule("model.layers")
+
+    def seed(unit: int) -> Callable[..., None]:
+        def before(*_: object) -> None:
+            torch.manual_seed(key.seed_of(unit, current[0]))
+
+        return before
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(seed(index + 1))
+    loss = torch.zeros(())
+    for current[0], row in enumerate(rows):
+        part = plain_loss(reference, row) / report.num_targets
+        torch.autograd.backward(part)
+        loss += part.detach()
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        error = float((run.store.tensor(name, "grad") - parameter.grad).norm() / parameter.grad.norm())
+        assert error <= 2e-6, f"gradient of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("architecture", DROPOUTS)
+def test_an_evaluation_drops_nothing(
+    architecture: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+) -> None:
+    dropping, plain = start(tiny_model(architecture, **DROPOUTS[architecture])), start(tiny_model(architecture))
+    trained = dropping.trainer.train_step(rows).loss
+    assert trained != plain.trainer.train_step(rows).loss
+
+    fresh = start(tiny_model(architecture, **DROPOUTS[architecture]))
+    assert fresh.trainer.evaluate(rows).loss == start(tiny_model(architecture)).trainer.evaluate(rows).loss
+    assert fresh.trainer.train_step(rows).loss == trained, "an evaluation before does not change what is drawn"
+
+
+def test_every_step_micro_batch_and_seed_draws_anew(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+) -> None:
+    model = tiny_model("llama", **DROPOUTS["llama"])
+    first, other_seed = (start(model, seed=seed, learning_rate=0.0) for seed in (1, 2))
+
+    losses = [first.trainer.train_step(rows).loss for _ in range(3)]
+
+    assert len({*losses, other_seed.trainer.train_step(rows).loss}) == 4
+    assert len({StepKey(seed=1, step=0).seed_of(unit, row) for unit in range(50) for row in range(50)}) == 2500
+
+
+@pytest.mark.parametrize("device", ["host", "cuda"])
+def test_two_runs_and_a_resumed_one_give_equal_bits(
+    device: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+) -> None:
+    model = tiny_model("llama", **DROPOUTS["llama"])
+
+    def begin(**options: Any) -> Run:
+        made = HostDevice(num_threads=1) if device == "host" else CudaDevice(runtime=CpuRuntime())
+        return start(model, device=made, seed=5, **options)
+
+    straight, again = begin(), begin(num_weight_slots=3, activation_placement="host")
+    losses = [straight.trainer.train_step(rows).loss for _ in range(4)]
+    assert [again.trainer.train_step(rows).loss for _ in range(4)] == losses
+
+    first = begin()
+    for _ in range(2):
+        first.trainer.train_step(rows)
+    state, store = first.trainer.state(), model.store()
+    for plane in PLANES:
+        store.plane(plane).copy_(first.store.plane(plane))
+    resumed = begin(store=store)
+    resumed.trainer.restore(state)
+    assert [resumed.trainer.train_step(rows).loss for _ in range(2)] == losses[2:]
+    for run in (straight, again, resumed):
+        run.trainer.flush()
+        for plane in PLANES:
+            assert torch.equal(run.store.plane(plane), straight.store.plane(plane)), f"plane {plane} differs"

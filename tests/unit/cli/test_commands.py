@@ -1,0 +1,171 @@
+"""The `horizond` command line, without a daemon: help, accounts, plan, doctor, exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from horizon_server.cli import exit_code, horizond, run
+from horizon_server.cli.accounts import parse_lifetime
+from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """Run a command line over a state folder of its own; returns exit code, stdout and stderr."""
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["horizond", *arguments, "--state-dir", str(tmp_path / "state")])
+        code = run()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return invoke
+
+
+def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, found in group.commands.items():
+        if isinstance(found, click.Group):
+            yield from _commands(found, (*path, name))
+        else:
+            yield (*path, name), found
+
+
+EVERY_COMMAND = dict(_commands(horizond))
+
+
+def test_the_promised_commands_are_there() -> None:
+    promised = "serve; demo; user add; user list; token create; token list; token revoke; plan; doctor"
+    assert {tuple(words.split()) for words in promised.split(";")} == set(EVERY_COMMAND)
+
+
+@pytest.mark.parametrize("path", EVERY_COMMAND, ids=" ".join)
+def test_every_command_explains_itself_and_takes_the_settings(path: tuple[str, ...]) -> None:
+    found = EVERY_COMMAND[path]
+    assert found.get_short_help_str(200).endswith(".") or found.get_short_help_str(200).endswith("...")
+    assert {"config", "state_dir"} <= {parameter.name for parameter in found.params}
+    for parameter in found.params:
+        if isinstance(parameter, click.Option) and parameter.name != "output":
+            assert parameter.help, parameter.name
+
+
+def test_users_and_tokens(command: Command) -> None:
+    assert command("user", "add", "ada", "--role", "admin", "--project", "lab")[:2] == (0, "ada\n")
+    code, secret, told = command("token", "create", "ada", "--expires", "12h")
+    assert (code, secret.startswith("hzn_"), "shown this once" in told) == (0, True, True)
+    [user] = json.loads(command("user", "list", "-o", "json")[1])
+    assert (user["name"], user["role"], user["project"]) == ("ada", "admin", "lab")
+    token_id = command("token", "list", "-o", "name")[1].strip()
+    assert token_id in told
+    assert command("token", "revoke", token_id) == (0, "", f"token {token_id} is revoked\n")
+    [token] = yaml.safe_load(command("token", "list", "-o", "yaml")[1])
+    assert token["revoked"].endswith("UTC")
+    listed = command("token", "list")[1]
+    assert listed.splitlines()[0].split() == ["TOKEN_ID", "USER", "CREATED", "EXPIRES", "REVOKED"]
+    assert secret.strip() not in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("user", "add", "a b"), 2, "user name 'a b' is not allowed: it must be 1 to 63 letters"),
+        (("user", "add", "ada", "--role", "king"), 2, "'king' is not one of 'user', 'admin', 'viewer'"),
+        (
+            ("token", "create", "nobody"),
+            4,
+            "user nobody does not exist; make them first with: horizond user add nobody",
+        ),
+        (("token", "create", "ada", "--expires", "soon"), 2, "write a number with h, d, w or y such as 90d, or never"),
+        (("token", "revoke", "tok_none"), 4, "token tok_none does not exist; see: horizond token list"),
+        (("plan", "none.yaml"), 4, "none.yaml does not exist"),
+        (("frobnicate",), 2, "No such command 'frobnicate'"),
+        (("serve", "--log-level", "loud"), 2, "'loud' is not one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_people_get_wrong(command: Command, arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, _, told = command(*arguments)
+    assert (found, words in told) == (code, True), told
+
+
+def test_a_name_that_is_taken(command: Command) -> None:
+    command("user", "add", "ada")
+    assert command("user", "add", "ada") == (2, "", "error: user ada exists already\n")
+
+
+def test_exit_codes() -> None:
+    wanted: dict[type[HorizonError], int] = {Unauthenticated: 3, NotAllowed: 3, NotFound: 4, BadSetting: 2, DiskFull: 2}
+    assert {kind: exit_code(kind("x")) for kind in wanted} == wanted
+
+
+def test_lifetimes() -> None:
+    assert parse_lifetime("never") is None
+    assert [parse_lifetime(text) for text in ("1h", "2d", "1w", "1y")] == [3600, 172800, 604800, 31536000]
+    for text in ("0d", "d", "-1d", "1.5h", "90"):
+        with pytest.raises(BadSetting, match="is not a lifetime"):
+            parse_lifetime(text)
+
+
+SPEC = "name: job\nmodel: demo\ndataset: chats\ntrain: {max_steps: 2, learning_rate: 1e-3}\n"
+
+
+def test_a_plan_adds_up(command: Command, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(SPEC)
+    code, out, _ = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model), "-o", "json")
+    plan = json.loads(out)
+    assert (code, plan["fits"], plan["num_parameters"]) == (0, True, 2_623_424)
+    assert sum(plan["host_bytes"].values()) == plan["host_total_bytes"]
+    shown = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))[1]
+    assert "2,623,424" in shown
+    assert "MiB" in shown
+
+
+def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(SPEC)
+    (tmp_path / "small.toml").write_text("host_memory_limit_bytes = 540000000\n")
+    flags = ("--model-dir", str(model), "--config", str(tmp_path / "small.toml"))
+    code, out, _ = command("plan", str(tmp_path / "job.yaml"), *flags)
+    assert code == 1
+    assert "GiB are available" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: [x\n", "job.yaml, line 2: not YAML: expected ',' or ']'"),
+        (SPEC.replace("max_steps", "max_step"), "train.max_step is not a field of the job spec"),
+        (SPEC.replace("1e-3", "-1"), "train.learning_rate is -1; it must be a number from 0 to 10"),
+        ("- x\n", "the job spec must be a mapping"),
+    ],
+)
+def test_a_plan_of_a_bad_spec(command: Command, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    code, _, told = command("plan", str(tmp_path / "job.yaml"))
+    assert (code, words in told) == (2, True), told
+
+
+def test_a_plan_names_the_folder_it_looks_in(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(SPEC)
+    code, _, told = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(tmp_path))
+    assert (code, "holds no config.json; name the model's folder with --model-dir" in told) == (4, True)
+
+
+def test_the_doctor_measures(command: Command) -> None:
+    code, out, _ = command("doctor", "-o", "json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["host_memory_limit_bytes"] > 0
+    assert facts["disk_free_bytes"] > 0
+    assert facts["adamw_kernel"]
+    assert facts["num_cpus"] >= 1

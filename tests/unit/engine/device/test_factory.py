@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from horizon_server.engine.device.factory import device_for
+from horizon_server.errors import InvalidSpec
+
+
+def test_the_host_is_always_there() -> None:
+    device = device_for("host", limit_bytes=1000, num_threads=1)
+    assert device.name == "host"
+    device.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused_in_one_sentence() -> None:
+    with pytest.raises(InvalidSpec, match=r"torch .* finds none on this node; use device: host"):
+        device_for("cuda")

@@ -1,0 +1,95 @@
+"""The worker's two lines to the daemon, and how it says that it failed, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_server.events import AttemptEnded, Message, decode
+from horizon_server.worker.channel import EventWriter
+from horizon_server.worker.request import read_request
+
+REQUEST: dict[str, Any] = {
+    "job_id": "job_1",
+    "attempt": 2,
+    "spec": {"name": "job", "model": "m", "dataset": "d", "train": {"max_steps": 3}},
+    "model": "/models/m",
+    "prepared": "/prepared/p",
+    "evaluation": None,
+    "checkpoints": "/checkpoints",
+    "resume_from": "/checkpoints/step-00000002",
+    "planes": {"hi": 7, "lo": 8},
+    "grad_dtype_bytes": 4,
+    "num_threads": 2,
+    "device": "host",
+    "device_limit_bytes": 1 << 30,
+    "activation_placement": "device",
+}
+
+
+def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(REQUEST))
+    request = read_request(path)
+    assert (request.job_id, request.attempt, request.spec.train.max_steps) == ("job_1", 2, 3)
+    assert (request.evaluation, request.resume_from) == (None, Path("/checkpoints/step-00000002"))
+    assert request.planes == {"hi": 7, "lo": 8}
+
+
+def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:
+    read_fd, write_fd = os.pipe()
+    events = EventWriter(write_fd)
+    message = Message(level="info", text="two\nlines")
+    events.send(message)
+    line = os.read(read_fd, 4096)
+    assert line.count(b"\n") == 1
+    assert decode(line) == message
+    os.close(read_fd)
+    events.send(message)
+    events.send(message)
+    os.close(write_fd)
+
+
+def run_worker(request: Path) -> tuple[int, AttemptEnded, str]:
+    """Run the worker's entry; returns exit code, its last event and what it logged."""
+    read_fd, write_fd = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "horizon_server.worker", str(request), "--events-fd", str(write_fd)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            pass_fds=(write_fd,),
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as stream:
+        last = decode(stream.read().splitlines(keepends=True)[-1])
+    assert isinstance(last, AttemptEnded)
+    return done.returncode, last, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"model": "/no/such/model"}, "INVALID_MODEL", "config.json"),
+        ({"spec": {"name": "job"}}, "INVALID_SPEC", "model is required"),
+        ({"attempt": None, "planes": None}, "WORKER_FAILED", "AttributeError: 'NoneType' object"),
+    ],
+    ids=["domain-error", "bad-spec", "defect"],
+)
+def test_a_worker_that_fails_says_why(tmp_path: Path, change: dict[str, Any], reason: str, words: str) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps({**REQUEST, **change}))
+    code, ended, logged = run_worker(path)
+    assert (code, ended.outcome, ended.reason) == (1, "failed", reason)
+    assert words in ended.message
+    assert "Traceback" in logged
