@@ -57,7 +57,8 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
     """
     wanted = checkpoint_tensors(model)
     bindings = []
-    for name, sources in _sources_of(model, layout, wanted).items():
+    all_sources, unknown = _sources_of(model, layout, wanted)
+    for name, sources in all_sources.items():
         for target, piece in _pieces_of(name, sources, wanted).items():
             if target not in wanted:
                 raise InvalidModel(f"tensor {sources.tensors()[0].name} makes {target}, which the model does not have")
@@ -78,6 +79,10 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
             raise InvalidModel(
                 f"tensor {name} is missing: the model's config asks for it with shape {list(tensor.shape)}"
             )
+    if unknown:
+        raise InvalidModel(
+            f"tensor {unknown[0]} is in the checkpoint, but the model of this config has no such parameter"
+        )
     return bindings
 
 
@@ -87,26 +92,29 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
-def _sources_of(model: PreTrainedModel, layout: StoreLayout, wanted: Mapping[str, Tensor]) -> dict[str, _Sources]:
+def _sources_of(
+    model: PreTrainedModel, layout: StoreLayout, wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, _Sources], list[str]]:
+    """The stored tensors of every parameter, and the names that no parameter goes by."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     found: dict[str, _Sources] = {}
+    unknown: list[str] = []
     for unit, tensor in sorted(layout.tensors(), key=lambda item: natural_order(item[1].name)):
         name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, dict(wanted))
         if name not in wanted and tensor.name in wanted:
             name, pattern = tensor.name, None
         if name not in wanted:
-            raise InvalidModel(
-                f"tensor {tensor.name} is in the checkpoint, but the model of this config has no such parameter"
-            )
+            unknown.append(tensor.name)
+            continue
         converter = converter_of[pattern] if pattern is not None else None
         sources = found.setdefault(name, _Sources(converter=converter))
         sources.by_pattern.setdefault(pattern or "", []).append(tensor)
         sources.unit_indices.add(unit.index)
-    return found
+    return found, unknown
 
 
 def _pieces_of(name: str, sources: _Sources, wanted: Mapping[str, Tensor]) -> dict[str, Piece]:
