@@ -19,6 +19,7 @@ from horizon_server.store.cpus import available_cpus
 BENCHES: dict[str, tuple[str, list[str]]] = {
     "adamw": ("The optimizer kernel against STREAM triad", []),
     "throughput": ("The engine against a plain PyTorch loop", []),
+    "host_memory": ("Host memory against the plan, and loading", []),
     "link": ("What double buffering hides", []),
     "service": ("What a user waits for", []),
 }

@@ -47,7 +47,7 @@ def run(
 def main() -> None:
     """Print a line per setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["6m", "40m"], default="40m")
+    parser.add_argument("--shape", choices=["6m", "36m", "40m"], default="36m")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)

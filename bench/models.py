@@ -14,6 +14,9 @@ SHAPES = {
            "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096},
     "40m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8,
             "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384},
+    # The vocabulary's share of a 7 B model (7 %), where the 40 M one spends a fifth on it.
+    "36m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip

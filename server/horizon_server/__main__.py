@@ -5,7 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-_NEEDED = ("alembic", "aiosqlite", "cryptography", "fastapi", "pydantic_settings", "sqlalchemy", "structlog", "torch", "transformers")
+_NEEDED = (
+    "alembic",
+    "aiosqlite",
+    "cryptography",
+    "fastapi",
+    "pydantic_settings",
+    "sqlalchemy",
+    "structlog",
+    "torch",
+    "transformers",
+)
 
 
 def main() -> int:

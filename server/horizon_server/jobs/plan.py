@@ -138,7 +138,8 @@ class Planner:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: host or auto"
             )
-        device_kind: DeviceKind = "cuda" if self._accelerators and spec.device != "host" else "host"
+        # A default must have been tried: `auto` stays on the host until tests/gpu has passed on a GPU.
+        device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
             # Which of several the driver counts as the first is its own affair, so the smallest is planned with.

@@ -52,6 +52,8 @@ class HostStore:
         self._fds = dict(fds)
         self._owns_fds = owns_fds
         self._planes: dict[str, torch.Tensor] = {}
+        # A memory file that has no block yet was never written, so its plane is zero without anybody writing zeros.
+        self._blank = {name for name in _sizes(layout, grad_dtype) if os.fstat(fds[name]).st_blocks == 0}
         for name, size_bytes in _sizes(layout, grad_dtype).items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
             planes.touch(mapping, num_threads=num_threads)
@@ -99,11 +101,17 @@ class HostStore:
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements]."""
+        self._blank.discard(name)
         return self._planes[name]
+
+    def is_blank(self, name: str) -> bool:
+        """Whether a plane is known to hold zeros only: fresh memory that nobody has asked for yet."""
+        return name in self._blank
 
     def unit(self, index: int, plane: str) -> torch.Tensor:
         """One unit's block of a plane, with its padding. Shapes: [unit.num_elements]."""
         unit = self.layout.units[index]
+        self._blank.discard(plane)
         return self._planes[plane].narrow(0, unit.offset, unit.num_elements)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
@@ -142,6 +150,7 @@ class HostStore:
 
     def _flat(self, name: str, plane: str) -> torch.Tensor:
         unit, place = self.layout.find(name)
+        self._blank.discard(plane)
         return self._planes[plane].narrow(0, unit.offset + place.offset, place.num_elements)
 
     def _dtype(self, plane: str) -> torch.dtype:

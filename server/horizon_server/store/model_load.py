@@ -32,6 +32,7 @@ STAGING_ELEMENTS = 1 << 21
 """Elements converted at once by each loading thread: 16 MiB of staging for fp32 files."""
 
 MAX_THREADS = 4
+_IN_PLACE_BYTES = 1 << 20
 
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _MAX_NAMED = 3
@@ -59,9 +60,10 @@ def load_model(store: HostStore, folder: Path) -> LoadReport:
     ignored = _check(store.layout, headers, folder)
     tensors = [headers[place.name] for _, place in store.layout.tensors()]
     staging = _Staging()
+    to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if not store.is_blank(plane)]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
+        list(pool.map(lambda plane: store.plane(plane).zero_(), to_zero))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
-        list(pool.map(lambda plane: store.plane(plane).zero_(), ("exp_avg", "exp_avg_sq")))
     if (projection := _tied_projection(store.layout, headers)) is not None:
         ignored[projection.name] = _why_projection_is_ignored(store, projection, staging)
     return LoadReport(num_tensors=len(tensors), ignored=ignored)
@@ -113,18 +115,33 @@ def _explain_left_over(
 
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:
     unit, place = store.layout.find(header.name)
-    start = unit.offset + place.offset
-    hi = store.plane("hi").narrow(0, start, place.num_elements)
-    lo = store.plane("lo").narrow(0, start, place.num_elements)
+    hi = store.plane("hi").narrow(0, unit.offset + place.offset, place.num_elements)
+    if header.dtype == "BF16":
+        _read_in_place(hi, header)  # lo stays zero: the file holds no more than hi does
+        return
+    lo = store.plane("lo").narrow(0, unit.offset + place.offset, place.num_elements)
     for offset, piece in _pieces(header, staging):
         part = slice(offset, offset + piece.numel())
-        if piece.dtype == torch.bfloat16:
-            hi[part].copy_(piece)
-            lo[part].zero_()
-            continue
         master = staging.master[: piece.numel()].copy_(piece)
         master_weights.split(master, hi[part], lo[part])
-    if place.num_elements and not sum_squares(hi).is_finite:
+        _require_finite(hi[part], header)
+
+
+def _read_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
+    """From the file straight into the plane, each piece checked while it is still in the cache."""
+    descriptor = os.open(header.file, os.O_RDONLY)
+    memory = memoryview(hi.view(torch.uint8).numpy().data)
+    try:
+        for start in range(0, len(memory), _IN_PLACE_BYTES):
+            piece = memory[start : start + _IN_PLACE_BYTES]
+            _read_fully(descriptor, piece, header.start + start, header.file)
+            _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
+    finally:
+        os.close(descriptor)
+
+
+def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
+    if hi.numel() and not sum_squares(hi).is_finite:
         raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the weights are broken")
 
 

@@ -71,7 +71,7 @@ def bytes_per_parameter(memory: WorkerMemory) -> float:
     [
         ((), "auto", "host"),
         ((), "host", "host"),
-        ((H100,), "auto", "cuda"),
+        ((H100,), "auto", "host"),
         ((H100,), "cuda", "cuda"),
         ((H100,), "host", "host"),
     ],
@@ -99,7 +99,7 @@ def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[
 
 def test_the_device_limit_is_that_of_the_smallest_accelerator(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
-    memory = worker_memory(folder, spec_of(), accelerators=(H100, small))
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
     assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
 
 

@@ -62,6 +62,21 @@ def test_every_master_is_the_value_in_the_file(
     assert int(store.plane("exp_avg").count_nonzero()) == 0
 
 
+def test_a_store_in_use_is_loaded_as_exactly_as_a_fresh_one(make_model: MakeModel) -> None:
+    folder = make_model(dtype=torch.bfloat16)
+    used, fresh = store_for(folder), store_for(folder)
+    for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
+        used.plane(plane).fill_(3)
+    again = HostStore.attach(used.layout, used.fds, num_threads=1)
+    assert not any(again.is_blank(plane) for plane in ("lo", "exp_avg", "exp_avg_sq"))
+    assert all(fresh.is_blank(plane) for plane in ("lo", "exp_avg", "exp_avg_sq"))
+    for store in (again, fresh):
+        load_model(store, folder)
+    for _, place in fresh.layout.tensors():
+        for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(again.tensor(place.name, plane), fresh.tensor(place.name, plane)), (place.name, plane)
+
+
 def test_tensors_larger_than_the_staging_buffer_arrive_whole(tmp_path: Path) -> None:
     rows = STAGING_ELEMENTS // 1024 + 3
     weights = {"embed_tokens.weight": torch.randn(rows, 1024), "layers.0.a.weight": torch.ones(2, 2)}
