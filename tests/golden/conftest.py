@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -35,6 +36,23 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE = {"num_experts_per_tok": 2}
+_NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
@@ -46,10 +64,32 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "smollm3": {},
+    "glm4": {},
     "cohere2": {"sliding_window": 9},
     "mixtral": {"num_local_experts": 4, **_MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, **_MOE},
     "gpt_oss": {"num_local_experts": 4, **_MOE},
+    "deepseek_v3": {"n_shared_experts": 1, "moe_intermediate_size": 24, **_LATENT, **_GROUPED, **_MOE},
+    "qwen3_next": {
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        **_LINEAR,
+        **_MOE,
+    },
+    "starcoder2": {},
+    "gpt_neox": {},
+    "gpt2": {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128, **_NO_PDROP},
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "gptj": {"n_layer": 3, "n_head": 4, "n_embd": 32, "rotary_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "olmo_hybrid": {},
+    "minimax": {"num_local_experts": 4, **_MOE},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, **_MOE},
+    "nemotron": {},
+    "phi": {},
+    "stablelm": {},
+    "mamba": {"state_size": 8},
 }
 
 
@@ -83,15 +123,16 @@ class TinyModel:
         """The model as plain PyTorch."""
         model: torch.nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.weights[name])
+            for name, tensor in model.state_dict().items():
+                if name in self.weights:
+                    tensor.copy_(self.weights[name])
         return model.train(False)
 
     def store(self, **options: Any) -> HostStore:
         """A new store with the model's weights and no moments."""
         store = HostStore.allocate(self.template.layout, num_threads=1, **options)
-        for name in self.template.shapes:
-            store.write_master(name, self.weights[name])
+        for name, weight in self.weights.items():
+            store.write_master(name, weight)
         self.stores.append(store)
         return store
 
@@ -111,9 +152,10 @@ def tiny_model() -> Iterator[Callable[..., TinyModel]]:
         generator = torch.Generator().manual_seed(1)
         template = Template.from_config(config)
         weights = {}
-        for name, shape in template.shapes.items():
-            noise = torch.randn(shape, generator=generator)
-            weights[name] = 1 + 0.1 * noise if len(shape) == 1 and "norm" in name else 0.08 * noise
+        for _, tensor in template.layout.tensors():
+            noise = torch.randn(tensor.shape, generator=generator)
+            is_norm = len(tensor.shape) == 1 and "norm" in tensor.name
+            weights[tensor.name] = 1 + 0.1 * noise if is_norm else 0.08 * noise
         return TinyModel(config=config, template=template, weights=weights, stores=stores)
 
     yield build
@@ -167,9 +209,10 @@ def documents() -> Callable[..., list[Tensor]]:
 
 def summed_loss(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Plain PyTorch: the sum of the losses of a row's targets, the whole row's logits at once."""
-    logits_TV = model(
-        input_ids=batch.input_ids_T[None], position_ids=batch.position_ids_T[None], use_cache=False
-    ).logits[0]
+    inputs = {"input_ids": batch.input_ids_T[None], "position_ids": batch.position_ids_T[None], "use_cache": False}
+    base: Any = model.base_model
+    known = {**signature(model.forward).parameters, **signature(base.forward).parameters}
+    logits_TV = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
     return functional.cross_entropy(logits_TV.float(), batch.labels_T, reduction="sum", ignore_index=IGNORED_LABEL)
 
 

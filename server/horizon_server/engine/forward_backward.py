@@ -83,17 +83,17 @@ class ForwardBackward:
         """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
         current, layers = self._start(micro_batches, key), range(self._template.num_layers)
         self._sink.start_step()
-        rows = UnitRequest(unit_index=0, rows_R=current.tokens.rows_R)
+        embedding = self._embedding_request(current)
         self._drive(
             [
-                (rows, partial(self._enqueue_embed, current)),
+                (embedding, partial(self._enqueue_embed, current)),
                 *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_forward, current, i)) for i in layers),
                 (self._head_request, partial(self._enqueue_head_gradients, current)),
                 *(
                     (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_backward, current, i))
                     for i in reversed(layers)
                 ),
-                (rows, partial(self._enqueue_embed_backward, current)),
+                (embedding, partial(self._enqueue_embed_backward, current)),
             ]
         )
         self._finish(current)
@@ -104,7 +104,7 @@ class ForwardBackward:
         current = self._start(micro_batches)
         self._drive(
             [
-                (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
+                (self._embedding_request(current), partial(self._enqueue_embed, current)),
                 *(
                     (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, 0, 0))
                     for i in range(self._template.num_layers)
@@ -120,7 +120,7 @@ class ForwardBackward:
         current, layers = self._start(micro_batches), range(self._template.num_layers)
         self._drive(
             [
-                (UnitRequest(unit_index=0, rows_R=current.tokens.rows_R), partial(self._enqueue_embed, current)),
+                (self._embedding_request(current), partial(self._enqueue_embed, current)),
                 *(
                     (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, min(i, 1), 1))
                     for i in layers
@@ -139,9 +139,13 @@ class ForwardBackward:
     def _head_request(self) -> UnitRequest:
         return UnitRequest(unit_index=len(self._template.layout.units) - 1)
 
+    def _embedding_request(self, current: _Pass) -> UnitRequest:
+        return UnitRequest(unit_index=0, rows_R=current.tokens.rows_R if self._template.embeds_by_rows else None)
+
     def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
         self._template.train(key is not None)
-        tokens = StepTokens.of(micro_batches, self._device)
+        all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
+        tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
         self._activations.reserve(tokens.num_tokens)
         loss = self._device.place(torch.zeros((), dtype=torch.float64))
         return _Pass(tokens=tokens, loss=loss, key=key)
@@ -199,23 +203,22 @@ class ForwardBackward:
         self._sink.send(layer + 1, slot)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
-        padding_row = current.tokens.row_of(self._template.padding_id)
-        if self._template.tied:
-            table_slot = self._sink.open_table()
-            table_VD, rows_R = self._sink.table_of(table_slot), current.tokens.placed_rows_R
-            self._submit_embed_backward(current, flat, partial(_add_rows, table_VD, rows_R, padding_row))
-            self._sink.send_table(table_slot)
-            return
-        slot = self._sink.open(0)
-        gradient_RD = self._rows(current, slot.flat)
-        self._submit_embed_backward(current, flat, gradient_RD.add_)
-        if padding_row is not None:
-            self._device.compute.submit(partial(_zero, gradient_RD[padding_row]))
-        self._sink.send_rows(slot, current.tokens.rows_R)
-
-    def _submit_embed_backward(self, current: _Pass, flat: Tensor, accumulate: Accumulate) -> None:
-        for index in range(len(current.tokens.spans)):
-            self._device.compute.submit(partial(self._embed_backward, current, index, flat, accumulate))
+        template, sink, tokens = self._template, self._sink, current.tokens
+        padding_row = tokens.row_of(template.padding_id)
+        slot = sink.open_table() if template.tied else sink.open(0)
+        gradient = sink.embedding_part(slot)
+        by_rows = template.embeds_by_rows and not template.tied
+        table = self._rows(current, gradient) if by_rows else template.table_place.view(gradient)
+        rows_R = None if by_rows else tokens.placed_rows_R
+        accumulate = partial(_add_rows, table, rows_R, padding_row)
+        for index in range(len(tokens.spans)):
+            self._device.compute.submit(partial(self._embed_backward, current, index, flat, gradient, accumulate))
+        if template.tied:
+            sink.send_table(slot)
+        elif by_rows:
+            sink.send_rows(slot, tokens.rows_R)
+        else:
+            sink.send(0, slot)
 
     def _chunks(self, tokens: StepTokens) -> Iterator[slice]:
         for start in range(0, tokens.num_targets, self._head_chunk_tokens):
@@ -225,12 +228,17 @@ class ForwardBackward:
         hidden_size = self._template.hidden_size
         return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
 
+    def _table(self, current: _Pass, flat: Tensor) -> Tensor:
+        return self._rows(current, flat) if self._template.embeds_by_rows else self._template.table_place.view(flat)
+
     def _embed(self, current: _Pass, index: int, flat: Tensor) -> None:
-        span = current.tokens.spans[index]
+        span, table_place = current.tokens.spans[index], self._template.table_place
+        parameters = {place.local_name: place.view(flat) for place in self._template.places_beside_the_table}
+        parameters[table_place.local_name] = self._table(current, flat)
         self._seed(current, 0, index)
         with torch.no_grad():
             hidden_1TD, calls = self._template.embed(
-                self._rows(current, flat), current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
+                parameters, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
             )
         self._activations.layer_input(0)[span].copy_(hidden_1TD[0])
         current.calls[index] = calls
@@ -287,19 +295,25 @@ class ForwardBackward:
         if current.key is not None and self._template.draws_random_numbers:
             self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
 
-    def _embed_backward(self, current: _Pass, index: int, flat: Tensor, accumulate: Accumulate) -> None:
+    def _embed_backward(
+        self, current: _Pass, index: int, flat: Tensor, gradient: Tensor, accumulate: Accumulate
+    ) -> None:
         span = current.tokens.spans[index]
-        rows_RD = _leaf(self._rows(current, flat), accumulate)
+        leaves = _leaves(self._template.places_beside_the_table, flat, gradient)
+        leaves[self._template.table_place.local_name] = _leaf(self._table(current, flat), accumulate)
         self._seed(current, 0, index)
         with self._device.workspace(("embedding", span.stop - span.start)):
             hidden_1TD, _ = self._template.embed(
-                rows_RD, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
+                leaves, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
             )
             _backward(hidden_1TD, self._activations.gradient[span][None])
 
 
 def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    return {place.local_name: _leaf(place.view(flat), place.view(gradient).add_) for place in places}
+    return {
+        place.local_name: _leaf(place.view(flat), partial(place.add, gradient)) if place.trained else place.view(flat)
+        for place in places
+    }
 
 
 def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
@@ -315,11 +329,14 @@ def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
     return leaf
 
 
-def _add_rows(table_VD: Tensor, rows_R: Tensor, padding_row: int | None, gradient_RD: Tensor) -> None:
+def _add_rows(table: Tensor, rows_R: Tensor | None, padding_row: int | None, gradient_RD: Tensor) -> None:
     if padding_row is not None:
         gradient_RD[padding_row].zero_()
+    if rows_R is None:
+        table.add_(gradient_RD)
+        return
     # Rows are distinct, so that no two additions meet and the result is the same in any order.
-    table_VD.index_add_(0, rows_R, gradient_RD.to(table_VD.dtype))
+    table.index_add_(0, rows_R, gradient_RD.to(table.dtype))
 
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:

@@ -87,9 +87,11 @@ class GradientSink:
         assert slot is not None, "a tied head sends first"
         return slot
 
-    def table_of(self, slot: Slot) -> Tensor:
-        """The table's gradient in a slot of `open_table`. Shapes: [V, D]."""
-        return self._template.table_place.view(self._tied_part(slot))
+    def embedding_part(self, slot: Slot) -> Tensor:
+        """Where the embedding unit's gradient lies in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
+        if self._template.tied:
+            return self._tied_part(slot)
+        return slot.flat[: self._template.layout.units[0].num_elements]
 
     def send_table(self, slot: Slot) -> None:
         """Send the whole gradient of a tied table."""

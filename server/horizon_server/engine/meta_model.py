@@ -69,6 +69,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     config = copy.deepcopy(config)
     config.use_cache = False
+    config.return_dict = True
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -102,16 +103,24 @@ def draws_random_numbers(config: PretrainedConfig) -> bool:
 
 
 def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder's layer list and its full name, such as `model.layers`.
+    """The decoder's layer list and its full name, such as `model.layers`: of the lists that lie in no other, the one with most parameters.
 
     Raises:
-        InvalidModel: the model has no such list.
+        InvalidModel: the model has no such list, or more than one.
     """
-    wanted = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted and name.rpartition(".")[2] in ("layers", "h"):
-            return name, module
-    raise InvalidModel(f"model_type {model.config.model_type!r}: found no list of {wanted} decoder layers")
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    outer = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists)]
+    largest = max((_num_parameters(module) for _, module in outer), default=0)
+    found = [(n, m) for n, m in outer if _num_parameters(m) == largest]
+    if len(found) != 1:
+        raise InvalidModel(f"model_type {model.config.model_type!r}: found no single list of decoder layers")
+    return found[0]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def name_of_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
@@ -135,8 +144,14 @@ def layer_signature(layer: nn.Module) -> tuple[object, ...]:
             if name not in _MODULE_ATTRIBUTES and name not in _POSITION_ATTRIBUTES:
                 signature.append((name, _comparable(value)))
         signature.extend((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
-        signature.extend((name, tuple(b.flatten().tolist())) for name, b in module.named_buffers(recurse=False))
+        signature.extend((name, _values(module, name, b)) for name, b in module.named_buffers(recurse=False))
     return tuple(signature)
+
+
+def _values(module: nn.Module, name: str, buffer: torch.Tensor) -> object:
+    if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+        return tuple(buffer.shape)
+    return tuple(buffer.flatten().tolist())
 
 
 def _comparable(value: object) -> object:
@@ -154,12 +169,12 @@ def _comparable(value: object) -> object:
 
 
 def _check_buffers(model: nn.Module) -> None:
+    """A buffer is either computed from the config or a floating-point tensor of the checkpoint, which is then bound like a weight."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            full_name = f"{prefix}.{name}".lstrip(".")
-            if buffer.is_meta:
+            stored = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+            if buffer.is_meta and not stored:
+                full_name = f"{prefix}.{name}".lstrip(".")
                 raise InvalidModel(
                     f"buffer {full_name} cannot be computed from the config; this model is not supported"
                 )
-            if name not in module._non_persistent_buffers_set:
-                raise InvalidModel(f"buffer {full_name} is part of the checkpoint; such models are not supported yet")

@@ -30,14 +30,18 @@ class StepTokens:
     targets_S: Tensor
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch], device: Device) -> StepTokens:
-        """Lay the micro-batches end to end, in the order given."""
+    def of(cls, micro_batches: Sequence[MicroBatch], device: Device, *, num_rows: int | None = None) -> StepTokens:
+        """Lay the micro-batches end to end, in the order given. With `num_rows`, ids keep their numbers in a table of so many rows."""
         assert micro_batches, "a step has at least one micro-batch"
         spans, start = [], 0
         for micro_batch in micro_batches:
             spans.append(slice(start, start + micro_batch.num_tokens))
             start += micro_batch.num_tokens
-        rows_R, row_ids_N = torch.unique(torch.cat([m.input_ids_T for m in micro_batches]), return_inverse=True)
+        ids_N = torch.cat([m.input_ids_T for m in micro_batches])
+        if num_rows is None:
+            rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
+        else:
+            rows_R, row_ids_N = torch.arange(num_rows), ids_N
         labels_N = torch.cat([m.labels_T for m in micro_batches])
         supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
         return cls(

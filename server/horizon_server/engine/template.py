@@ -4,7 +4,7 @@ The model class of transformers is built without storage. Stubs stand in place o
 forward computes what every layer is to be called with (masks, position embeddings, per-layer arguments), and so that the same
 forward, started behind the layers, is the head. A layer then runs with parameters that are views into streamed memory.
 
-Owns the binding of names to places in a unit and the three ways to run a unit. Must not know slots, queues or schedules.
+Owns the three ways to run a unit, and which parameters each unit has. Must not know slots, queues or schedules.
 
 Shapes: T = tokens of a micro-batch, C = tokens of a head chunk, D = hidden size, V = vocabulary, R = rows of the embedding in use.
 Thread: `embed`, `layer` and `head` are for one thread at a time.
@@ -13,8 +13,11 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
+from horizon_server.engine.binding import Binding, bind, checkpoint_tensors
+from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape
 from horizon_server.engine.meta_model import (
     build_meta_model,
     draws_random_numbers,
@@ -31,33 +36,33 @@ from horizon_server.engine.meta_model import (
     load_config,
     name_of_parameter,
 )
+from horizon_server.engine.pieces import Piece, Strided
+from horizon_server.engine.template_trial import try_embedding
 from horizon_server.errors import InvalidModel
-from horizon_server.store.layout import StoreLayout, TensorLayout, build_layout
+from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
+from horizon_server.store.model_folder import open_model_folder
 
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCall:
-    """What the model's own forward calls a layer with, besides the hidden state."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor among the arguments."""
-        return _tensors_in((self.args, tuple(self.kwargs.values())))
+__all__ = ["LayerCall", "Place", "Template"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A parameter inside a flat buffer, under the name its module knows it by."""
+    """A parameter inside a flat buffer, under the name its module knows it by.
+
+    A buffer that belongs to the checkpoint has a place too; it is not trained.
+    """
 
     local_name: str
-    tensor: TensorLayout
-    offset: int
+    piece: Piece
+    trained: bool = True
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view into the buffer."""
-        return flat[self.offset : self.offset + self.tensor.num_elements].view(self.tensor.shape)
+        """The parameter's view into the buffer; a copy where its tensors do not lie as one."""
+        return self.piece.read(flat)
+
+    def add(self, flat: Tensor, values: Tensor) -> None:
+        """Add a gradient to what lies in the parameter's place."""
+        self.piece.add(flat, values)
 
 
 class Template:
@@ -72,30 +77,37 @@ class Template:
         self.shapes = _parameter_shapes(model, tied=self.tied)
         layer_list_name, layer_list = find_layer_list(model)
         self.num_layers = len(layer_list)
-        self.layout = layout or build_layout(self.shapes, num_layers=self.num_layers, tied=self.tied)
-        check_layout(self.layout, self.shapes, tied=self.tied)
+        base_name = layer_list_name.partition(".")[0]
+        self._base_model = model.get_submodule(base_name)
+        self._prefixes = {"embedding": f"{base_name}.", "layer": f"{layer_list_name}.", "head": ""}
+        layout = layout or build_layout(_stored_shapes(model), num_layers=self.num_layers, tied=self.tied)
+        if layout.tied != self.tied:
+            raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
+        bindings = bind(model, layout)
+        self.layout = _without_decay_of_buffers(layout, bindings)
 
-        self.embedding_name = name_of_parameter(model, table.weight)
+        self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
         self.draws_random_numbers = draws_random_numbers(model.config)
         self.padding_id = _take_padding_id(table)
         self._model = model
-        self._tape = _Tape(num_layers=self.num_layers)
+        self._tape = Tape(num_layers=self.num_layers)
         self._layers, self.layer_groups = _share(list(layer_list))
         for index, layer in enumerate(layer_list):
-            layer_list[index] = _Stub(layer, index, self._tape)
-        self._layer_prefix = layer_list_name + "."
-        self._places = [self._unit_places(index) for index in range(len(self.layout.units))]
+            layer_list[index] = Stub(layer, index, self._tape)
+        self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
+        try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
 
     @classmethod
     def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
-        """The template of a model folder; without a layout it makes its own.
+        """The template of a model folder; without a layout, bound to the one that memory is planned by.
 
         Raises:
             InvalidModel: the folder's model is not supported, or layout and model differ; the message names the tensor.
         """
-        return cls(load_config(folder), layout=layout)
+        config = load_config(folder)
+        return cls(config, layout=layout or open_model_folder(folder).layout)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> Template:
@@ -118,25 +130,46 @@ class Template:
         """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
         for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = place(buffer)
+                if not buffer.is_meta:
+                    module._buffers[name] = place(buffer)
 
-    @property
+    @cached_property
     def table_place(self) -> Place:
         """The embedding table in the embedding unit's buffer."""
-        return self._places[0][0]
+        local_name = self.embedding_parameter.removeprefix(self._prefixes["embedding"])
+        return next(place for place in self._places[0] if place.local_name == local_name)
+
+    @cached_property
+    def places_beside_the_table(self) -> list[Place]:
+        """What else the first layer's input is made of (learned positions, a norm), in the embedding unit's buffer."""
+        return [place for place in self._places[0] if place is not self.table_place]
+
+    @cached_property
+    def embedding_name(self) -> str:
+        """The embedding table's name in the layout."""
+        piece = self.table_place.piece
+        assert isinstance(piece, Strided), "a table is one tensor"
+        return next(t.name for t in self.layout.units[0].tensors if t.offset == piece.offset)
+
+    @property
+    def embeds_by_rows(self) -> bool:
+        """Whether the table's rows are all that the first layer's input is made of; otherwise `embed` needs the whole unit."""
+        return not self.places_beside_the_table
 
     def places(self, unit_index: int) -> list[Place]:
         """The parameters in a unit's buffer (the head's buffer is `head_elements` long)."""
         return self._places[unit_index]
 
-    def embed(self, rows_RD: Tensor, row_ids_T: Tensor, position_ids_T: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """The input of the first layer, and the call of every layer. `row_ids_T` index `rows_RD`. Shapes: [1, T, D]."""
+    def embed(
+        self, parameters: Mapping[str, Tensor], row_ids_T: Tensor, position_ids_T: Tensor
+    ) -> tuple[Tensor, list[LayerCall]]:
+        """The input of the first layer, and the call of every layer. Shapes: [1, T, D].
+
+        `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary.
+        """
+        inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
-        functional_call(
-            self._base_model,
-            {self.embedding_name.removeprefix(f"{self._model.base_model_prefix}."): rows_RD},
-            kwargs={"input_ids": row_ids_T[None], "position_ids": position_ids_T[None], "use_cache": False},
-        )
+        functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
         if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
             raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
@@ -144,136 +177,81 @@ class Template:
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
-        output = functional_call(self._layers[index], dict(parameters), (hidden_1TD, *call.args), dict(call.kwargs))
-        hidden = output[0] if isinstance(output, tuple) else output
-        assert isinstance(hidden, Tensor)
+        args, kwargs = call.with_hidden(hidden_1TD)
+        output = functional_call(self._layers[index], dict(parameters), args, kwargs)
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
+            name = f"{self._prefixes['layer']}{index}"
+            raise InvalidModel(f"layer {name} does not answer with a hidden state alone, which is not supported")
         return hidden
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and whatever scaling follows, for tokens that need not be neighbours. Shapes: [C, V]."""
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
+        inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
+        bound = {**self._stand_ins(hidden_1CD), **parameters}
         with self._tape.injecting(hidden_1CD):
-            output = functional_call(
-                self._model,
-                dict(parameters),
-                kwargs={"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C, "use_cache": False},
-            )
+            output = functional_call(self._model, bound, kwargs=_accepted(self._model, inputs))
         logits_CV: Tensor = output.logits[0]
+        if logits_CV.shape != (hidden_1CD.shape[1], self.vocab_size):
+            raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV
 
-    @property
-    def _base_model(self) -> nn.Module:
-        base_model = self._model.base_model
-        assert isinstance(base_model, nn.Module)
-        return base_model
+    def _stand_ins(self, like: Tensor) -> dict[str, Tensor]:
+        """What precedes the layers has no part in the head, but its code runs: zeros of the right shape, without memory."""
+        zero, prefix = like.new_zeros(()), self._prefixes["embedding"]
+        return {prefix + place.local_name: zero.expand(place.piece.shape) for place in self.places_beside_the_table}
 
-    def _unit_places(self, index: int) -> list[Place]:
-        unit = self.layout.units[index]
-        prefix = f"{self._layer_prefix}{index - 1}." if unit.kind == "layer" else ""
-        places = [Place(local_name=t.name.removeprefix(prefix), tensor=t, offset=t.offset) for t in unit.tensors]
+    def _unit_places(self, unit: UnitLayout, bindings: list[Binding]) -> list[Place]:
+        layers = self._prefixes["layer"]
+        prefix = f"{layers}{unit.index - 1}." if unit.kind == "layer" else self._prefixes[unit.kind]
+        places = []
+        for binding in bindings:
+            if binding.unit_index != unit.index:
+                continue
+            in_a_layer = binding.name.startswith(layers)
+            if not binding.name.startswith(prefix) or in_a_layer != (unit.kind == "layer"):
+                raise InvalidModel(
+                    f"tensor {binding.name} is stored with {unit.name}, where the model does not have it"
+                )
+            local_name = binding.name.removeprefix(prefix)
+            places.append(Place(local_name=local_name, piece=binding.piece, trained=not binding.is_buffer))
         if unit.kind == "head" and self.tied:
-            _, table = self.layout.find(self.embedding_name)
-            places.append(Place(local_name=self.projection_name, tensor=table, offset=unit.num_elements + table.offset))
+            table = next(binding.piece for binding in bindings if binding.name == self.embedding_parameter)
+            places.append(Place(local_name=self.projection_name, piece=table.shifted(unit.num_elements)))
         return places
-
-
-def check_layout(layout: StoreLayout, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Compare a layout, made from a checkpoint's names, with what the model class has.
-
-    Raises:
-        InvalidModel: a tensor is missing, unknown to the model, or misshapen; the message names it.
-    """
-    stored = {tensor.name: tensor.shape for unit in layout.units for tensor in unit.tensors}
-    for name, shape in shapes.items():
-        if name not in stored:
-            raise InvalidModel(f"tensor {name} is missing: the model's config asks for it with shape {list(shape)}")
-        if stored[name] != shape:
-            raise InvalidModel(
-                f"tensor {name} has shape {list(stored[name])}, the model's config asks for {list(shape)}"
-            )
-    for name in stored:
-        if name not in shapes:
-            raise InvalidModel(
-                f"tensor {name} is in the checkpoint, but the model of this config has no such parameter"
-            )
-    if layout.tied != tied:
-        raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
-    if len(layout.units[0].tensors) != 1:
-        extra = layout.units[0].tensors[1].name
-        raise InvalidModel(
-            f"tensor {extra}: models with a second table beside the token embedding are not supported yet"
-        )
-
-
-class _Tape:
-    """What the stubs do at the moment: record calls, or replace the layers by a given hidden state."""
-
-    def __init__(self, *, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self._calls: list[LayerCall] = []
-        self._first_hidden: Tensor | None = None
-        self._injected: Tensor | None = None
-
-    def on_call(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        if self._injected is not None:
-            return self._injected if index == 0 else hidden
-        if index == 0:
-            self._first_hidden = hidden
-        self._calls.append(LayerCall(args=args, kwargs=kwargs))
-        # What follows the layers has no weights now; on the meta device it costs nothing and goes nowhere.
-        return hidden.detach().to("meta") if index == self._num_layers - 1 else hidden.detach()
-
-    def start_capture(self) -> None:
-        self._calls, self._first_hidden = [], None
-
-    def finish_capture(self) -> tuple[Tensor, list[LayerCall]]:
-        hidden, calls = self._first_hidden, self._calls
-        self.start_capture()
-        assert hidden is not None
-        assert len(calls) == self._num_layers, "the model's forward calls every layer once, in order"
-        return hidden, calls
-
-    def injecting(self, hidden: Tensor) -> _Injection:
-        return _Injection(self, hidden)
-
-    def set_injected(self, hidden: Tensor | None) -> None:
-        self._injected = hidden
-
-
-class _Injection:
-    """Context in which the stubs stand for 'the layers have produced this'."""
-
-    def __init__(self, tape: _Tape, hidden: Tensor) -> None:
-        self._tape, self._hidden = tape, hidden
-
-    def __enter__(self) -> None:
-        self._tape.set_injected(self._hidden)
-
-    def __exit__(self, *_: object) -> None:
-        self._tape.set_injected(None)
-
-
-class _Stub(nn.Module):
-    """Stands where a decoder layer stood, answers like it to attribute look-ups, and hands its call to the tape."""
-
-    def __init__(self, layer: nn.Module, index: int, tape: _Tape) -> None:
-        super().__init__()
-        # Past nn.Module's registration, or the layer's parameters would be the stub's.
-        self.__dict__.update(_layer=layer, _index=index, _tape=tape)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over; see `_Tape`."""
-        tape: _Tape = self.__dict__["_tape"]
-        return tape.on_call(self.__dict__["_index"], hidden, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
 
 
 def _share(layers: list[nn.Module]) -> tuple[list[nn.Module], list[int]]:
     representatives: dict[tuple[object, ...], int] = {}
     groups = [representatives.setdefault(layer_signature(layer), index) for index, layer in enumerate(layers)]
     return [layers[group] for group in groups], groups
+
+
+def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint in the form of the model's class would hold; shared tensors once, by their first name."""
+    first_names: dict[int, str] = {}
+    tensors = checkpoint_tensors(model)
+    for name, tensor in tensors.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: tuple(tensors[name].shape) for name in first_names.values()}
+
+
+def _without_decay_of_buffers(layout: StoreLayout, bindings: list[Binding]) -> StoreLayout:
+    """Buffers lie in the store like parameters; with no gradient and no decay, AdamW leaves their bits alone."""
+    buffers = {name for binding in bindings if binding.is_buffer for name in binding.stored_names}
+
+    def spared(unit: UnitLayout) -> UnitLayout:
+        tensors = tuple(dataclasses.replace(t, decay=t.decay and t.name not in buffers) for t in unit.tensors)
+        return dataclasses.replace(unit, tensors=tensors)
+
+    return dataclasses.replace(layout, units=tuple(spared(unit) for unit in layout.units)) if buffers else layout
+
+
+def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arguments that a forward has, by name, and no cache."""
+    known = inspect.signature(module.forward).parameters
+    return {name: value for name, value in {**inputs, "use_cache": False}.items() if name in known}
 
 
 def _parameter_shapes(model: nn.Module, *, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -301,13 +279,3 @@ def _take_padding_id(embedding: nn.Embedding) -> int | None:
     padding_id = embedding.padding_idx
     embedding.padding_idx = None
     return padding_id
-
-
-def _tensors_in(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _tensors_in(item)]
-    return []

@@ -90,7 +90,7 @@ class Trainer:
         )
         self._forward_backward.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
-            template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_name
+            template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_parameter
         )
         self._step = 0
         self._num_updates = 0

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from horizon_server.errors import InvalidModel
 from horizon_server.store import master_weights, planes
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
@@ -87,11 +88,19 @@ class HostStore:
         """A store on memory files that somebody else created by `plane_sizes` and owns; contents stay as they are.
 
         Raises:
-            ValueError: a plane's descriptor is missing or its file is too small.
+            ValueError: a plane's descriptor is missing.
+            InvalidModel: a plane's file was not sized by this layout.
         """
-        missing = sorted(set(_sizes(layout, grad_dtype)) - set(fds))
+        sizes = _sizes(layout, grad_dtype)
+        missing = sorted(set(sizes) - set(fds))
         if missing:
             raise ValueError(f"no memory file was given for the planes {', '.join(missing)}")
+        for name, size_bytes in sizes.items():
+            if (actual_bytes := os.fstat(fds[name]).st_size) != size_bytes:
+                raise InvalidModel(
+                    f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
+                    "its folder has changed since; submit the job again"
+                )
         return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=num_threads or available_cpus())
 
     @property

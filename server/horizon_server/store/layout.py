@@ -10,6 +10,7 @@ Source: docs/architecture.md, host store; Horizon-LM (arXiv 2602.04816) for the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ __all__ = [
     "UnitLayout",
     "build_layout",
     "is_output_projection",
+    "natural_order",
     "parameter_shapes",
     "plane_sizes",
     "read_safetensors_headers",
@@ -51,10 +53,20 @@ _INPUT_TABLES = (
     "embed_in.weight",
     "word_embeddings.weight",
     "tok_embeddings.weight",
+    "tokens_embed.weight",
     "embeddings.weight",
 )
-_BESIDE_THE_TABLE = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight", "word_embeddings_layernorm")
-_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_BESIDE_THE_TABLE = (
+    "wpe.weight",
+    "embed_positions.weight",
+    "position_embeddings.weight",
+    "positions_embed.weight",
+    "word_embeddings_layernorm",
+    "layernorm_embedding",
+    "embeddings.norm",
+    "project_in.weight",
+)
+_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
 _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
@@ -127,11 +139,15 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
     embedding is known by its name; the rest is the head. With `tied` the output projection is left out: the
     embedding's table serves for both. The result depends on names and shapes alone, not on the order they come in.
 
+    Inside a layer, a numbered list (experts) lies entry by entry, and in each entry tensors of one shape side by side: so
+    a stack over the entries, and the pair of projections that many models fuse, are one strided view each.
+
     Raises:
         InvalidModel: no such list of layers, or no input embedding.
     """
     prefix = _layer_list_prefix(shapes, num_layers)
-    stored = [name for name in sorted(shapes) if not (tied and is_output_projection(name))]
+    stored = [name for name in shapes if not (tied and is_output_projection(name))]
+    stored.sort(key=lambda name: _side_by_side(name, shapes[name], prefix))
     layers: list[list[str]] = [[] for _ in range(num_layers)]
     embedding: list[str] = []
     head: list[str] = []
@@ -177,6 +193,20 @@ def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int
 def is_output_projection(name: str) -> bool:
     """Whether a name is that of the projection onto the vocabulary, which tied models share with the embedding."""
     return any(name == known or name.endswith("." + known) for known in _OUTPUT_PROJECTIONS) and not _is_numbered(name)
+
+
+def natural_order(name: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts names with their numbers in counting order: expert 2 before expert 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+
+
+def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
+    """Sorts a layer's tensors: name by name, but lists entry by entry and shape by shape within an entry."""
+    if _layer_index(name, prefix) is None:
+        return (name, -1, (), "")
+    inner = name[len(prefix) + 1 :].partition(".")[2]
+    match = re.match(r"(.*?)\.(\d+)\.(.*)", inner)
+    return (match[1], int(match[2]), shape, match[3]) if match else (inner, -1, (), "")
 
 
 def _is_embedding(name: str) -> bool:

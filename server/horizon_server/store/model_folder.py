@@ -69,10 +69,10 @@ class ModelShape:
         """
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         hidden_size = _size(text, "hidden_size", "n_embd", "d_model")
-        num_heads = _size(text, "num_attention_heads", "n_head", "num_heads")
+        num_heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
         return cls(
             hidden_size=hidden_size,
-            num_hidden_layers=_size(text, "num_hidden_layers", "n_layer", "num_layers"),
+            num_hidden_layers=_num_layers(text),
             vocab_size=_size(text, "vocab_size"),
             intermediate_size=_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
             num_attention_heads=num_heads,
@@ -142,6 +142,12 @@ def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     return names is not None and not any(is_output_projection(name) for name in names)
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    kinds = config.get("layers_block_type")
+    default = len(kinds) if isinstance(kinds, list) and kinds else None
+    return _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default)
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

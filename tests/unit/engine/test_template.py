@@ -110,7 +110,7 @@ def test_the_pad_token_is_remembered_and_taken_from_the_module() -> None:
     template = Template.from_config(config_of("llama"))
     rows, ids = torch.randn(8, 16), torch.tensor([5, 0, 7, 5])
 
-    hidden, calls = template.embed(rows, ids, torch.arange(4))
+    hidden, calls = template.embed({template.table_place.local_name: rows}, ids, torch.arange(4))
 
     assert template.padding_id == 5
     assert torch.equal(hidden[0], rows[ids])

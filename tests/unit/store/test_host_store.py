@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from horizon_server.errors import InvalidModel
 from horizon_server.store import planes
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout, plane_sizes
@@ -109,7 +110,7 @@ def test_a_missing_or_short_file_is_refused() -> None:
     with pytest.raises(ValueError, match="planes lo"):
         HostStore.attach(LAYOUT, {name: fd for name, fd in fds.items() if name != "lo"})
     os.ftruncate(fds["hi"], 100)
-    with pytest.raises(ValueError, match="holds 100 bytes"):
+    with pytest.raises(InvalidModel, match="planned for 100 bytes of hi, but the model takes"):
         HostStore.attach(LAYOUT, fds)
 
 

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,17 @@ def test_the_daemons_half_of_the_store_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_experts_lie_in_counting_order_with_equal_shapes_side_by_side() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,)}
+    for expert in range(11):
+        prefix = f"model.layers.0.mlp.experts.{expert}."
+        shapes |= {f"{prefix}{name}.weight": (16, 8) for name in ("w1", "w3")} | {f"{prefix}w2.weight": (8, 16)}
+    layout = build_layout(shapes, num_layers=1, tied=True)
+    tensors = layout.units[1].tensors
+    order = [tensor.name.split("experts.")[1].removesuffix(".weight") for tensor in tensors]
+
+    assert order == [f"{expert}.{name}" for expert in range(11) for name in ("w2", "w1", "w3")]
+    starts = [tensor.offset for tensor in tensors if "w1" in tensor.name]
+    assert {second - first for first, second in pairwise(starts)} == {3 * 16 * 8}

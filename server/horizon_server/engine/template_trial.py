@@ -1,0 +1,86 @@
+"""A first run of what precedes a model's layers, on a few tokens of zeros, before anything is allocated for the model.
+
+Finds out how the model's layers answer it, and refuses models that the layer-by-layer schedule would compute wrongly: whose first
+hidden state depends on tensors beside the embedding, whose layers get more from the embedding than the hidden state, or whose
+forward does more between layers than pass it on. Must not know streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from horizon_server.engine.layer_stubs import ANSWERS, LayerCall, Tape
+from horizon_server.errors import InvalidModel
+
+Embed = Callable[[Mapping[str, Tensor], Tensor, Tensor], tuple[Tensor, list[LayerCall]]]
+
+_NUM_TOKENS = 4
+
+
+def try_embedding(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Settle `tape.answer` for the model. `shapes` are the parameters of `embed`.
+
+    Raises:
+        InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
+    """
+    refusals = []
+    for answer in ANSWERS:
+        tape.answer = answer
+        refusal = _refusal(model, tape, embed, shapes)
+        if refusal is None:
+            return
+        refusals.append(refusal)
+    raise InvalidModel(f"model_type {model.config.model_type!r}: {refusals[0]}")
+
+
+def _refusal(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    zero = torch.zeros((), requires_grad=True)
+    parameters = {name: zero.expand(shape) for name, shape in shapes.items()}
+    ids_T, positions_T = torch.zeros(_NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS)
+    foreign = _ForeignParameters(model, tape)
+    try:
+        with foreign:
+            _, calls = embed(parameters, ids_T, positions_T)
+    except InvalidModel as error:
+        return error.message
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+        if foreign.names:
+            return f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
+        return f"its forward cannot be run layer by layer ({_first_line(error)})"
+    for index, call in enumerate(calls):
+        if any(tensor.requires_grad for tensor in call.tensors()):
+            return f"layer {index} gets more from the embedding than the hidden state, which is not supported"
+    return None
+
+
+class _ForeignParameters(TorchFunctionMode):
+    """Names the parameters that are used before the last layer though nothing was bound to them."""
+
+    def __init__(self, model: nn.Module, tape: Tape) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self._tape = tape
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not self._tape.is_past_the_layers:
+            for value in (*args, *(kwargs or {}).values()):
+                if isinstance(value, Tensor) and value.is_meta and id(value) in self._names:
+                    self.names.append(self._names[id(value)])
+        return func(*args, **(kwargs or {}))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
