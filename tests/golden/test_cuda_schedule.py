@@ -12,6 +12,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.errors import DoesNotFit
 from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
 
 if TYPE_CHECKING:
@@ -169,6 +170,24 @@ def test_bytes_seconds_and_pins_are_accounted(
     device.close()
     assert not runtime.registered
     assert set(device.arena.held_bytes().values()) == {0}
+
+
+def test_a_device_that_is_full_in_the_middle_of_a_step_fails_it_with_numbers_and_closes(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, rows = tiny_model("llama"), [pack(documents(60, 40))]
+    roomy = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=CpuRuntime()))
+    roomy.trainer.train_step(rows)
+    tight = CudaDevice(runtime=CpuRuntime(), limit_bytes=roomy.device.arena.peak_total_bytes - 1)
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
+
+    with pytest.raises(DoesNotFit, match="device memory: workspace needs"):
+        run.trainer.train_step(rows)
+    run.trainer.close()
+
+    assert {name: held for name, held in tight.arena.held_bytes().items() if held} == {
+        "gradients": 2 * max(unit.num_elements for unit in model.template.layout.units)
+    }
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])

@@ -148,6 +148,31 @@ def test_a_job_that_cannot_fit_is_refused_with_the_numbers(
         assert client.jobs.list() == []
 
 
+def test_without_clipping_or_room_on_the_device_a_job_takes_less_memory_and_the_same_steps(
+    make_daemon: Callable[..., DaemonProcess], push_demo: Push
+) -> None:
+    roomy = make_daemon(state="roomy")
+    with roomy.client(roomy.user("ada")) as client:
+        push_demo(client)
+        job = client.jobs.submit(demo_spec(max_steps=3, max_grad_norm=None))
+        kept = losses(client, job.job_id)
+        plan = client.jobs.get(job.job_id).plan
+    assert plan is not None
+    assert plan.host_bytes["gradients"] == 0
+    config = roomy.state_dir.parent / "tight.toml"
+    config.write_text(f"device_arena_bytes = {plan.device_total_bytes - 1}\n")
+    tight = make_daemon("--config", str(config), state="tight")
+    with tight.client(tight.user("ada")) as client:
+        push_demo(client)
+        job = client.jobs.submit(demo_spec(max_steps=3, max_grad_norm=None))
+        offloaded = losses(client, job.job_id)
+        done = client.jobs.get(job.job_id)
+    assert (done.state, done.step) == ("SUCCEEDED", 3), done.message
+    assert done.plan is not None
+    assert done.plan.device_bytes["activations"] < plan.device_bytes["activations"]
+    assert offloaded == kept
+
+
 def make_config(make_daemon: Callable[..., DaemonProcess], text: str) -> DaemonProcess:
     import tempfile
 

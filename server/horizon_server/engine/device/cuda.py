@@ -29,10 +29,8 @@ from horizon_server.engine.device.protocol import Component, DeviceUse, HostComp
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
 from horizon_server.store.ledger import CAST_ELEMENTS, DeviceKind
-
-_NORM_BLOCK = 2048
-"""Elements whose squares are summed in fp32; blocks are summed in float64. Units are padded to a multiple of it."""
 
 _COPY_THREADS = 4
 """Host threads that gather embedding rows and fill staging memory."""
@@ -176,12 +174,12 @@ class CudaDevice(QueuedDevice):
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
         """See `Device.download_unit`.
 
-        CUDA: the sum is taken on d2h, in fp32 over fixed blocks and in float64 over them. A square beyond fp32 (an element of 1.8e19)
-        counts as not finite.
+        CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
+        beyond fp32 (an element of 1.8e19) counts as not finite.
         """
 
         def work() -> None:
-            _copy(_square_sum(gradient.view(-1, _NORM_BLOCK)), square_sum)
+            _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
             self._send_home(gradient, target)
 
         self._d2h.submit(work, num_bytes=_num_bytes(target))

@@ -45,6 +45,19 @@ def test_a_copy_that_waits_for_the_optimizer_exposes_the_optimizer() -> None:
     assert use.h2d.exposed_s == 1.0
 
 
+def test_a_gradient_that_waits_for_the_optimizer_exposes_the_optimizer_too() -> None:
+    # In backward: compute wants a gradient slot, d2h wants the host slot that the update still reads.
+    use = summarise(
+        h2d=timeline(),
+        compute=timeline(Busy(0, 1, 0), Wait(1, 5, "d2h"), Busy(5, 6, 0)),
+        d2h=timeline(Wait(0, 1, "compute"), Wait(2, 4, "optimizer"), Busy(4, 5, 8)),
+        host_queues=[timeline(Busy(0, 4, 0))],
+    )
+
+    assert use.optimizer_exposed_s == 2
+    assert use.d2h.exposed_s == 2
+
+
 def test_taking_empties_the_log() -> None:
     log = timeline(Busy(0, 1, 5))
     log.take()

@@ -1,0 +1,218 @@
+"""The golden tests on a real CUDA device: right numbers within bf16, equal bits whatever the timing, pinned and bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.cuda_runtime import TorchCuda
+from horizon_server.engine.device.factory import device_for
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.errors import DoesNotFit
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+pytestmark = pytest.mark.gpu
+Pack = Callable[[list[Tensor]], MicroBatch]
+PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+DELAYS: dict[str, Any] = {"max_delay_s": 0.002, "poison_on_free": True}
+THREE_SLOTS = {"num_weight_slots": 3, "num_gradient_slots": 3}
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "again": ({}, {}),
+    "delays, poison and three slots": (DELAYS, THREE_SLOTS),
+    "delays, poison and one slot": (DELAYS, {"num_weight_slots": 1, "num_gradient_slots": 1}),
+    "offloaded inputs, delays and poison": (DELAYS, {"activation_placement": "host"}),
+}
+
+
+class Unpinnable(TorchCuda):
+    """A driver that registers nothing."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        return 2
+
+
+@pytest.fixture
+def three_steps(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+    """Runs three steps of a five-layer model; returns losses with norms, and every plane."""
+
+    def run_them(
+        architecture: str, device: CudaDevice, *, grad_dtype: torch.dtype | None = torch.bfloat16, **options: Any
+    ) -> tuple[list[float], dict[str, Tensor]]:
+        model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
+        store = model.store(grad_dtype=grad_dtype)
+        run = start(model, store=store, device=device, **options)
+        numbers = []
+        for step in range(3):
+            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            report = run.trainer.train_step(rows)
+            assert report.skipped is None
+            numbers += [report.loss, report.grad_norm]
+        run.trainer.flush()
+        planes = {plane: store.plane(plane).clone() for plane in PLANES}
+        run.trainer.close()
+        return numbers, planes
+
+    return run_them
+
+
+def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert one[0] == other[0]
+    for plane in PLANES:
+        assert torch.equal(one[1][plane], other[1][plane]), f"plane {plane} differs"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen2", "gemma2", "phi3"])
+def test_gradients_are_those_of_autograd_within_bf16(
+    architecture: str,
+    make_device: Callable[..., CudaDevice],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack(documents(14, 22)), pack(documents(25, seed=3))]
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=make_device())
+
+    report = run.trainer.train_step(rows)
+
+    reference = model.reference()
+    num_targets = sum(row.num_targets for row in rows)
+    losses = [plain_loss(reference, row) / num_targets for row in rows]
+    for loss in losses:
+        torch.autograd.backward(loss)
+    assert report.loss == pytest.approx(sum(loss.item() for loss in losses), rel=5e-3)
+    squares, error = 0.0, 0.0
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        squares += float(parameter.grad.square().sum())
+        error += float((run.store.tensor(name, "grad").float() - parameter.grad).square().sum())
+    assert report.grad_norm == pytest.approx(squares**0.5, rel=2e-2)
+    assert (error / squares) ** 0.5 <= 5e-2
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_streams_and_timing_do_not_change_a_bit(
+    architecture: str,
+    variant: str,
+    make_device: Callable[..., CudaDevice],
+    three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]],
+) -> None:
+    switches, options = VARIANTS[variant]
+    assert_same(three_steps(architecture, make_device()), three_steps(architecture, make_device(**switches), **options))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_updating_in_backward_gives_the_bits_of_the_deferred_update(
+    architecture: str,
+    make_device: Callable[..., CudaDevice],
+    three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]],
+) -> None:
+    deferred = three_steps(architecture, make_device(), max_grad_norm=None)
+    assert_same(deferred, three_steps(architecture, make_device(**DELAYS), grad_dtype=None, max_grad_norm=None))
+
+
+def test_what_cannot_be_pinned_takes_a_detour_to_the_same_bits(
+    make_device: Callable[..., CudaDevice], three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]]
+) -> None:
+    device = make_device(runtime=Unpinnable(), staging_bytes=4096, **DELAYS)
+    assert_same(three_steps("llama", make_device()), three_steps("llama", device, activation_placement="host"))
+    assert device.refusals
+
+
+def test_twenty_steps_learn_what_the_host_device_learns(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("qwen3")
+    losses = []
+    for kind, grad_dtype in (("host", torch.float32), ("cuda", torch.bfloat16)):
+        device = device_for(kind, num_threads=1)  # type: ignore[arg-type]
+        run = start(model, store=model.store(grad_dtype=grad_dtype), device=device, learning_rate=3e-3)
+        rows = [pack(documents(11, 20)), pack(documents(16, 9, seed=1))]
+        losses.append([run.trainer.train_step(rows).loss for _ in range(20)])
+
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1][-1] < 0.9 * losses[1][0]
+
+
+def test_dropout_repeats_from_run_to_run(
+    make_device: Callable[..., CudaDevice],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model, rows = tiny_model("llama", attention_dropout=0.3), [pack(documents(30)), pack(documents(17, seed=1))]
+    losses = []
+    for _ in range(2):
+        run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=make_device(), seed=5)
+        losses.append([run.trainer.train_step(rows).loss for _ in range(3)])
+
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_planes_are_pinned_while_the_device_lives(
+    make_device: Callable[..., CudaDevice], tiny_model: Callable[..., TinyModel], start: Callable[..., Run]
+) -> None:
+    model, device = tiny_model("llama"), make_device()
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+
+    assert run.store.plane("hi").is_pinned() and run.store.plane("grad").is_pinned()
+    assert not device.refusals
+    run.trainer.close()
+    device.close()
+    assert not run.store.plane("hi").is_pinned()
+
+
+def test_a_refused_registration_leaves_no_error_behind() -> None:
+    runtime, memory = TorchCuda(), torch.zeros(1 << 20, dtype=torch.uint8)
+
+    assert runtime.register(memory.data_ptr(), memory.numel()) == 0
+    assert runtime.register(memory.data_ptr(), memory.numel()) != 0
+    runtime.unregister(memory.data_ptr())
+
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+
+
+def test_seconds_and_bytes_come_from_the_streams(
+    make_device: Callable[..., CudaDevice],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model("llama", hidden_size=512, intermediate_size=1024, head_dim=128)
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=make_device())
+    rows = [pack(documents(100))]
+    run.trainer.train_step(rows)
+
+    report = run.trainer.train_step(rows)
+
+    assert 0 < report.compute_s < report.duration_s
+    for direction in report.transfer.values():
+        assert 0 < direction.busy_s < report.duration_s and 0 <= direction.exposed_s < report.duration_s
+    assert report.device_memory["workspace"] > 0
+
+
+def test_a_device_that_is_too_small_is_told_with_numbers(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    device = CudaDevice(limit_bytes=48 << 20)
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+
+    with pytest.raises(DoesNotFit, match="device memory: "):
+        run.trainer.train_step([pack(documents(100, seed=i)) for i in range(2000)])
+    torch.cuda.set_per_process_memory_fraction(1.0)
