@@ -150,6 +150,12 @@ class WorkerFailed(HorizonError, RuntimeError):
     reason = "WORKER_FAILED"
 
 
+class Diverged(HorizonError, RuntimeError):
+    """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
+
+    reason = "DIVERGED"
+
+
 class BadSetting(HorizonError, ValueError):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.errors import Diverged, InvalidData
 from horizon_server.store.host_store import HostStore
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def test_in_backward_units_from_the_first_infinite_gradient_on_keep_their_weight
         assert store.plane("exp_avg")[part].isfinite().all()
     assert touched[-1] and not touched[0]
     assert touched == sorted(touched), "units are updated from the head down to the first that is not finite"
-    assert run.trainer.state() == {"version": 1, "step": 1, "num_updates": 1, "num_skipped": 1}
+    counts = {"step": 1, "num_updates": 1, "num_skipped": 1, "num_skipped_in_a_row": 1}
+    assert run.trainer.state() == {"version": 1, **counts}
 
 
 def test_a_restored_run_that_updates_in_backward_continues_bit_for_bit(
@@ -258,3 +260,75 @@ def test_a_step_without_targets_is_skipped(
 
     assert run.trainer.train_step([row]).skipped == "no_targets"
     assert run.trainer.step == 1
+
+
+def test_training_stops_after_too_many_skipped_steps_in_a_row(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], step_rows: Callable[[int], list[MicroBatch]]
+) -> None:
+    model = tiny_model("llama")
+    run = start(model, max_skipped_steps=3)
+    good = model.weights["model.norm.weight"].clone()
+    broken = torch.full_like(good, torch.inf)
+    before = copy_planes(run.store)
+
+    run.store.write_master("model.norm.weight", broken)
+    for step in range(2):
+        assert run.trainer.train_step(step_rows(step)).skipped == "non_finite_gradient"
+    run.store.write_master("model.norm.weight", good)
+    assert run.trainer.train_step(step_rows(2)).skipped is None
+    run.trainer.flush()
+    after = copy_planes(run.store)
+    run.store.write_master("model.norm.weight", broken)
+    for step in range(3, 5):
+        run.trainer.train_step(step_rows(step))
+    with pytest.raises(
+        Diverged, match=r"3 steps in a row were skipped up to step 6 \(non_finite_gradient: .*learning_rate"
+    ):
+        run.trainer.train_step(step_rows(5))
+
+    run.store.write_master("model.norm.weight", good)
+    assert torch.equal(after["exp_avg"], run.store.plane("exp_avg"))
+    assert not torch.equal(after["exp_avg"], before["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (
+            lambda row: row.input_ids_T.__setitem__(3, 96),
+            r"micro_batches\[1\]\.input_ids_T holds token 96; .* 96 tokens",
+        ),
+        (lambda row: row.input_ids_T.__setitem__(3, -1), r"micro_batches\[1\]\.input_ids_T holds token -1"),
+        (lambda row: row.labels_T.__setitem__(3, 400), r"micro_batches\[1\]\.labels_T holds token 400"),
+    ],
+)
+def test_tokens_that_are_not_the_models_are_refused_by_field_before_anything_is_touched(
+    change: Callable[[MicroBatch], object],
+    field: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    step_rows: Callable[[int], list[MicroBatch]],
+) -> None:
+    run, rows = start(tiny_model("llama")), step_rows(0)
+    change(rows[1])
+    before = copy_planes(run.store)
+
+    for attempt in (run.trainer.train_step, run.trainer.evaluate):
+        with pytest.raises(InvalidData, match=field) as caught:
+            attempt(rows)
+        assert caught.value.violations[0].field.startswith("micro_batches[1].")
+
+    assert run.trainer.step == 0
+    assert_same_planes(before, copy_planes(run.store))
+    assert run.trainer.train_step(step_rows(0)).skipped is None
+
+
+def test_a_document_beyond_the_models_positions_is_refused_and_many_short_ones_are_not(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    run = start(tiny_model("gpt2"))
+    with pytest.raises(InvalidData, match=r"micro_batches\[0\]\.document_lengths has a document of 129 tokens; .* 128"):
+        run.trainer.train_step([pack(documents(129))])
+    with pytest.raises(InvalidData, match="micro_batches is empty"):
+        run.trainer.train_step([])
+    assert run.trainer.train_step([pack(documents(100, 100))]).skipped is None

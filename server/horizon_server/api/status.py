@@ -38,6 +38,7 @@ STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
         errors.NotAvailableYet: WireStatus("UNIMPLEMENTED", 501),
         errors.Draining: WireStatus("UNAVAILABLE", 503),
         errors.WorkerFailed: WireStatus("INTERNAL", 500),
+        errors.Diverged: WireStatus("ABORTED", 409),
         errors.BadSetting: WireStatus("INTERNAL", 500),
     }
 )

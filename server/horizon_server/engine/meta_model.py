@@ -21,6 +21,7 @@ from horizon_server.errors import InvalidModel
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_AUXILIARY_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
 _RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -67,6 +68,12 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
             checkpoint holds.
     """
+    if config.is_encoder_decoder:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
+            "only decoder-only language models can be trained"
+        )
+    _refuse_auxiliary_loss(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     config.return_dict = True
@@ -92,6 +99,12 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The longest document that a config allows, in tokens, or None where it sets no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
     settings = config.get_text_config().to_dict()
@@ -100,6 +113,19 @@ def draws_random_numbers(config: PretrainedConfig) -> bool:
         for name, value in settings.items()
         if any(part in name for part in _RANDOM_SETTINGS)
     )
+
+
+def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:
+    """The loss is that of the plain forward: transformers adds a router loss to it only where the config asks for router logits.
+
+    That loss joins the routers of all layers, which are never on the device together.
+    """
+    weighted = any(getattr(config, name, None) for name in _AUXILIARY_LOSS)
+    if getattr(config, "output_router_logits", False) and weighted:
+        raise InvalidModel(
+            "config.json sets output_router_logits, which adds the routers' auxiliary loss, and that is not supported; "
+            "set it to false to train without, as transformers does by default"
+        )
 
 
 def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

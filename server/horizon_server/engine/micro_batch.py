@@ -8,10 +8,13 @@ Shapes: T = tokens of the row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from horizon_server.errors import FieldViolation, InvalidData
 
 IGNORED_LABEL = -100
 
@@ -46,3 +49,35 @@ class MicroBatch:
     def num_targets(self) -> int:
         """Positions that are trained on."""
         return int((self.labels_T != IGNORED_LABEL).sum())
+
+
+def check_micro_batches(
+    micro_batches: Sequence[MicroBatch], *, vocab_size: int, max_document_tokens: int | None
+) -> None:
+    """Hold the micro-batches of a step against the model, before anything is queued.
+
+    Raises:
+        InvalidData: a token or label is none of the vocabulary, or a document is longer than the model has positions for; the
+            violations name the fields.
+    """
+    if not micro_batches:
+        raise _refused("micro_batches", "is empty; a step needs at least one micro-batch")
+    for index, row in enumerate(micro_batches):
+        field = f"micro_batches[{index}]"
+        longest = max(row.document_lengths)
+        if max_document_tokens is not None and longest > max_document_tokens:
+            raise _refused(
+                f"{field}.document_lengths",
+                f"has a document of {longest} tokens; the model allows at most {max_document_tokens} positions",
+            )
+        trained = row.labels_T != IGNORED_LABEL
+        for name, ids in (("input_ids_T", row.input_ids_T), ("labels_T", row.labels_T[trained])):
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if wrong.numel():
+                what = f"holds token {int(wrong[0])}; the model's vocabulary has {vocab_size} tokens, from 0"
+                raise _refused(f"{field}.{name}", what)
+
+
+def _refused(field: str, description: str) -> InvalidData:
+    violation = FieldViolation(field=field, description=description)
+    return InvalidData(f"{field} {description}", violations=[violation])

@@ -34,6 +34,7 @@ from horizon_server.engine.meta_model import (
     find_layer_list,
     layer_signature,
     load_config,
+    max_positions,
     name_of_parameter,
 )
 from horizon_server.engine.pieces import Piece, Strided
@@ -89,6 +90,7 @@ class Template:
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
+        self.max_document_tokens = max_positions(model.config)
         self.draws_random_numbers = draws_random_numbers(model.config)
         self.padding_id = _take_padding_id(table)
         self._model = model
@@ -197,10 +199,18 @@ class Template:
             raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV
 
-    def _stand_ins(self, like: Tensor) -> dict[str, Tensor]:
-        """What precedes the layers has no part in the head, but its code runs: zeros of the right shape, without memory."""
-        zero, prefix = like.new_zeros(()), self._prefixes["embedding"]
-        return {prefix + place.local_name: zero.expand(place.piece.shape) for place in self.places_beside_the_table}
+    def _stand_ins(self, like_1CD: Tensor) -> dict[str, Tensor]:
+        """What precedes the layers has no part in the head, but its code runs: zeros of the right shape, without memory.
+
+        Tables of positions get rows enough for a chunk, whose tokens are counted as if they were neighbours.
+        """
+        zero, stand_ins = like_1CD.new_zeros(()), {}
+        for place in self.places_beside_the_table:
+            num_rows, *rest = place.piece.shape
+            module = self._base_model.get_submodule(place.local_name.rpartition(".")[0])
+            num_rows += like_1CD.shape[1] if isinstance(module, nn.Embedding) else 0
+            stand_ins[self._prefixes["embedding"] + place.local_name] = zero.expand(num_rows, *rest)
+        return stand_ins
 
     def _unit_places(self, unit: UnitLayout, bindings: list[Binding]) -> list[Place]:
         layers = self._prefixes["layer"]

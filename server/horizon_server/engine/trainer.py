@@ -22,13 +22,14 @@ from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
-from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
 from horizon_server.engine.model_flops import FlopsCount
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
 from horizon_server.engine.random_keys import StepKey
 from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
+from horizon_server.errors import Diverged
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -44,7 +45,8 @@ class TrainConfig:
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
     room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
-    where layer inputs wait for backward. `seed` is dropout's, where the model's config asks for any.
+    where layer inputs wait for backward. `seed` is dropout's, where the model's config asks for any. After `max_skipped_steps` steps
+    in a row that were skipped, training stops; 0 lets it go on for ever.
     """
 
     num_steps: int
@@ -56,6 +58,7 @@ class TrainConfig:
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
     seed: int = 0
+    max_skipped_steps: int = 10
     num_weight_slots: int = 2
     num_gradient_slots: int = 2
     optimizer_threads: int | None = None
@@ -95,6 +98,7 @@ class Trainer:
         self._step = 0
         self._num_updates = 0
         self._num_skipped = 0
+        self._num_skipped_in_a_row = 0
 
     @property
     def step(self) -> int:
@@ -124,9 +128,12 @@ class Trainer:
         after it keep their weights, and the report says `partly_non_finite_gradient`.
 
         Raises:
+            InvalidData: the micro-batches are not for this model; nothing has been touched.
+            Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
         start_s = time.perf_counter()
+        self._check(micro_batches)
         rows = self._rows(micro_batches)
         num_targets = sum(row.num_targets for row in rows)
         learning_rate = self._learning_rate()
@@ -142,10 +149,17 @@ class Trainer:
         self._step += 1
         self._num_updates += num_updated > 0
         self._num_skipped += skipped is not None
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
+        self._stop_if_diverged(loss, skipped)
         return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalReport:
-        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training."""
+        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training.
+
+        Raises:
+            InvalidData: as `train_step`.
+        """
+        self._check(micro_batches)
         self.flush()
         total, num_targets = 0.0, 0
         for group in _groups(self._rows(micro_batches), max_tokens=self._forward_backward.capacity_tokens):
@@ -168,6 +182,7 @@ class Trainer:
             "step": self._step,
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
+            "num_skipped_in_a_row": self._num_skipped_in_a_row,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -177,6 +192,7 @@ class Trainer:
         self._step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
+        self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
 
     def close(self) -> None:
         """Finish what is under way and give the device's memory back. The device stays the caller's to close.
@@ -210,6 +226,21 @@ class Trainer:
         grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
         self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale))
         return len(self._template.layout.units)
+
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        template = self._template
+        check_micro_batches(
+            micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
+        )
+
+    def _stop_if_diverged(self, loss: float, skipped: str | None) -> None:
+        if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
+            return
+        what = {"no_targets": "they had no trained token"}.get(skipped or "", f"the last one's loss is {loss:.4g}")
+        raise Diverged(
+            f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: {what}), so training "
+            "stops; go on from an earlier checkpoint with a lower train.learning_rate, or look for bad rows in the data"
+        )
 
     def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         packed = any(len(m.document_lengths) > 1 for m in micro_batches)

@@ -115,3 +115,53 @@ def test_the_pad_token_is_remembered_and_taken_from_the_module() -> None:
     assert template.padding_id == 5
     assert torch.equal(hidden[0], rows[ids])
     assert len(calls) == 4
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(InvalidModel, match=r"'bart' is an encoder-decoder .* only decoder-only"):
+        Template.from_config(AutoConfig.for_model("bart"))
+
+
+def test_a_router_loss_is_refused_and_without_it_the_plain_forward_is_followed() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(InvalidModel, match=r"config\.json sets output_router_logits"):
+        Template.from_config(config_of("mixtral", output_router_logits=True, **experts))
+    assert Template.from_config(config_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.0, **experts))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
+            r"tensor model\.embed_tokens_per_layer\.weight is used before the layers, beside the token embedding",
+        ),
+        ("rwkv", {"attention_hidden_size": 16}, "its forward cannot be run layer by layer"),
+    ],
+)
+def test_a_model_that_the_schedule_would_get_wrong_is_refused(
+    model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidModel, match=f"model_type '{model_type}': {message}"):
+        Template.from_config(config_of(model_type, **changes))
+
+
+def test_learned_positions_travel_with_the_table() -> None:
+    template = Template.from_config(config_of("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=32))
+
+    assert not template.embeds_by_rows
+    assert template.embedding_name == "transformer.wte.weight"
+    assert [place.local_name for place in template.places_beside_the_table] == ["wpe.weight"]
+    assert template.max_document_tokens == 32
+    assert Template.from_config(config_of("llama")).embeds_by_rows
+
+
+def test_buffers_of_the_checkpoint_have_a_place_and_no_decay() -> None:
+    template = Template.from_config(config_of("minimax", num_local_experts=4, num_experts_per_tok=2))
+    untrained = {place.local_name for place in template.places(2) if not place.trained}
+
+    assert untrained == {f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
+    decayed = {tensor.name for _, tensor in template.layout.tensors() if tensor.decay}
+    assert "model.layers.1.self_attn.qkv_proj.weight" in decayed
+    assert not any(name.endswith(("_decay", "slope_rate")) for name in decayed)
