@@ -113,7 +113,7 @@ class TrainingMetrics:
         self._tokens = counter("horizon_tokens_total", ["project"], "Real tokens trained on.")
         self._gpu = counter("horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps that ran on a GPU.")
         self._skipped = counter(
-            "horizon_steps_skipped_total", ["reason"], "Steps dropped, in part where the reason says so."
+            "horizon_steps_skipped_total", ["reason"], "Steps whose update was dropped, wholly or in part."
         )
         self._duration = families.histogram(
             "horizon_step_duration_seconds", [], "Duration of an optimizer step.", _STEP_BUCKETS_S

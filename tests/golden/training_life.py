@@ -1,0 +1,67 @@
+"""One life of a training process: go on from the newest whole checkpoint, train, save every few steps, until the end or a kill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from horizon_server.engine.data import PreparedDataset, StepPlan
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.store.checkpoint import is_complete, load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.host_store import HostStore
+
+NUM_EPOCHS = 3
+SAVE_EVERY = 4
+LOSSES, CHECKPOINTS = "losses.txt", "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """What a life works on: the model, the prepared data, and a folder for its losses and checkpoints."""
+
+    model: Path
+    data: Path
+    work: Path
+
+    def checkpoints(self) -> list[Path]:
+        """Every folder that bears a checkpoint's name, the oldest first."""
+        return sorted((self.work / CHECKPOINTS).glob("step-*"))
+
+    def losses(self) -> list[tuple[int, str]]:
+        """Step and exact loss of every step that any life finished, in the order they were taken."""
+        lines = (self.work / LOSSES).read_text().splitlines()
+        return [(int(step), loss) for step, loss in (line.split() for line in lines)]
+
+
+def live(life: Life, messages: Connection) -> None:
+    """Train to the end; tells before and after every step and save."""
+    template = Template.from_folder(life.model)
+    store = HostStore.allocate(template.layout, num_threads=1)
+    plan = StepPlan(PreparedDataset.open(life.data), sequence_length=48, tokens_per_step=90, seed=3, epochs=NUM_EPOCHS)
+    config = TrainConfig(num_steps=plan.num_steps, learning_rate=3e-3, warmup_steps=3, seed=5, optimizer_threads=1)
+    device = HostDevice(num_threads=1, max_delay_s=0.001, delay_seed=1)
+    saved = [folder for folder in life.checkpoints() if is_complete(folder)]
+    state = load_checkpoint(store, saved[-1]) if saved else None
+    if state is None:
+        load_model(store, life.model)
+    trainer = Trainer(template, store, device, config)
+    if state is not None:
+        trainer.restore(state)
+    messages.send("born")
+    while trainer.step < plan.num_steps:
+        report = trainer.train_step(plan.step(trainer.step))
+        with (life.work / LOSSES).open("a") as losses:
+            losses.write(f"{report.step} {report.loss.hex()}\n")
+        messages.send("stepped")
+        if report.step % SAVE_EVERY == 0 or report.step == plan.num_steps:
+            messages.send("saving")
+            target = life.work / CHECKPOINTS / f"step-{report.step:06d}"
+            save_checkpoint(store, target, source=life.model, trainer_state=trainer.state())
+            messages.send("saved")
+    trainer.close()
+    device.close()
+    store.close()
+    messages.send("done")
