@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 _NEW_TOKENS = 40
 
 
 def main() -> int:
     """Entry point."""
-    logging.disable_progress_bar()
+    quiet: Any = transformers_logging.disable_progress_bar
+    quiet()
     request = json.load(sys.stdin)
     tokenizer = AutoTokenizer.from_pretrained(request["after"])
     chats = [json.loads(line)["messages"] for line in Path(request["held_out"]).read_text("utf-8").splitlines()]
