@@ -219,3 +219,40 @@ def test_fewer_experts_than_the_config_says_are_refused(folder_of: Callable[[str
 
     with pytest.raises(InvalidModel, match=r"experts\.\d\.\w+\.weight .*together have shape \[4, .*asks for \[8, "):
         Template.from_folder(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    folder_of: Callable[[str], Path], load: Callable[[Path], tuple[Template, HostStore]]
+) -> None:
+    folder = folder_of("deepseek_v3")
+    weights = load_file(folder / "model.safetensors")
+    extra = {n.replace("layers.2.", "layers.3."): w.clone() for n, w in weights.items() if "layers.2." in n}
+    extra |= {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "mtp.norm.weight": torch.ones(32)}
+    save_file(weights | extra, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+    template, store = load(folder)
+
+    assert template.num_layers == 3
+    report = load_model(store, folder)
+    assert report.ignored.keys() == extra.keys()
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(InvalidModel, match="num_hidden_layers = 3, but the tensors form no list of that length"):
+        Template.from_folder(folder)
+
+
+def test_names_without_the_prefix_and_stored_masks_are_understood(
+    tiny_model: Callable[..., TinyModel], load: Callable[[Path], tuple[Template, HostStore]], tmp_path: Path
+) -> None:
+    reference: Any = tiny_model("gpt2").reference()
+    reference.save_pretrained(tmp_path)
+    weights = {n.removeprefix("transformer."): w for n, w in load_file(tmp_path / "model.safetensors").items()}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128).tril() for i in range(3)}
+    save_file(weights | masks, tmp_path / "model.safetensors")
+
+    template, store = load(tmp_path)
+
+    assert template.embedding_name == "wte.weight"
+    assert {tensor.name for _, tensor in store.layout.tensors()} == set(weights)
+    assert torch.equal(plain(tmp_path).state_dict()["transformer.h.2.mlp.c_fc.weight"], weights["h.2.mlp.c_fc.weight"])

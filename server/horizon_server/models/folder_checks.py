@@ -21,6 +21,7 @@ from horizon_server.store.layout import (
     parameter_shapes,
     read_safetensors_headers,
 )
+from horizon_server.store.model_folder import stored_shapes
 
 CONFIG_FILE = "config.json"
 
@@ -76,7 +77,9 @@ def check_folder(folder: Path) -> ModelFacts:
             raise InvalidModel(
                 f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model unquantised"
             )
-        return ModelFacts(architecture=config["model_type"], num_parameters=_count_parameters(config, shapes))
+        return ModelFacts(
+            architecture=config["model_type"], num_parameters=_count_parameters(config, stored_shapes(config, headers))
+        )
     except InvalidModel as error:
         raise InvalidModel(_without_place(error.message, folder), violations=error.violations) from error
 

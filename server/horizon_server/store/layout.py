@@ -68,6 +68,7 @@ _BESIDE_THE_TABLE = (
 )
 _OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
+_ATTENTION_MASKS = (".attn.bias", ".attention.bias")
 _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 
@@ -186,7 +187,7 @@ def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int
     return {
         name: header.shape
         for name, header in headers.items()
-        if header.dtype in _TRAINABLE_DTYPES and not name.endswith(_DERIVED_BUFFERS)
+        if header.dtype in _TRAINABLE_DTYPES and not name.endswith(_DERIVED_BUFFERS) and not _is_mask(name, header)
     }
 
 
@@ -211,6 +212,11 @@ def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, 
 
 def _is_embedding(name: str) -> bool:
     return name.endswith(_INPUT_TABLES) or any(part in name for part in _BESIDE_THE_TABLE)
+
+
+def _is_mask(name: str, header: TensorHeader) -> bool:
+    """Old checkpoints hold causal masks, under names that elsewhere are biases."""
+    return name.endswith(_ATTENTION_MASKS) and len(header.shape) > 2
 
 
 def _is_numbered(name: str) -> bool:

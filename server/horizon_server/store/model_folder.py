@@ -19,6 +19,8 @@ from horizon_server.store.safetensors_header import TensorHeader, read_safetenso
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
 
+_PREDICTION_HEAD = "mtp"
+
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
 
@@ -112,8 +114,27 @@ def open_model_folder(folder: Path) -> ModelFolder:
             f"{folder}: config.json says tie_word_embeddings = false, but no tensor is the output projection "
             f"(lm_head.weight); copy the folder again or correct the config"
         )
-    layout = build_layout(parameter_shapes(headers), num_layers=shape.num_hidden_layers, tied=shape.tied)
+    layout = build_layout(stored_shapes(config, headers), num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
+
+
+def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that go into the store: a folder's parameters without its heads that predict further tokens."""
+    return {name: shape for name, shape in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
+
+
+def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a tensor belongs to what some checkpoints have for predicting several tokens at once, and model classes leave out.
+
+    It is either named so, or is a layer beyond the last one, as many as the config says.
+    """
+    if name.partition(".")[0] == _PREDICTION_HEAD:
+        return True
+    num_extra, numbers = config.get("num_nextn_predict_layers"), [part for part in name.split(".") if part.isdigit()]
+    if type(num_extra) is not int or num_extra < 1 or not numbers:
+        return False
+    num_layers = _num_layers(config)
+    return num_layers <= int(numbers[0]) < num_layers + num_extra
 
 
 def read_config(folder: Path) -> dict[str, Any]:

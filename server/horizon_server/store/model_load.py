@@ -27,6 +27,7 @@ from horizon_server.store.layout import (
     parameter_shapes,
     read_safetensors_headers,
 )
+from horizon_server.store.model_folder import is_prediction_head, read_config
 
 STAGING_ELEMENTS = 1 << 21
 """Elements converted at once by each loading thread: 16 MiB of staging for fp32 files."""
@@ -95,7 +96,7 @@ def _check(layout: StoreLayout, headers: Mapping[str, TensorHeader], folder: Pat
 def _explain_left_over(
     layout: StoreLayout, headers: Mapping[str, TensorHeader], left_over: set[str], folder: Path
 ) -> dict[str, str]:
-    parameters = parameter_shapes(headers)
+    parameters, config = parameter_shapes(headers), read_config(folder) if left_over else {}
     ignored: dict[str, str] = {}
     unknown: list[str] = []
     for name in sorted(left_over):
@@ -103,6 +104,8 @@ def _explain_left_over(
             ignored[name] = "a buffer that the model computes by itself"
         elif layout.tied and is_output_projection(name):
             ignored[name] = "tied to the embedding"
+        elif is_prediction_head(config, name):
+            ignored[name] = "part of a head that predicts further tokens, which the model class leaves out"
         else:
             unknown.append(name)
     if unknown:
