@@ -103,8 +103,9 @@ def _sources_of(
     prefix = model.base_model_prefix
     found: dict[str, _Sources] = {}
     unknown: list[str] = []
+    known = dict(wanted)
     for unit, tensor in sorted(layout.tensors(), key=lambda item: natural_order(item[1].name)):
-        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, dict(wanted))
+        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, known)
         if name not in wanted and tensor.name in wanted:
             name, pattern = tensor.name, None
         if name not in wanted:

@@ -3,6 +3,9 @@
 Owns the scaling that makes the loss the token-weighted mean whatever the split into micro-batches and chunks. Must not know the
 model or the schedule.
 
+It is what the plain forward of transformers computes. For mixtures of experts that forward adds the routers' auxiliary loss only where
+the config sets `output_router_logits`; such a config is refused, any other is trained without.
+
 Shapes: C = tokens of a chunk, V = vocabulary.
 """
 
