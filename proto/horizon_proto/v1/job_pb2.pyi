@@ -190,7 +190,7 @@ class _DeviceChoiceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DEVICE_CHOICE_UNSPECIFIED: _DeviceChoice.ValueType  # 0
     """Not set: auto."""
     DEVICE_CHOICE_AUTO: _DeviceChoice.ValueType  # 1
-    """CUDA when the node has a usable device, else the host."""
+    """The daemon chooses. In this version that is the host."""
     DEVICE_CHOICE_CUDA: _DeviceChoice.ValueType  # 2
     """A CUDA device, or refuse."""
     DEVICE_CHOICE_HOST: _DeviceChoice.ValueType  # 3
@@ -202,7 +202,7 @@ class DeviceChoice(_DeviceChoice, metaclass=_DeviceChoiceEnumTypeWrapper):
 DEVICE_CHOICE_UNSPECIFIED: DeviceChoice.ValueType  # 0
 """Not set: auto."""
 DEVICE_CHOICE_AUTO: DeviceChoice.ValueType  # 1
-"""CUDA when the node has a usable device, else the host."""
+"""The daemon chooses. In this version that is the host."""
 DEVICE_CHOICE_CUDA: DeviceChoice.ValueType  # 2
 """A CUDA device, or refuse."""
 DEVICE_CHOICE_HOST: DeviceChoice.ValueType  # 3
