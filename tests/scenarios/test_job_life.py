@@ -36,6 +36,8 @@ def test_from_submit_to_a_model_that_transformers_loads(daemon: DaemonProcess, p
         assert (done.state, done.step, done.num_steps, done.attempt) == ("SUCCEEDED", 12, 12, 1), done.message
         assert list(seen) == list(range(1, 13))
         assert seen[12] < 0.8 * seen[1]
+        logged = b"".join(client.jobs.logs(job.job_id)).decode()
+        assert "step 12/12 loss" in logged
         found = sequences(client, job.job_id)
         assert found == list(range(1, len(found) + 1))
         pulled = client.checkpoints.pull(job.job_id, to=tmp_path / "tuned")

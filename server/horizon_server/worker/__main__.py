@@ -6,6 +6,7 @@ Nothing here is meant to be typed by hand, but it can be: the request file besid
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("request", type=Path, help="the request file of the attempt")
     parser.add_argument("--events-fd", type=int, required=True, help="descriptor that events are written to")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     events = EventWriter(arguments.events_fd)
     try:
         ended = _run(arguments.request, events)

@@ -6,11 +6,18 @@ without anybody reading its events: what it has trained is not lost.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from enum import Enum
 
-from horizon_server.events import WorkerLine, encode
+from horizon_server.events import StepDone, WorkerLine, encode
+
+log = logging.getLogger(__name__)
+
+_STEP_LOG_EVERY_S = 10.0
+"""Steps are logged at most this often, so that a long run's log stays small; the events have them all."""
 
 _STANDARD_INPUT = 0
 
@@ -32,10 +39,12 @@ class EventWriter:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._daemon_gone = False
+        self._step_logged_s = float("-inf")
         os.set_inheritable(descriptor, False)
 
     def send(self, payload: WorkerLine) -> None:
-        """Send one event; blocks while the pipe is full, and does nothing once the daemon is gone."""
+        """Log one event and send it; blocks while the pipe is full, and only logs once the daemon is gone."""
+        self._log(payload)
         if self._daemon_gone:
             return
         data = memoryview(encode(payload).encode() + b"\n")
@@ -44,6 +53,23 @@ class EventWriter:
                 data = data[os.write(self._descriptor, data) :]
         except BrokenPipeError:
             self._daemon_gone = True
+
+    def _log(self, payload: WorkerLine) -> None:
+        if not isinstance(payload, StepDone):
+            log.info("%s", encode(payload))
+            return
+        now_s = time.monotonic()
+        if now_s - self._step_logged_s < _STEP_LOG_EVERY_S and payload.step < payload.num_steps:
+            return
+        self._step_logged_s = now_s
+        log.info(
+            "step %d/%d loss %.4f grad_norm %.3f %.0f tokens/s",
+            payload.step,
+            payload.num_steps,
+            payload.loss,
+            payload.grad_norm,
+            payload.tokens_per_second,
+        )
 
 
 class Orders:
