@@ -51,10 +51,14 @@ class Prometheus:
             stderr=self._log,
         )  # fmt: skip
         self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=10)
-        wait_for(self._scrapes, 30)
+        try:
+            wait_for(self._scrapes, 60)
+        except BaseException:
+            self.close()
+            raise
 
     def get(self, path: str, **parameters: str) -> Any:
-        answer = self._client.get(path, params=parameters)
+        answer = self._client.get(path, params=parameters).raise_for_status()
         body = answer.json()
         assert body["status"] == "success", body
         return body["data"]
@@ -76,10 +80,11 @@ class Prometheus:
         self._log.close()
 
     def _scrapes(self) -> bool:
+        """Whether it is up and has reached the daemon: while it starts it refuses, then answers 503 in plain text."""
         assert self._process.poll() is None, Path(self._log.name).read_text("utf-8")
         try:
             return [series["value"][1] for series in self.now('up{job="horizond"}')] == ["1"]
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return False
 
 
