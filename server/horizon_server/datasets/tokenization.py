@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from horizon_server.datasets.chat_template import ChatTemplate, Span
 from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.message_checks import is_trainable
+from horizon_server.datasets.normalise import Chat, Text, Tokens, normalise
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.row_checks import check_row, is_trainable
+from horizon_server.datasets.row_checks import UNTRAINED, check_row
 from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_codec import EncodedText, TextCodec
 from horizon_server.errors import FieldViolation, InvalidData
 
 # A long text is encoded in blocks of about this many characters, cut where a tokenizer would cut too.
 TEXT_BLOCK_CHARACTERS = 64 * 1024
+
+_CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +64,9 @@ class RowTokenizer:
         self._format = dataset_format
         self._train_all = options.method == "pretrain" or options.train_on == "all"
         self._end = [] if codec.eos_id is None else [codec.eos_id]
-        if dataset_format is DatasetFormat.MESSAGES and codec.chat_template is None:
+        if dataset_format in _CHATS and codec.chat_template is None:
             raise InvalidData(
-                "the dataset holds messages, but the model has no chat template; add chat_template.jinja to the model or use a "
+                f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to the model or use a "
                 "prompt-completion dataset"
             )
 
@@ -73,42 +76,53 @@ class RowTokenizer:
         texts = [text for item in rendered if isinstance(item, _RenderedRow) for text, _ in item.parts]
         encoded = iter(self._codec.encode(texts))
         for row, item in zip(rows, rendered, strict=True):
-            if not isinstance(item, _RenderedRow):
+            if isinstance(item, list):
                 yield TokenizedRow(violations=item)
                 continue
-            whole = self._assemble(item, [next(encoded) for _ in item.parts])
+            whole = item if isinstance(item, Document) else self._assemble(item, [next(encoded) for _ in item.parts])
             self._codec.check_ids(whole.ids)
             yield self._fit(row, whole)
 
-    def _render(self, row: Row) -> _RenderedRow | list[FieldViolation]:
+    def _render(self, row: Row) -> _RenderedRow | Document | list[FieldViolation]:
         problems = check_row(row, self._format, self._options.field_map)
         if problems:
             return problems
         try:
             return self._render_checked(row)
         except InvalidData as error:
-            return [_violation(row, f"cannot be rendered: {error.message:.400}")]
+            return [row.refusal(f"cannot be rendered: {error.message:.400}")]
 
-    def _render_checked(self, row: Row) -> _RenderedRow:
+    def _render_checked(self, row: Row) -> _RenderedRow | Document:
+        content = normalise(row.columns, self._format, self._options.field_map)
         template = self._codec.chat_template
-        if self._format is DatasetFormat.MESSAGES:
-            assert template is not None
-            return self._render_chat(template, self._value(row, "messages"))
-        if self._format is DatasetFormat.TEXT:
-            text = self._value(row, "text")
+        if isinstance(content, Tokens):
+            trained = bytes(self._train_all or label != UNTRAINED for label in content.labels)
+            return Document(ids=content.input_ids, trained=trained)
+        if isinstance(content, Text):
             return _RenderedRow(
-                parts=[(text, [(0, len(text))])], leading_ids=self._codec.leading_ids, trailing_ids=self._end
+                parts=[(content.text, [(0, len(content.text))])],
+                leading_ids=self._codec.leading_ids,
+                trailing_ids=self._end,
             )
-        prompt, completion = self._value(row, "prompt"), self._value(row, "completion")
+        if isinstance(content, Chat):
+            assert template is not None
+            return self._render_chat(template, content)
         if template is not None:
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return self._render_chat(template, turns)
+            user, reply = (
+                {"role": "user", "content": content.prompt},
+                {"role": "assistant", "content": content.completion},
+            )
+            return self._render_chat(template, Chat(messages=[user, reply]))
         # Encoded apart: at generation time the prompt ends where the model starts.
-        prompt_spans = [(0, len(prompt))] if self._train_all else []
-        parts: list[tuple[str, list[Span]]] = [(prompt, prompt_spans), (completion, [(0, len(completion))])]
+        prompt_spans = [(0, len(content.prompt))] if self._train_all else []
+        parts: list[tuple[str, list[Span]]] = [
+            (content.prompt, prompt_spans),
+            (content.completion, [(0, len(content.completion))]),
+        ]
         return _RenderedRow(parts=parts, leading_ids=self._codec.leading_ids, trailing_ids=self._end)
 
-    def _render_chat(self, template: ChatTemplate, messages: list[dict[str, Any]]) -> _RenderedRow:
+    def _render_chat(self, template: ChatTemplate, chat: Chat) -> _RenderedRow:
+        messages = chat.messages
         if self._train_all:
             text = template.render(messages)
             return _RenderedRow(parts=[(text, [(0, len(text))])], leading_ids=[], trailing_ids=[])
@@ -118,9 +132,6 @@ class RowTokenizer:
             replies = replies[-1:]
         spans = [span for message, span in replies if is_trainable(message)]
         return _RenderedRow(parts=[(text, spans)], leading_ids=[], trailing_ids=[])
-
-    def _value(self, row: Row, field: str) -> Any:
-        return row.columns[self._options.field_map.get(field, field)]
 
     def _assemble(self, row: _RenderedRow, encoded: Sequence[EncodedText]) -> Document:
         ids = list(row.leading_ids)
@@ -135,7 +146,7 @@ class RowTokenizer:
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
             problem = "has no trainable token; check its text, roles and weights, and train.train_on"
-            return TokenizedRow(violations=[_violation(row, problem)])
+            return TokenizedRow(violations=[row.refusal(problem)])
         limit = self._options.sequence_length
         if self._format is DatasetFormat.TEXT:
             splitter = TextSplitter(limit)
@@ -148,7 +159,7 @@ class RowTokenizer:
                 f"has {len(whole.ids)} tokens, and within sequence_length {limit} none is trained; "
                 "raise train.sequence_length or shorten the row"
             )
-            return TokenizedRow(violations=[_violation(row, problem)])
+            return TokenizedRow(violations=[row.refusal(problem)])
         return TokenizedRow(documents=[cut])
 
 
@@ -224,8 +235,3 @@ def _mask(starts: Sequence[int], spans: Sequence[Span]) -> bytes:
 
 def _trained_throughout(ids: list[int]) -> Document:
     return Document(ids=ids, trained=b"\1" * len(ids))
-
-
-def _violation(row: Row, problem: str) -> FieldViolation:
-    path = f"line[{row.number}]"
-    return FieldViolation(field=path, description=f"{path} {problem}")
