@@ -119,7 +119,9 @@ class TrainingMetrics:
             "horizon_optimizer_exposed_seconds_total", [], "Seconds of optimizer work that nothing hid."
         )
         self._tokens = counter("horizon_tokens_total", ["project"], "Real tokens trained on.")
-        self._gpu = counter("horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps and evaluations that ran on a GPU.")
+        self._gpu = counter(
+            "horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps and evaluations that ran on a GPU."
+        )
         self._skipped = counter(
             "horizon_steps_skipped_total", ["reason"], "Steps whose update was dropped, wholly or in part."
         )
