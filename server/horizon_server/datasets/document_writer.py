@@ -9,7 +9,6 @@ import array
 import contextlib
 import errno
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -22,10 +21,11 @@ from types import TracebackType
 from horizon_server.datasets.preparation import EVALUATION_FOLDER, REPORT_FILE, TOKENS_FILE
 from horizon_server.datasets.token_batch import DocumentColumns
 from horizon_server.errors import DiskFull
-from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
+from horizon_server.store.safetensors_writer import file_header
 
 # Wide elements first, so that each plane stays aligned in the file.
 _PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
+_COPY_BYTES = 16 * 1024 * 1024
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -58,10 +58,14 @@ class DocumentPlanes:
         """Assemble the folder's files and sync them."""
         self.close()
         lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
-        tensors = [_plane(self._folder / f"{name}.raw", name, lengths[name]) for name in _PLANES]
-        write_sharded(self._folder, "tokens", tensors, shard_bytes=sys.maxsize, on_bytes=lambda _: None)
-        for name in _PLANES:
-            (self._folder / f"{name}.raw").unlink()
+        raw = {name: self._folder / f"{name}.raw" for name in _PLANES}
+        header = [(name, _PLANES[name], (lengths[name],), raw[name].stat().st_size) for name in _PLANES]
+        with (self._folder / TOKENS_FILE).open("wb") as whole:
+            whole.write(file_header(header))
+            for plane in raw.values():
+                with plane.open("rb") as stream:
+                    shutil.copyfileobj(stream, whole, _COPY_BYTES)
+                plane.unlink()
         (self._folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="ascii")
         for path in (self._folder / TOKENS_FILE, self._folder / REPORT_FILE, self._folder):
             _sync(path)
@@ -124,14 +128,6 @@ def _little_endian(elements: array.array[int]) -> bytes:
         elements = elements[:]
         elements.byteswap()
     return elements.tobytes()
-
-
-def _plane(path: Path, name: str, length: int) -> TensorBytes:
-    def load() -> memoryview:
-        with path.open("rb") as stream:
-            return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-
-    return TensorBytes(name=name, dtype=_PLANES[name], shape=(length,), size_bytes=path.stat().st_size, load=load)
 
 
 def _sync(path: Path) -> None:

@@ -17,14 +17,13 @@ from horizon_server.datasets.masks import token_mask
 from horizon_server.datasets.normalise import NormalRow, Tokens, normalise
 from horizon_server.datasets.preparation import PrepareOptions
 from horizon_server.datasets.rendering import RenderedText, RowRenderer
-from horizon_server.datasets.row_checks import check_row
+from horizon_server.datasets.row_checks import UNTRAINED, check_row
 from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_blocks import blocks_of
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.errors import FieldViolation, InvalidData
 
-IGNORED_LABEL = -100
-CHAT_FORMATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
+_CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +87,9 @@ class RowTokenizer:
         self._options = options
         self._format = dataset_format
         self._renderer = RowRenderer(codec.chat_template, options)
-        if dataset_format in CHAT_FORMATS and codec.chat_template is None:
+        if dataset_format in _CHATS and codec.chat_template is None:
             raise InvalidData(
-                f"the dataset holds chats ({dataset_format}), but the model has no chat template; add chat_template.jinja to the model "
+                f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to the model "
                 "or use a prompt-completion dataset"
             )
         self._end = [] if codec.eos_id is None else [codec.eos_id]
@@ -177,8 +176,8 @@ class RowTokenizer:
         size = self._codec.vocab_size
         highest = max(tokens.input_ids, default=0)
         if size is not None and highest >= size:
-            raise InvalidData(f"input_ids holds {highest}, but the model's vocabulary has {size} tokens, from 0")
-        trained = bytes(label != IGNORED_LABEL for label in tokens.labels)
+            raise InvalidData(f"input_ids holds {highest}, but the model's vocab_size is {size}")
+        trained = bytes(label != UNTRAINED for label in tokens.labels)
         return _Part(ids=array.array("i", tokens.input_ids), trained=trained)
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:

@@ -260,6 +260,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         betas=train.betas,
         eps=train.eps,
         max_grad_norm=train.max_grad_norm,
+        max_skipped_steps=train.max_skipped_steps,
         seed=train.seed,
         optimizer_threads=request.num_threads,
         tokens_per_step=train.tokens_per_step,

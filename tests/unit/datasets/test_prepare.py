@@ -25,7 +25,7 @@ from horizon_server.datasets.tokenization import TextSplitter, text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
-from horizon_server.errors import InvalidData, NotAvailableYet
+from horizon_server.errors import InvalidData, InvalidModel
 from horizon_server.events import AttemptEnded, PrepareProgress, decode
 
 CHAT: list[dict[str, Any]] = [
@@ -299,10 +299,26 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_formats_of_later_versions_are_refused(demo_model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "t.jsonl", {"input_ids": [1, 2], "labels": [1, 2]})
-    with pytest.raises(NotAvailableYet, match="format tokens is not read"):
-        prepare(request_for(demo_model, file), on_progress=lambda done: None)
+def test_tokens_are_taken_as_they_are(demo_model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [8, 9]})
+    _, documents = run(request_for(demo_model, file))
+    assert documents == [([5, 6, 7], [-100, 7, -100]), ([8, 9], [9, -100])]
+    beyond = write(tmp_path / "b.jsonl", {"input_ids": [1, 10**6]})
+    with pytest.raises(InvalidModel, match="vocab_size"):
+        run(request_for(demo_model, beyond, output=tmp_path / "b"))
+
+
+def test_every_chat_format_gives_the_same_tokens(demo_model: Path, tmp_path: Path) -> None:
+    pair = {"prompt": "Two?", "completion": "No."}
+    alpaca = {"instruction": "Two?", "output": "No."}
+    sharegpt = {"conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "No."}]}
+    rows = {"messages": {"messages": CHAT[2:]}, "pair": pair, "alpaca": alpaca, "sharegpt": sharegpt}
+    found = [
+        run(request_for(demo_model, write(tmp_path / f"{name}.jsonl", row), output=tmp_path / name))[1]
+        for name, row in rows.items()
+    ]
+    assert found == [found[0]] * 4
+    assert targets(demo_model, found[0][0][1]) == "No.<|im_end|>"
 
 
 def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) -> None:
