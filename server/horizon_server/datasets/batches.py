@@ -95,6 +95,9 @@ class Batches:
             if document.num_targets:
                 held_out = is_held_out(document.ids.tobytes(), self._options.eval_fraction)
                 (batch.evaluation if held_out else batch.train).add(document)
+            else:
+                problem = "the text is one token only; nothing precedes it, so there is nothing to learn"
+                batch.left_out.append(FieldViolation(field="text", description=problem))
         return batch
 
     def _processes_for(self, file: DataFile) -> int:

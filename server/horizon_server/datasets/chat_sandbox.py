@@ -58,8 +58,11 @@ def has_generation_blocks(template: nodes.Template) -> bool:
 
 def blocks_reach_the_text(template: nodes.Template) -> bool:
     """Whether every generation block is printed as it is: none lies where its output is filtered, kept or handed on."""
-    holders = template.find_all((nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.CallBlock))
-    return not any(_generation_blocks(part) for holder in holders for part in holder.body)
+    for holder in template.find_all((nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.CallBlock)):
+        assert isinstance(holder, nodes.AssignBlock | nodes.FilterBlock | nodes.Macro | nodes.CallBlock)
+        if any(_generation_blocks(part) for part in holder.body):
+            return False
+    return True
 
 
 def _generation_blocks(node: nodes.Node) -> list[nodes.ExtensionAttribute]:

@@ -71,9 +71,7 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
 
-    def assistant_spans(
-        self, messages: Sequence[Message], tools: Tools | None = None
-    ) -> tuple[str, list[Span | None]]:
+    def assistant_spans(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[Span | None]]:
         """Return the text of a chat and, per message, the characters an assistant generates (None for other roles).
 
         A span reaches from after the assistant's cue to the end-of-turn token, inclusive. Generation markers of the template decide

@@ -12,12 +12,15 @@ import json
 from horizon_server.datasets.normalise import NormalRow
 
 _HASH_BYTES = 8
+_END = float(1 << (8 * _HASH_BYTES))
 
 
 def row_content(row: NormalRow) -> bytes:
     """Return the bytes that stand for a row: equal for rows that mean the same, whatever else their lines hold."""
     content = {"kind": type(row).__name__} | {
-        field.name: getattr(row, field.name) for field in dataclasses.fields(row) if getattr(row, field.name) is not None
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(row)
+        if getattr(row, field.name) is not None
     }
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
 
@@ -25,4 +28,4 @@ def row_content(row: NormalRow) -> bytes:
 def is_held_out(content: bytes, fraction: float) -> bool:
     """Whether content is on the evaluation side of this fraction. What is held out at some fraction is so at every larger one."""
     number = int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "big")
-    return number < fraction * 2 ** (8 * _HASH_BYTES)
+    return number < fraction * _END

@@ -35,10 +35,12 @@ def _first_token(text: str, encoding: Any, border: int) -> int:
     if token is None:
         return len(encoding)
     begin, end = encoding.token_to_chars(token)
-    if begin == border or not text[begin:border].strip():
+    if begin == border:
         return token
     if not text[border:end].strip():
         return token + 1
+    if not text[begin:border].strip():
+        return token
     raise InvalidData(
         f"token {text[begin:end]!r} holds text that is trained and text that is not, so no mask is exact; put white space or a "
         "special token between the template's words and the reply's"

@@ -24,9 +24,7 @@ _AHEAD_PER_PROCESS = 2
 _function: Callable[[Any], Any] | None = None
 
 
-def ordered_map(
-    function: Callable[[Item], Result], items: Iterable[Item], *, num_processes: int
-) -> Iterator[Result]:
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_processes: int) -> Iterator[Result]:
     """Yield `function(item)` for each item in order; one process is the caller's own.
 
     The others are forked, so that they share what the function has loaded. Raises: WorkerFailed when one of them is killed.
@@ -54,7 +52,8 @@ def ordered_map(
 
 
 def _adopt(function: Callable[[Any], Any]) -> None:
-    global _function  # noqa: PLW0603 - a pool hands its workers nothing but what is global to them
+    # A pool hands its workers nothing but what is global to them.
+    global _function
     _function = function
     # The parent ends its processes; its own handler would run in them with its cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.prepare", description=__doc__)
     parser.add_argument("request", nargs="?", type=Path, help="file with the request; stdin without it")
     parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write events to")
-    parser.add_argument("--processes", type=int, default=available_cpus(), help="tokenise in so many; all cores by default")
+    parser.add_argument(
+        "--processes", type=int, default=available_cpus(), help="tokenise in so many; all cores by default"
+    )
     options = parser.parse_args(arguments)
     # An orderly end, so that half-written files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

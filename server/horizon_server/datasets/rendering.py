@@ -13,7 +13,6 @@ from typing import assert_never
 from horizon_server.datasets.chat_template import ChatTemplate, Span
 from horizon_server.datasets.normalise import Chat, Pair, Text
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.errors import InvalidData
 
 
 @dataclass(frozen=True, kw_only=True)

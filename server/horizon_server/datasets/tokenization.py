@@ -6,7 +6,8 @@ Owns truncation, and the sentence for a row that cannot be used. Must not know f
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from horizon_server.datasets.chat_template import Span
@@ -127,7 +128,7 @@ class RowTokenizer:
         mask = b"".join(b"\0" + piece.trained[1:] for piece in self._pieces(whole))
         return ShownRow(
             number=row.number,
-            spans=tuple(self._spans(parts, mask)),
+            spans=tuple(_merged(self._spans(parts, mask))),
             num_tokens=len(mask),
             num_trained_tokens=mask.count(1),
             num_cut_tokens=len(whole.ids) - len(mask),
@@ -224,6 +225,11 @@ def _joined(parts: Sequence[_Part]) -> Document:
     return Document(ids=ids, trained=b"".join(part.trained for part in parts))
 
 
+def _merged(spans: Iterable[TextSpan]) -> Iterator[TextSpan]:
+    for trained, run in itertools.groupby(spans, key=lambda span: span.trained):
+        yield TextSpan(text="".join(span.text for span in run), trained=trained)
+
+
 def _runs(mask: bytes) -> Iterator[tuple[int, int]]:
     begin = 0
     while begin < len(mask):
@@ -231,4 +237,3 @@ def _runs(mask: bytes) -> Iterator[tuple[int, int]]:
         end = len(mask) if end < 0 else end
         yield begin, end
         begin = end
-
