@@ -285,7 +285,7 @@ class ForwardBackward:
         leaves = _leaves(self._template.places(layer + 1), flat, gradient)
         self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
-            output_1TD = self._template.layer(layer, leaves, hidden_1TD, current.calls[index][layer])
+            output_1TD = self._template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
             _backward(output_1TD, gradient_TD[None])
         assert hidden_1TD.grad is not None
         gradient_TD.copy_(hidden_1TD.grad[0])
