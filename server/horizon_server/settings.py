@@ -127,7 +127,8 @@ _CHILD_ENVIRONMENT = {
     # No hub is ever asked: what is not on this node is refused.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "true",
+    # The preparation spreads over processes; a pool of threads in each would only stand in their way.
+    "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
     # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
