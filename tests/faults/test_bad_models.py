@@ -197,3 +197,22 @@ def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell
     assert "last lines of the log" in done.stdout
     assert "Traceback" in shell.works("job", "logs", broken.job_id)
     assert "SUCCEEDED" in shell.works("job", "watch", good.job_id).splitlines()[-1]
+
+
+def test_a_job_that_only_skips_steps_fails_after_as_many_as_the_spec_allows(
+    node: Node, shell: Shell, raw: RawCalls
+) -> None:
+    files = folder_files(node.model)
+    weights = files[WEIGHTS]
+    (header_bytes,) = struct.unpack("<Q", weights[:8])
+    start = 8 + header_bytes
+    files[WEIGHTS] = weights[:start] + b"\x7f\x7f" * ((len(weights) - start) // 2)  # the largest finite bfloat16
+    raw.push_model("huge-model", files)
+    train = {"max_steps": 9, "sequence_length": 64, "tokens_per_step": 128, "max_skipped_steps": 2}
+    with node.client() as client:
+        job = client.jobs.submit({"name": "huge", "model": "huge-model", "dataset": "demo-chats", "train": train})
+        done = shell.run("job", "watch", job.job_id)
+        ended = client.jobs.get(job.job_id)
+    assert done.returncode == 1
+    assert ended.reason == "DIVERGED"
+    assert "2 steps in a row were skipped up to step 2" in ended.message

@@ -226,6 +226,7 @@ class JobSpec(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    EVAL_FRACTION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -244,6 +245,10 @@ class JobSpec(google.protobuf.message.Message):
     """Higher first, within the project's share; default 0."""
     device: global___DeviceChoice.ValueType
     """Where the layers are computed; default auto."""
+    eval_fraction: builtins.float
+    """Share of the dataset's rows held out for evaluation, chosen by each row's hash; from 0 to below 1; default 0, none; not together
+    with eval_dataset.
+    """
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -266,11 +271,14 @@ class JobSpec(google.protobuf.message.Message):
         checkpoint: global___CheckpointSpec | None = ...,
         priority: builtins.int | None = ...,
         device: global___DeviceChoice.ValueType = ...,
+        eval_fraction: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval_every_steps", b"eval_every_steps", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_eval_fraction", b"_eval_fraction"]) -> typing.Literal["eval_fraction"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -297,6 +305,7 @@ class TrainSpec(google.protobuf.message.Message):
     NO_CLIPPING_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     TRAIN_ON_FIELD_NUMBER: builtins.int
+    MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """How often each row is seen; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -325,6 +334,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Seed of data order and dropout; default 0."""
     train_on: global___TrainOn.ValueType
     """Which tokens of a chat carry loss; default assistant."""
+    max_skipped_steps: builtins.int
+    """The job fails with reason DIVERGED after so many skipped steps in a row; at least 1; default 10."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -347,15 +358,18 @@ class TrainSpec(google.protobuf.message.Message):
         no_clipping: builtins.bool = ...,
         seed: builtins.int | None = ...,
         train_on: global___TrainOn.ValueType = ...,
+        max_skipped_steps: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eps", b"_eps"]) -> typing.Literal["eps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_skipped_steps", b"_max_skipped_steps"]) -> typing.Literal["max_skipped_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
     @typing.overload
@@ -837,20 +851,28 @@ class EvalEvent(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     EVAL_LOSS_FIELD_NUMBER: builtins.int
     NUM_TARGETS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
     """Token-weighted mean loss over the evaluation set."""
     num_targets: builtins.int
     """Number of tokens with loss."""
+    num_tokens: builtins.int
+    """Number of tokens run through the model."""
+    duration_s: builtins.float
+    """Seconds it took."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         eval_loss: builtins.float = ...,
         num_targets: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        duration_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["eval_loss", b"eval_loss", "num_targets", b"num_targets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "eval_loss", b"eval_loss", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "step", b"step"]) -> None: ...
 
 global___EvalEvent = EvalEvent
 

@@ -11,10 +11,11 @@ from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_sp
 
 _TRAIN_NUMBERS = (
     "epochs", "max_steps", "sequence_length", "tokens_per_step", "learning_rate", "warmup_steps", "weight_decay", "eps", "seed",
+    "max_skipped_steps",
 )  # fmt: skip
 _CHECKPOINT_FIELDS = ("every_steps", "keep_last", "keep_best")
 _JOB_TEXTS = ("name", "project", "model", "dataset", "eval_dataset")
-_JOB_NUMBERS = ("eval_every_steps", "priority")
+_JOB_NUMBERS = ("eval_every_steps", "eval_fraction", "priority")
 _JOB_ENUMS: Mapping[str, Any] = MappingProxyType({"method": job_pb2.Method, "device": job_pb2.DeviceChoice})
 _TRAIN_ENUMS: Mapping[str, Any] = MappingProxyType(
     {"packing": job_pb2.Packing, "lr_schedule": job_pb2.LrSchedule, "train_on": job_pb2.TrainOn}
@@ -44,9 +45,8 @@ def to_wire(spec: JobSpec) -> job_pb2.JobSpec:
         dataset=spec.dataset,
         eval_dataset=spec.eval_dataset or "",
         train=_train_to_wire(spec.train),
-        eval_every_steps=spec.eval_every_steps,
+        **{name: getattr(spec, name) for name in _JOB_NUMBERS},
         checkpoint=_checkpoint_to_wire(spec.checkpoint),
-        priority=spec.priority,
     )
     _to_enums(spec, wire, _JOB_ENUMS)
     return wire
