@@ -26,27 +26,21 @@ GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 TOTAL_BYTES = 100 * 10**6
 ROUNDS = 2
 
-_WORDS = ("the", "clips", "she", "sold", "half", "as", "many", "friends", "48", "<<48/2=24>>", "\u20ac", "each", "week.\n")
+_WORDS = (
     "the",
-    "of",
-    "a",
     "clips",
     "she",
     "sold",
     "half",
     "as",
     "many",
-    "in",
-    "May",
-    "how",
     "friends",
-    "altogether",
     "48",
     "<<48/2=24>>",
-    "€",
+    "\u20ac",
     "each",
-    "week\n",
-]
+    "week.\n",
+)
 
 
 def main() -> None:
