@@ -146,6 +146,8 @@ class EvalEvent:
     step: int
     eval_loss: float
     num_targets: int
+    num_tokens: int
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,6 @@ def test_plain_text_never_leaves_the_machine(tmp_path: Path) -> None:
 def test_a_call_that_the_server_does_not_perform_yet(shell: Shell) -> None:
     (shell.home / "job.yaml").write_text(SPEC)
     assert "priority must be 0" in shell.fails(2, "job", "submit", "job.yaml", "--set", "priority=3")
-    assert "eval_fraction must be 0" in shell.fails(2, "job", "submit", "job.yaml", "--set", "eval_fraction=0.05")
 
 
 def test_a_call_that_only_another_version_knows(node: Node) -> None:

@@ -187,7 +187,8 @@ def event_line(event: JobEvent) -> str:
             f"{event.state}{f' ({event.reason})' if event.reason else ''}{f': {event.message}' if event.message else ''}"
         )
     if event.kind == "eval":
-        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {count_text(event.num_targets)} tokens"
+        took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
+        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {count_text(event.num_targets)} tokens{took}"
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":

@@ -851,20 +851,28 @@ class EvalEvent(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     EVAL_LOSS_FIELD_NUMBER: builtins.int
     NUM_TARGETS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
     """Token-weighted mean loss over the evaluation set."""
     num_targets: builtins.int
     """Number of tokens with loss."""
+    num_tokens: builtins.int
+    """Number of tokens run through the model."""
+    duration_s: builtins.float
+    """Seconds it took."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         eval_loss: builtins.float = ...,
         num_targets: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        duration_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["eval_loss", b"eval_loss", "num_targets", b"num_targets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "eval_loss", b"eval_loss", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "step", b"step"]) -> None: ...
 
 global___EvalEvent = EvalEvent
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from horizon_server.datasets.formats import DatasetFormat, detect_format
+from horizon_server.datasets.values import json_kind
 from horizon_server.datasets.violations import ViolationTally
 from horizon_server.errors import FieldViolation, InvalidData, NotAvailableYet
 
@@ -55,6 +56,18 @@ class Row:
     columns: Mapping[str, Any]
     num_bytes: int = 0
     violation: FieldViolation | None = None
+    unit: str = "line"
+    """What is counted: lines of a text, or the rows of a table or array."""
+
+    @property
+    def path(self) -> str:
+        """Where it is in its file, as violations name it: `line[17]`."""
+        return f"{self.unit}[{self.number}]"
+
+    def refusal(self, problem: str, *, field: str = "") -> FieldViolation:
+        """Return the violation that says `problem` of the row, or of one of its fields."""
+        path = f"{self.path}.{field}" if field else self.path
+        return FieldViolation(field=path, description=f"{path} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +167,6 @@ def read_text(file: DataFile) -> Iterator[TextPiece]:
                 return
             offset += len(piece)
             number += piece.endswith(b"\n")
-
-
-def json_kind(value: object) -> str:
-    """Return what JSON calls this value."""
-    return {dict: "object", list: "array", str: "string", type(None): "null", bool: "boolean"}.get(
-        type(value), "number"
-    )
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:

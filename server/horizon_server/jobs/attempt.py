@@ -33,7 +33,7 @@ from horizon_server.jobs.job import JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import oom_kills
 from horizon_server.jobs.plan import Planner, WorkerMemory
-from horizon_server.jobs.ports import DatasetFiles, Resources
+from horizon_server.jobs.ports import DatasetFiles, PreparationCall, Resources
 from horizon_server.jobs.preparation import Preparation
 
 log = structlog.get_logger(__name__)
@@ -138,9 +138,10 @@ class Attempt:
     async def _prepare_and_train(self) -> None:
         folder = await self._resources.model_folder(self.job.model_id)
         prepared = await self._prepare(await self._resources.dataset_by_id(self.job.dataset_id), folder)
-        evaluation: Path | None = None
+        evaluation = prepared.evaluation if prepared else None
         if prepared and self.job.eval_dataset_id:
-            evaluation = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+            call = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+            evaluation = call.target if call else None
         if prepared is None or self._wanted:
             await self._finish(AttemptEnded(outcome="stopped"))
             return
@@ -150,10 +151,10 @@ class Attempt:
         if not await self._advance(JobState.STARTING, plan=memory.plan, message=memory.plan.summary):
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        await self._train(memory, model=folder, prepared=prepared, evaluation=evaluation)
+        await self._train(memory, model=folder, prepared=prepared.target, evaluation=evaluation)
 
-    async def _prepare(self, dataset: DatasetFiles, model: Path) -> Path | None:
-        """Return the prepared folder, or None when the preparation was stopped."""
+    async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparationCall | None:
+        """Return what was prepared, or None when that was stopped."""
 
         async def tell(payload: PrepareProgress | Message) -> None:
             await self._journal.append(self.job.job_id, payload)

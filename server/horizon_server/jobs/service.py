@@ -252,9 +252,6 @@ class JobService:
         if spec.priority != 0:
             text = "priority must be 0: the queue is first come, first served in this version"
             raise InvalidSpec(text, violations=[FieldViolation(field="priority", description=text)])
-        if spec.eval_fraction != 0:
-            text = "eval_fraction must be 0: no rows are held out in this version; push them as a dataset and name it eval_dataset"
-            raise InvalidSpec(text, violations=[FieldViolation(field="eval_fraction", description=text)])
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
         return dataclasses.replace(spec, project=spec.project or principal.project)

@@ -82,12 +82,7 @@ class TransferMetrics:
 
     def on_step(self, job: JobRecord, step: StepDone, *, shown: bool) -> None:
         """Count a step's transfers; update the ratio when the job's series are `shown`."""
-        figures = {"h2d": step.h2d, "d2h": step.d2h}
-        for direction, moved in figures.items():
-            labels = (device_of(job), direction)
-            self._bytes.labels(*labels).inc(max(0, moved.bytes))
-            self._busy.labels(*labels).inc(max(0.0, moved.busy_s))
-            self._exposed.labels(*labels).inc(max(0.0, moved.exposed_s))
+        figures = self._count(job, step)
         if not shown:
             return
         window = self._windows.setdefault(job.job_id, deque(maxlen=OVERLAP_WINDOW_STEPS))
@@ -95,9 +90,22 @@ class TransferMetrics:
         for direction in figures:
             self._overlap.set(job.job_id, direction, value=_hidden_share([f[direction] for f in window]))
 
+    def on_eval(self, job: JobRecord, done: EvalDone) -> None:
+        """Count an evaluation's transfers; the ratio is about training."""
+        self._count(job, done)
+
     def drop(self, job_id: str) -> None:
         """Forget the job's last steps."""
         self._windows.pop(job_id, None)
+
+    def _count(self, job: JobRecord, done: StepDone | EvalDone) -> Mapping[str, TransferFigures]:
+        figures = {"h2d": done.h2d, "d2h": done.d2h}
+        for direction, moved in figures.items():
+            labels = (device_of(job), direction)
+            self._bytes.labels(*labels).inc(max(0, moved.bytes))
+            self._busy.labels(*labels).inc(max(0.0, moved.busy_s))
+            self._exposed.labels(*labels).inc(max(0.0, moved.exposed_s))
+        return figures
 
 
 class TrainingMetrics:
@@ -111,7 +119,9 @@ class TrainingMetrics:
             "horizon_optimizer_exposed_seconds_total", [], "Seconds of optimizer work that nothing hid."
         )
         self._tokens = counter("horizon_tokens_total", ["project"], "Real tokens trained on.")
-        self._gpu = counter("horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps that ran on a GPU.")
+        self._gpu = counter(
+            "horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps and evaluations that ran on a GPU."
+        )
         self._skipped = counter(
             "horizon_steps_skipped_total", ["reason"], "Steps whose update was dropped, wholly or in part."
         )
@@ -140,12 +150,8 @@ class TrainingMetrics:
 
     def on_step(self, job: JobRecord, step: StepDone, *, shown: bool) -> None:
         """Count a step; update the job's own series when they are `shown`."""
-        device = device_of(job)
-        self._compute.labels(device).inc(max(0.0, step.compute_s))
-        self._optimizer.inc(max(0.0, step.optimizer_s))
-        self._optimizer_exposed.inc(max(0.0, step.optimizer_exposed_s))
+        self._count(job, step)
         self._tokens.labels(project_of(job)).inc(max(0, step.num_tokens))
-        self._gpu.labels(project_of(job), job.owner).inc(0.0 if device == _HOST else max(0.0, step.duration_s))
         self._duration.observe(step.duration_s)
         if step.skipped:
             self._skipped.labels(step.skipped).inc()
@@ -165,15 +171,24 @@ class TrainingMetrics:
         if num_steps > 0:
             self._progress.set(job_id, value=min(1.0, step / num_steps))
 
-    def on_eval(self, job: JobRecord, done: EvalDone) -> None:
-        """Show a finished evaluation."""
-        self._eval_loss.set(job.job_id, value=done.eval_loss)
+    def on_eval(self, job: JobRecord, done: EvalDone, *, shown: bool) -> None:
+        """Count an evaluation; show its loss when the job's series are `shown`."""
+        self._count(job, done)
+        if shown:
+            self._eval_loss.set(job.job_id, value=done.eval_loss)
 
     def on_checkpoint(self, job: JobRecord, written: CheckpointWritten, now_s: float, *, shown: bool) -> None:
         """Count a checkpoint; show its time when the job's series are `shown`."""
         self._checkpoint.observe(written.duration_s)
         if shown:
             self._last_checkpoint.set(job.job_id, value=now_s)
+
+    def _count(self, job: JobRecord, done: StepDone | EvalDone) -> None:
+        device = device_of(job)
+        self._compute.labels(device).inc(max(0.0, done.compute_s))
+        self._optimizer.inc(max(0.0, done.optimizer_s))
+        self._optimizer_exposed.inc(max(0.0, done.optimizer_exposed_s))
+        self._gpu.labels(project_of(job), job.owner).inc(0.0 if device == _HOST else max(0.0, done.duration_s))
 
 
 def _hidden_share(figures: list[TransferFigures]) -> float:

@@ -5,16 +5,16 @@ Owns the loop over steps, evaluations, checkpoints and the orders of the daemon.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
-from horizon_server.engine.report import StepReport, TransferReport
+from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidSpec
@@ -167,17 +167,14 @@ class Training:
             epochs=1,
             shuffle=False,
         )
-        total, num_targets = 0.0, 0
+        reports = []
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL:
                 return
-            report = self._trainer.evaluate(plan.step(i))
-            if report.num_targets:
-                total += report.loss * report.num_targets
-                num_targets += report.num_targets
-        loss = total / num_targets if num_targets else math.nan
-        self._last_eval = (step, loss)
-        self._events.send(EvalDone(step=step, eval_loss=loss, num_targets=num_targets))
+            reports.append(self._trainer.evaluate(plan.step(i)))
+        done = _eval_done(step, reports)
+        self._last_eval = (step, done.eval_loss)
+        self._events.send(done)
 
     def _due(self, step: int, every: int) -> bool:
         return self._evaluation is not None and every > 0 and step % every == 0
@@ -228,8 +225,29 @@ class Training:
         )
 
 
-def _figures(transfer: TransferReport) -> TransferFigures:
-    return TransferFigures(bytes=transfer.bytes, busy_s=transfer.busy_s, exposed_s=transfer.exposed_s)
+def _eval_done(step: int, reports: Sequence[EvalReport]) -> EvalDone:
+    """An evaluation from its parts, weighted by their targets."""
+    num_targets = sum(report.num_targets for report in reports)
+    return EvalDone(
+        step=step,
+        eval_loss=sum(report.loss * report.num_targets for report in reports) / num_targets,
+        num_targets=num_targets,
+        num_tokens=sum(report.num_tokens for report in reports),
+        duration_s=sum(report.duration_s for report in reports),
+        h2d=_figures(*(report.transfer["h2d"] for report in reports)),
+        d2h=_figures(*(report.transfer["d2h"] for report in reports)),
+        compute_s=sum(report.compute_s for report in reports),
+        optimizer_s=sum(report.optimizer_s for report in reports),
+        optimizer_exposed_s=sum(report.optimizer_exposed_s for report in reports),
+    )
+
+
+def _figures(*transfers: TransferReport) -> TransferFigures:
+    return TransferFigures(
+        bytes=sum(transfer.bytes for transfer in transfers),
+        busy_s=sum(transfer.busy_s for transfer in transfers),
+        exposed_s=sum(transfer.exposed_s for transfer in transfers),
+    )
 
 
 def _grad_dtype(num_bytes: int) -> torch.dtype | None:

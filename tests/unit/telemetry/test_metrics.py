@@ -182,6 +182,32 @@ def test_checkpoint_and_evaluation(metrics: Metrics, clock: Clock) -> None:
     assert _value(metrics, "horizon_checkpoint_duration_seconds_sum") == 3.0
 
 
+def test_what_an_evaluation_moves_is_counted_and_is_no_part_of_the_overlap_ratio(metrics: Metrics) -> None:
+    job = _job(device="cuda")
+    metrics.on_payload(job, _step())
+    metrics.on_payload(
+        job,
+        EvalDone(
+            step=1,
+            eval_loss=1.25,
+            num_targets=9,
+            duration_s=4.0,
+            h2d=TransferFigures(bytes=7, busy_s=3.0, exposed_s=3.0),
+            compute_s=0.5,
+            optimizer_s=0.25,
+            optimizer_exposed_s=0.125,
+        ),
+    )
+    h2d = {"device": "cuda:0", "direction": "h2d"}
+    assert _value(metrics, "horizon_transfer_bytes_total", **h2d) == 1007
+    assert _value(metrics, "horizon_transfer_exposed_seconds_total", **h2d) == 3.25
+    assert _value(metrics, "horizon_compute_seconds_total", device="cuda:0") == 2.0
+    assert _value(metrics, "horizon_optimizer_seconds_total") == 0.75
+    assert _value(metrics, "horizon_optimizer_exposed_seconds_total") == 0.25
+    assert _value(metrics, "horizon_gpu_seconds_total", project="lab", user="ada") == 6.0
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 0.75
+
+
 def test_a_skipped_step_is_counted_and_its_loss_shown(metrics: Metrics) -> None:
     metrics.on_payload(_job(), _step(skipped="non-finite", loss=math.nan))
     assert _value(metrics, "horizon_steps_skipped_total", reason="non-finite") == 1

@@ -88,13 +88,23 @@ def to_event(event: JobEvent) -> job_pb2.JobEvent:
             wire.step.CopyFrom(_to_step(step))
         case PrepareProgress(done_rows=done, total_rows=total, report=report):
             wire.prepare.CopyFrom(job_pb2.PrepareEvent(done_rows=done, total_rows=total, report=report))
-        case EvalDone(step=number, eval_loss=eval_loss, num_targets=num_targets):
-            wire.eval.CopyFrom(job_pb2.EvalEvent(step=number, eval_loss=eval_loss, num_targets=num_targets))
+        case EvalDone() as done:
+            wire.eval.CopyFrom(_to_eval(done))
         case CheckpointWritten(step=number, duration_s=duration_s, size_bytes=size_bytes):
             wire.checkpoint.CopyFrom(job_pb2.CheckpointEvent(step=number, duration_s=duration_s, size_bytes=size_bytes))
         case Message(level=level, text=text):
             wire.message.CopyFrom(job_pb2.MessageEvent(level=level, text=text))
     return wire
+
+
+def _to_eval(done: EvalDone) -> job_pb2.EvalEvent:
+    return job_pb2.EvalEvent(
+        step=done.step,
+        eval_loss=done.eval_loss,
+        num_targets=done.num_targets,
+        num_tokens=done.num_tokens,
+        duration_s=done.duration_s,
+    )
 
 
 def to_checkpoint(checkpoint: CheckpointRecord) -> checkpoint_pb2.Checkpoint:

@@ -202,7 +202,7 @@ async def test_a_file_that_lost_bytes_is_not_handed_out_as_whole(world: Any, tmp
         StateChanged(job_state="RUNNING", reason="R", message="m", attempt=2),
         STEP,
         PrepareProgress(done_rows=4, total_rows=9, report={"rows": 4}),
-        EvalDone(step=0, eval_loss=2.5, num_targets=10),
+        EvalDone(step=0, eval_loss=2.5, num_targets=10, num_tokens=12, duration_s=1.5),
         CheckpointWritten(step=20, duration_s=1.5, size_bytes=100, eval_loss=1.0),
         Message(level="warning", text="packing is off"),
     ],
