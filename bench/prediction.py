@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from bench.models import SHAPES, qwen3_config, random_rows
 from horizon_server.engine.device.factory import device_for
@@ -74,6 +75,7 @@ def write_folder(shape: str, path: Path) -> ModelFolder:
     """A model folder of a named shape with random weights."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(qwen3_config(shape), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     return open_model_folder(path)
 
@@ -90,7 +92,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rates = measure_rates(arguments.device, num_threads=arguments.threads)
     print(f"{rates}\n")
-    print("| shape | tokens/step | bound | predicted s | measured s: best | median | predicted/best | predicted/median |")
+    print(
+        "| shape | tokens/step | bound | predicted s | measured s: best | median | predicted/best | predicted/median |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
         with tempfile.TemporaryDirectory() as scratch:

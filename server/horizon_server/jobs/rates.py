@@ -112,7 +112,8 @@ class IdleMeasurement:
 
     async def __call__(self) -> None:
         """Wait, measure, keep. A measurement that failed is told once and not tried again by this daemon."""
-        if self._failed or await asyncio.to_thread(self._book.read):
+        known = await asyncio.to_thread(self._book.read)
+        if known or self._failed:
             return
         await asyncio.sleep(self._idle_s)
         if host_memory().available_bytes < MEASURE_BYTES:
@@ -155,4 +156,6 @@ async def _measure(kind: DeviceKind, machine: Machine, environment: Mapping[str,
         return DeviceRates.from_mapping(json.loads(output))
     except (ValueError, KeyError, TypeError) as error:
         said = errors.decode("utf-8", "replace").strip().splitlines()
-        raise WorkerFailed(f"measuring {kind} failed with exit code {process.returncode}: {''.join(said[-1:])}") from error
+        raise WorkerFailed(
+            f"measuring {kind} failed with exit code {process.returncode}: {''.join(said[-1:])}"
+        ) from error

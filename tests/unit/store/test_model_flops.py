@@ -43,3 +43,12 @@ def test_only_the_visited_share_of_experts_counts() -> None:
     )
 
     assert count.of([1]) == 6 * 64
+
+
+def test_experts_count_the_same_stacked_and_one_by_one() -> None:
+    choice = config(num_hidden_layers=0, num_experts=4, num_experts_per_tok=2)
+    stacked = FlopsCount({"model.layers.0.mlp.experts.up": (4, 8, 8)}, choice, tied=True, embedding_name=TABLE)
+    names = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(4)]
+    one_by_one = FlopsCount(dict.fromkeys(names, (8, 8)), choice, tied=True, embedding_name=TABLE)
+
+    assert stacked.of([3]) == one_by_one.of([3]) == 6 * 2 * 64 * 3

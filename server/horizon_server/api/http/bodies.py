@@ -117,7 +117,9 @@ class PredictionBody(BaseModel):
     step_s: float
     tokens_per_second: float
     bound: str = Field(description="What takes the most of it: compute, h2d, d2h or host memory.")
-    total_s: float | None = Field(description="Null where the number of steps is not known before the data is prepared.")
+    total_s: float | None = Field(
+        description="Null where the number of steps is not known before the data is prepared."
+    )
     peak_flops_per_s: float = Field(description="Of the device's matrix products, as measured.")
 
 
