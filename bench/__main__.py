@@ -22,6 +22,8 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "host_memory": ("Host memory against the plan, and loading", []),
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "data": ("From a file to micro-batches", []),
+    "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),
 }
 
