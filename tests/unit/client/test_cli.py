@@ -241,7 +241,9 @@ def test_plan(run: Run) -> None:
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
     assert "1,024 parameters, computed on host: it fits" in result.stdout
-    assert json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]["fits"] is True
+    assert "predicted: 2,048 tokens/s (bound by compute), 0.25 s a step, about 0:01:30 for all steps" in result.stdout
+    plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]
+    assert (plan["fits"], plan["prediction"]["total_s"]) == (True, 90)
 
 
 def test_steering(run: Run, daemon: FakeDaemon) -> None:
