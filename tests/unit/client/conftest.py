@@ -299,8 +299,20 @@ class _Datasets(dataset_pb2_grpc.DatasetServiceServicer):
 
     async def PreviewDataset(self, request: Any, context: Any) -> Any:
         spans = [dataset_pb2.PreviewSpan(text="Q: 1+1?"), dataset_pb2.PreviewSpan(text=" 2", trained=True)]
-        row = dataset_pb2.PreviewRow(spans=spans, num_tokens=5, num_trained_tokens=1)
-        return dataset_pb2.PreviewDatasetResponse(rows=[row] * request.num_rows)
+        row = dataset_pb2.PreviewRow(
+            spans=spans, num_tokens=5, num_trained_tokens=1, file="a.jsonl", unit="line", number=request.offset + 1
+        )
+        if request.sequence_length < 5:
+            row.num_cut_tokens, row.clipped = 5 - request.sequence_length, True
+            row.problems.append("line[1] has no trainable token")
+        return dataset_pb2.PreviewDatasetResponse(
+            rows=[row] * request.num_rows,
+            num_rows=1234,
+            format=dataset_pb2.DATASET_FORMAT_MESSAGES,
+            train_on=request.train_on,
+            method=request.method,
+            sequence_length=request.sequence_length,
+        )
 
 
 class _Models(model_pb2_grpc.ModelServiceServicer):
