@@ -63,5 +63,5 @@ def test_wrong_options_are_refused_with_their_field(client: Client) -> None:
         ("method", {"method": "dpo"}),
     ):
         with pytest.raises(InvalidRequest, match=f"^{field} is ") as caught:
-            client.datasets.preview("sums", model="tiny", **options)  # type: ignore[arg-type]
+            client.datasets.preview("sums", model="tiny", **options)
         assert [violation.field for violation in caught.value.violations] == [field]

@@ -15,7 +15,8 @@ _ENUMS = {"method": job_pb2.Method, "train_on": job_pb2.TrainOn}
 def preview_options(request: dataset_pb2.PreviewDatasetRequest) -> PreviewOptions:
     """Return which rows a request asks for, and how they are to be rendered."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _NUMBERS if getattr(request, name)}
-    return PreviewOptions(**given, **from_enums(request, _ENUMS))
+    given |= from_enums(request, _ENUMS)
+    return PreviewOptions(**given)
 
 
 def from_preview(
