@@ -21,6 +21,8 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "throughput": ("The engine against a plain PyTorch loop", []),
     "host_memory": ("Host memory against the plan, and loading", []),
     "link": ("What double buffering hides", []),
+    "data": ("From a file to micro-batches", []),
+    "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),
 }
 

@@ -149,8 +149,8 @@ class _DatasetBlobs:
         writer: Any = self._stub.WriteBlob  # the stubs do not know that the requests may be written one by one
         return writer(metadata=self._connection.metadata)
 
-    def write_request(self, chunk: blob_pb2.BlobChunk) -> dataset_pb2.WriteBlobRequest:
-        return dataset_pb2.WriteBlobRequest(chunk=chunk)
+    def write_request(self) -> dataset_pb2.WriteBlobRequest:
+        return dataset_pb2.WriteBlobRequest()
 
 
 def _format_number(text: str) -> dataset_pb2.DatasetFormat.ValueType:

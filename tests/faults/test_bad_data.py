@@ -72,7 +72,7 @@ def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: S
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("blank.jsonl", b"\n\n", "holds no rows"),
         ("columns.jsonl", b'{"a": 1}\n', "line 1"),
-        ("rows.parquet", b"PAR1 and more", "which this version does not read"),
+        ("rows.parquet", b"PAR1 and more", "cannot be read as Parquet"),
     ],
 )
 def test_files_without_rows(shell: Shell, name: str, content: bytes, words: str) -> None:

@@ -9,7 +9,7 @@ import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from horizon_server.datasets.documents import Document, TextSplitter
-from horizon_server.datasets.formats import check_field_map
+from horizon_server.datasets.formats import check_field_map, columns_of
 from horizon_server.datasets.held_out import is_held_out
 from horizon_server.datasets.ordered_map import ordered_map
 from horizon_server.datasets.preparation import PrepareOptions
@@ -58,7 +58,8 @@ class Batches:
         def tokenized(rows: list[Row]) -> TokenBatch:
             return TokenBatch().add_rows(map(tokenizer.tokenize, rows))
 
-        yield from ordered_map(tokenized, _grouped(read_rows(file)), num_processes=self._processes_for(file))
+        rows = read_rows(file, columns_of(dataset_format, options.field_map))
+        yield from ordered_map(tokenized, _grouped(rows), num_processes=self._processes_for(file))
 
     def _of_text(self, file: DataFile) -> Iterator[TokenBatch]:
         violations: list[FieldViolation] = []

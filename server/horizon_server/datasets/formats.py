@@ -102,6 +102,28 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> Dat
     )
 
 
+def require_columns(
+    dataset_format: DatasetFormat, columns: Collection[str], field_map: Mapping[str, str], name: str
+) -> None:
+    """Refuse a table that lacks a column, once for all its rows.
+
+    Raises: InvalidData.
+    """
+    for field in _FIELDS[dataset_format].names:
+        column = field_map.get(field, field)
+        if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
+            shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "none"
+            raise InvalidData(
+                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are {shown}; "
+                "name another column with --map"
+            )
+
+
+def columns_of(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> frozenset[str]:
+    """Return the columns that rows of this format are made of, under the names that the file gives them."""
+    return frozenset(field_map.get(field, field) for field in _FIELDS[dataset_format].names)
+
+
 def _fits(fields: _Fields, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
     mapped_here = all(field in fields.names for field in field_map)
     return mapped_here and all(field_map.get(field, field) in columns for field in fields.required)

@@ -73,6 +73,7 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         if packing_wanted and not self._trainer.supports_packing:
             self._tell_unpacked()
+        self._events.send(Message(level="info", text=_told(self._plan, dataset)))
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
@@ -195,6 +196,7 @@ class Training:
             "prepared": self._request.prepared.name,
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
+            "order": StepPlan.ORDER,
         }
 
     def _step_done(self, report: StepReport) -> StepDone:
@@ -264,6 +266,13 @@ def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> Ste
         seed=train.seed,
         epochs=train.epochs,
         max_steps=train.max_steps,
+    )
+
+
+def _told(plan: StepPlan, dataset: PreparedDataset) -> str:
+    return (
+        f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {plan.num_rows} rows, which are "
+        f"{100 * plan.packing_efficiency:.1f} % full; {plan.num_steps} steps"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -315,6 +318,19 @@ def test_tokens_are_taken_as_they_are(demo_model: Path, tmp_path: Path) -> None:
         InvalidData, match=r"line\[1\] cannot be used: input_ids holds 1000000, but .* vocab_size is 1024"
     ):
         run(request_for(demo_model, beyond, output=tmp_path / "b"))
+
+
+def test_every_container_gives_the_same_tokens(demo_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "completion": f"{n}, yes.", "id": n} for n in range(40)]
+    lines = write(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(lines.read_bytes(), asbytes=True))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    _, expected = run(request_for(demo_model, lines, output=tmp_path / "lines"))
+    for name in ("a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+        _, documents = run(request_for(demo_model, tmp_path / name, output=tmp_path / f"out-{name}"))
+        assert documents == expected
 
 
 def test_every_chat_format_gives_the_same_tokens(demo_model: Path, tmp_path: Path) -> None:

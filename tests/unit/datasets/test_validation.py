@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
 from horizon_server.datasets.formats import DatasetFormat, check_field_map, parse_format
-from horizon_server.datasets.rows import MAX_LINE_BYTES, DataFile, read_text
+from horizon_server.datasets.rows import read_text
 from horizon_server.datasets.validation import ValidationReport, inspect_file, validate_file
-from horizon_server.errors import InvalidData, InvalidSpec, NotAvailableYet
+from horizon_server.errors import InvalidData, InvalidSpec
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 PAIR = {"prompt": "hi", "completion": "hello"}
@@ -65,14 +66,6 @@ def test_a_file_that_fits_two_formats_or_none_is_refused_naming_them(tmp_path: P
     with pytest.raises(InvalidData, match=r"fit no known format: messages needs messages; .*--map prompt=question"):
         inspect(write(tmp_path, {"question": "1+1?"}))
     assert inspect(write(tmp_path, CHAT | PAIR), "messages").num_violations == 0
-
-
-def test_auto_refuses_what_it_recognises_but_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(NotAvailableYet, match="is a JSON array"):
-        inspect(write(tmp_path, [CHAT], name="chats.json"))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1....")
-    with pytest.raises(NotAvailableYet, match="is a Parquet file"):
-        inspect(DataFile.at(tmp_path / "a.parquet"))
 
 
 def test_unknown_format_names_and_mappings_say_what_is_allowed() -> None:
@@ -180,7 +173,7 @@ def test_a_byte_order_mark_is_not_data(tmp_path: Path) -> None:
 
 
 def test_a_line_over_the_limit_is_reported_and_the_next_one_is_read(tmp_path: Path) -> None:
-    long_row = json.dumps({"prompt": "x" * (MAX_LINE_BYTES + 3_000_000), "completion": "y"})
+    long_row = json.dumps({"prompt": "x" * (MAX_ROW_BYTES + 3_000_000), "completion": "y"})
     report = inspect(write(tmp_path, PAIR, long_row + "\n", {"prompt": 1, "completion": "y"}))
     assert [violation.field for violation in report.violations] == ["line[2]", "line[3].prompt"]
     assert "is longer than 16 MiB" in report.violations[0].description

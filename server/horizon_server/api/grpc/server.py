@@ -58,6 +58,9 @@ _OPTIONS = (
     # And the server finds out about laptops that were closed.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its reader by
+    # little more than the piece it waits for. By default the window grows to several MiB.
+    ("grpc.http2.bdp_probe", 0),
     # Two daemons on one port would share the calls between them, silently.
     ("grpc.so_reuseport", 0),
 )
