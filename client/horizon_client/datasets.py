@@ -50,7 +50,7 @@ class AsyncDatasets:
         """
         wire_format = _format_number(format)
         sources = dataset_files(files)
-        await check_dataset_files(sources, on_progress)
+        await check_dataset_files(sources, on_progress, format=format, field_map=field_map)
         hashed = await hash_files(sources, on_progress)
         return await self.push_hashed(
             hashed,

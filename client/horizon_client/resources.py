@@ -177,8 +177,22 @@ JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | Checkp
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """What an optimizer step is expected to take, from the node's measured speed. `bound` is what takes the most of it.
+
+    `total_s` is None where the number of steps is not known before the data is prepared.
+    """
+
+    step_s: float
+    tokens_per_second: float
+    bound: str
+    total_s: float | None
+    peak_flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The ledger of a job: bytes by component on host and device."""
+    """The ledger of a job: bytes by component on host and device. `prediction` is None while the node's speed is not measured."""
 
     host_bytes: Mapping[str, int]
     device_bytes: Mapping[str, int]
@@ -190,6 +204,7 @@ class MemoryPlan:
     message: str
     num_parameters: int
     device: str
+    prediction: StepPrediction | None = field(default=None, metadata={"of": StepPrediction})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -375,6 +375,9 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             fits=True,
             num_parameters=1024,
             device="host",
+            prediction=job_pb2.StepPrediction(
+                step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
+            ),
         )
         return job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
 

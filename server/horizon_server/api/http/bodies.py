@@ -111,8 +111,20 @@ class StepBody(BaseModel):
     eta_s: float | None
 
 
+class PredictionBody(BaseModel):
+    """What an optimizer step is expected to take, from the node's measured speed."""
+
+    step_s: float
+    tokens_per_second: float
+    bound: str = Field(description="What takes the most of it: compute, h2d, d2h or host memory.")
+    total_s: float | None = Field(
+        description="Null where the number of steps is not known before the data is prepared."
+    )
+    peak_flops_per_s: float = Field(description="Of the device's matrix products, as measured.")
+
+
 class PlanBody(BaseModel):
-    """The memory ledger of a job."""
+    """The memory ledger of a job, and how fast it is expected to be."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
@@ -124,6 +136,7 @@ class PlanBody(BaseModel):
     device: str
     fits: bool
     message: str
+    prediction: PredictionBody | None = Field(description="Null while the node's speed has not been measured.")
 
 
 class JobBody(BaseModel):
@@ -309,7 +322,7 @@ def job_body(job: JobRecord) -> JobBody:
         create_time=_time(job.created_s),
         start_time=_time(job.started_s),
         end_time=_time(job.ended_s),
-        eta_s=finite(step.eta_s) if step is not None and job.ended_s == 0.0 else None,
+        eta_s=finite(job.eta_s),
         last_sequence=job.last_sequence,
         last_step=_step_body(step) if step is not None else None,
         plan=_plan_body(job.plan) if job.plan is not None else None,

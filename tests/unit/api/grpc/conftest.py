@@ -47,6 +47,7 @@ from horizon_server.jobs.job import CheckpointFile, CheckpointRecord, JobPlan, J
 from horizon_server.jobs.node import Accelerator, NodeFacts
 from horizon_server.models.service import ModelService
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 
 GIB = 2**30
 USERS = {"ann": "user", "bob": "user", "root": "admin", "eve": "viewer"}
@@ -75,6 +76,9 @@ class FakeJobs:
             num_parameters=10**9,
             device="cuda",
             message="12 GiB are needed, 10 GiB are there",
+            prediction=StepPrediction(
+                step_s=2.0, tokens_per_second=500.0, bound="h2d", peak_flops_per_s=1e12, total_s=40.0
+            ),
         )
 
     def tell(self, *payloads: Payload) -> None:

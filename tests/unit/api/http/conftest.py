@@ -20,6 +20,7 @@ from horizon_server.jobs.job import ENDED, CheckpointFile, CheckpointRecord, Job
 from horizon_server.jobs.node import Accelerator, NodeStatus
 from horizon_server.models.records import ModelRecord
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import Metrics
 
 TOKENS = {
@@ -231,6 +232,9 @@ def make_job() -> Callable[..., JobRecord]:
             plan=JobPlan(
                 host_bytes={"weights": 2, "moments": 3}, device_bytes={"weights": 1}, host_limit_bytes=10,
                 device_limit_bytes=0, num_parameters=1, device="host",
+                prediction=StepPrediction(
+                    step_s=2.0, tokens_per_second=500.0, bound="h2d", peak_flops_per_s=1e12, total_s=40.0
+                ),
             ),
         )  # fmt: skip
 

@@ -73,7 +73,15 @@ async def test_a_job_in_full(ada: httpx.AsyncClient, services: Any, make_job: An
     assert job["last_step"]["grad_norm"] == 0.5
     assert job["plan"]["host_total_bytes"] == 5
     assert job["plan"]["fits"] is True
+    assert job["plan"]["prediction"]["tokens_per_second"] == 500.0
     assert job["spec"]["train"]["learning_rate"] == 1e-5
+
+
+async def test_before_the_first_step_the_plan_tells_the_time_left(
+    ada: httpx.AsyncClient, services: Any, make_job: Any
+) -> None:
+    services.jobs.add(make_job())
+    assert (await ada.get("/horizon/v1/jobs/j-1")).json()["eta_s"] == 10 * 2.0
 
 
 async def test_a_job_that_has_ended_has_no_time_left(
