@@ -137,10 +137,8 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     model, data = Path(arguments.run[1]), Path(arguments.run[2])
-    if arguments.run[0] == "alone":
-        result = encode_alone(model, data)
-    else:
-        result = prepare_all(model, data, int(arguments.run[3]))
+    alone = arguments.run[0] == "alone"
+    result = encode_alone(model, data) if alone else prepare_all(model, data, int(arguments.run[3]))
     os.write(1, json.dumps(result).encode())
 
 

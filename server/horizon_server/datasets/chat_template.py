@@ -143,7 +143,8 @@ class ChatTemplate:
 
     def _end_of_turn(self, closed: str, start: int) -> int:
         # Generation stops at the token that closes the turn; a line break or an end of text behind it is never generated.
-        end, closing = len(closed), []
+        end = len(closed)
+        closing: list[re.Match[str]] = []
         for marker in reversed([*self._end_marker.finditer(closed, start)]):
             if closed[marker.end() : end].strip():
                 break
