@@ -17,6 +17,9 @@ SHAPES = {
     # The vocabulary's share of a 7 B model (7 %), where the 40 M one spends a fifth on it.
     "36m": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
             "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096},
+    # As deep as a 7 B model is: what a step waits for at its two ends is one layer's worth, whatever their number.
+    "deep": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 6,
+             "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 4096},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip

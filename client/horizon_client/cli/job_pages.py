@@ -52,6 +52,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     if job.plan is not None:
         device = f", {bytes_text(job.plan.device_total_bytes)} on the device" if job.plan.device == "cuda" else ""
         facts.append(("planned memory", f"{bytes_text(job.plan.host_total_bytes)} on the host{device}"))
+        facts.append(("predicted speed", speed_text(job.plan)))
     return [(label, value) for label, value in facts if value]
 
 
@@ -80,6 +81,17 @@ def print_plan(plan: MemoryPlan) -> None:
     click.echo(
         f"\n{count_text(plan.num_parameters)} parameters, computed on {clean(plan.device) or 'the node'}: {_verdict(plan)}"
     )
+    if plan.prediction is not None:
+        total_s = plan.prediction.total_s
+        in_all = f", about {duration_text(total_s)} for all steps" if total_s is not None else ""
+        click.echo(f"predicted: {speed_text(plan)}, {plan.prediction.step_s:.3g} s a step{in_all}")
+
+
+def speed_text(plan: MemoryPlan) -> str:
+    """Return the predicted speed in words; empty where the node's speed is not known."""
+    if plan.prediction is None:
+        return ""
+    return f"{plan.prediction.tokens_per_second:,.0f} tokens/s (bound by {clean(plan.prediction.bound)})"
 
 
 def _verdict(plan: MemoryPlan) -> str:

@@ -565,6 +565,7 @@ class MemoryPlan(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -589,6 +590,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def device_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Device bytes by component: weights, gradients, activations, workspace."""
 
+    @property
+    def prediction(self) -> global___StepPrediction:
+        """How fast it is expected to be; unset while the node's speed has not been measured."""
+
     def __init__(
         self,
         *,
@@ -602,10 +607,48 @@ class MemoryPlan(google.protobuf.message.Message):
         message: builtins.str = ...,
         num_parameters: builtins.int = ...,
         device: builtins.str = ...,
+        prediction: global___StepPrediction | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prediction", b"prediction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class StepPrediction(google.protobuf.message.Message):
+    """StepPrediction is what an optimizer step is expected to take, from the node's measured speed. A job is never refused for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    BOUND_FIELD_NUMBER: builtins.int
+    TOTAL_S_FIELD_NUMBER: builtins.int
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: builtins.int
+    step_s: builtins.float
+    """Seconds of a step."""
+    tokens_per_second: builtins.float
+    """Real tokens per second."""
+    bound: builtins.str
+    """What takes the most of it: compute, h2d, d2h or host memory."""
+    total_s: builtins.float
+    """Seconds of all steps; unset where their number is not known before the data is prepared."""
+    peak_flops_per_s: builtins.float
+    """Floating-point operations per second of the device's matrix products, as measured: what utilisation refers to."""
+    def __init__(
+        self,
+        *,
+        step_s: builtins.float = ...,
+        tokens_per_second: builtins.float = ...,
+        bound: builtins.str = ...,
+        total_s: builtins.float | None = ...,
+        peak_flops_per_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_total_s", b"_total_s", "total_s", b"total_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_total_s", b"_total_s", "bound", b"bound", "peak_flops_per_s", b"peak_flops_per_s", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
+
+global___StepPrediction = StepPrediction
 
 @typing.final
 class TransferFigures(google.protobuf.message.Message):

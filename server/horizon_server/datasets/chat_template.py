@@ -63,13 +63,15 @@ class ChatTemplate:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=plain,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
+            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
+            return text
         except _TEMPLATE_ERRORS as error:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
 

@@ -23,7 +23,6 @@ from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
-from horizon_server.engine.model_flops import FlopsCount
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
 from horizon_server.engine.random_keys import StepKey
@@ -34,6 +33,7 @@ from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.ledger import logits_chunk_tokens
+from horizon_server.store.model_flops import FlopsCount
 
 _STATE_VERSION = 1
 
@@ -301,7 +301,7 @@ class Trainer:
             compute_s=use.compute_s,
             optimizer_s=use.optimizer_s,
             optimizer_exposed_s=use.optimizer_exposed_s,
-            model_flops=self._flops.of(rows),
+            model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
             device_memory=self._device.peak_bytes(),
             host_memory={**self._store.host_bytes(), **self._device.host_peak_bytes()},
         )

@@ -148,7 +148,7 @@ class Attempt:
         memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, folder)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
-        if not await self._advance(JobState.STARTING, plan=memory.plan):
+        if not await self._advance(JobState.STARTING, plan=memory.plan, message=memory.plan.summary):
             await self._finish(AttemptEnded(outcome="stopped"))
             return
         await self._train(memory, model=folder, prepared=prepared.target, evaluation=evaluation)

@@ -132,6 +132,11 @@ class TrainingMetrics:
             "horizon_checkpoint_duration_seconds", [], "Duration of writing a checkpoint.", _CHECKPOINT_BUCKETS_S
         )
         self._tokens_per_second = job_gauge("horizon_tokens_per_second", [], "Real tokens per second in the last step.")
+        self._utilization = job_gauge(
+            "horizon_model_flops_utilization_ratio",
+            [],
+            "The model's own FLOPs per second in the last step, of what the device's matrix products were measured to reach.",
+        )
         self._loss = job_gauge("horizon_train_loss", [], "Token-weighted mean loss of the last step.")
         self._eval_loss = job_gauge("horizon_eval_loss", [], "Token-weighted mean loss of the last evaluation.")
         self._grad_norm = job_gauge("horizon_grad_norm", [], "Global gradient norm of the last step before clipping.")
@@ -153,6 +158,9 @@ class TrainingMetrics:
         if not shown:
             return
         self._tokens_per_second.set(job.job_id, value=step.tokens_per_second)
+        if job.plan is not None and job.plan.prediction is not None and step.duration_s > 0:
+            utilization = step.model_flops / step.duration_s / job.plan.prediction.peak_flops_per_s
+            self._utilization.set(job.job_id, value=utilization)
         self._loss.set(job.job_id, value=step.loss)
         self._grad_norm.set(job.job_id, value=step.grad_norm)
         self._learning_rate.set(job.job_id, value=step.learning_rate)

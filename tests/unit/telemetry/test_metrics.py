@@ -10,6 +10,7 @@ import pytest
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone, TransferFigures
 from horizon_server.jobs.job import JobPlan, JobRecord, JobState
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
 NOW_S = 1_700_000_000.0
@@ -164,6 +165,16 @@ def test_series_of_a_job_vanish_when_it_leaves_the_device(metrics: Metrics, last
     assert 'job_id="job-2"' in text
     assert _value(metrics, "horizon_tokens_total", project="lab") == 192
     assert _value(metrics, "horizon_checkpoint_duration_seconds_count") == 2
+
+
+def test_utilization_is_the_models_flops_of_the_measured_peak(metrics: Metrics) -> None:
+    name = "horizon_model_flops_utilization_ratio"
+    metrics.on_payload(_job(), _step(model_flops=1e12))
+    assert _value(metrics, name, job_id="job-1") is None, "nothing is known to compare with"
+    prediction = StepPrediction(step_s=1.0, tokens_per_second=64.0, bound="compute", peak_flops_per_s=2e12)
+    measured = dataclasses.replace(_job(), plan=dataclasses.replace(_plan(), prediction=prediction))
+    metrics.on_payload(measured, _step(model_flops=1e12))
+    assert _value(metrics, name, job_id="job-1") == 1e12 / 2.0 / 2e12
 
 
 def test_a_component_that_is_gone_loses_its_series(metrics: Metrics) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from google.protobuf.duration_pb2 import Duration
 
 from horizon_proto.v1 import checkpoint_pb2, job_pb2, node_pb2
@@ -19,7 +21,7 @@ from horizon_server.events import (
     StepDone,
     TransferFigures,
 )
-from horizon_server.jobs.job import ON_DEVICE, CheckpointRecord, JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
 
 _STEP_FIELDS = (
@@ -71,7 +73,8 @@ def from_job_state(number: int) -> JobState | None:
 
 def to_plan(plan: JobPlan) -> job_pb2.MemoryPlan:
     """Return a memory plan for an answer."""
-    return job_pb2.MemoryPlan(**{name: getattr(plan, name) for name in _PLAN_FIELDS})
+    prediction = None if plan.prediction is None else job_pb2.StepPrediction(**dataclasses.asdict(plan.prediction))
+    return job_pb2.MemoryPlan(**{name: getattr(plan, name) for name in _PLAN_FIELDS}, prediction=prediction)
 
 
 def to_event(event: JobEvent) -> job_pb2.JobEvent:
@@ -149,8 +152,8 @@ def _to_transfer(figures: TransferFigures) -> job_pb2.TransferFigures:
 
 
 def _eta(job: JobRecord) -> Duration | None:
-    if job.job_state not in ON_DEVICE or job.last_step is None or not 0 < job.last_step.eta_s < 1e9:
+    if job.eta_s is None or not 0 < job.eta_s < 1e9:
         return None
     eta = Duration()
-    eta.FromMilliseconds(round(job.last_step.eta_s * 1000))
+    eta.FromMilliseconds(round(job.eta_s * 1000))
     return eta
