@@ -64,8 +64,8 @@ Example:
   horizon dataset push gsm8k.parquet --name gsm8k --map prompt=question --map completion=answer
 
 \b
-Files: .jsonl .json .parquet .txt, also with .gz or .zst; a folder stands for
-those in it. What the server has already does not travel again, and after an
+Files: .jsonl .ndjson .json .txt, also with .gz or .zst, and .parquet; a folder
+stands for those in it. What the server has already does not travel again, and after an
 interruption the same command goes on where it stopped."""
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
