@@ -26,6 +26,8 @@ StubT = TypeVar("StubT")
 UNARY_DEADLINE_S = 30.0
 FINALIZE_DEADLINE_S = 1800.0
 """Finalizing reads every row of a dataset, or every header of a model."""
+PREVIEW_DEADLINE_S = 120.0
+"""Rendering may load a large tokenizer first, and waits for its turn."""
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20

@@ -66,11 +66,34 @@ class PreviewSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRow:
-    """One row as a model would see it."""
+    """One row as a model would see it: the `number`-th `unit` (line, row, piece) of `file`.
 
+    `num_cut_tokens` are beyond the sequence length. `clipped` says that `spans` end before the row does, to keep the answer small.
+    `problems` say why nothing of it is trained, where that is so.
+    """
+
+    file: str
+    unit: str
+    number: int
     spans: tuple[PreviewSpan, ...] = field(metadata={"of": PreviewSpan})
     num_tokens: int
     num_trained_tokens: int
+    num_cut_tokens: int
+    num_documents: int
+    clipped: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPreview:
+    """Some rows of a dataset of `num_rows`, and the options they were rendered with."""
+
+    rows: tuple[PreviewRow, ...] = field(metadata={"of": PreviewRow})
+    num_rows: int
+    format: str
+    method: str
+    train_on: str
+    sequence_length: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.service import JobService
 from horizon_server.models.service import ModelService
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.previews import Previews
 from horizon_server.resources import NodeResources, PreparationRecipes
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
@@ -178,7 +179,13 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
     node = NodeFacts(store, state_dir=settings.state_dir, accelerators=await find_accelerators())
     services = Services(
-        accounts=Accounts(AccountStore(database)), jobs=jobs, datasets=datasets, models=models, blobs=uploads, node=node
+        accounts=Accounts(AccountStore(database)),
+        jobs=jobs,
+        datasets=datasets,
+        previews=Previews(resources, folder=settings.state_dir / "previews", environment=child_environment()),
+        models=models,
+        blobs=uploads,
+        node=node,
     )
     return Parts(services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, metrics=metrics)
 

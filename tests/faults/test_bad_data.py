@@ -40,14 +40,14 @@ def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
         GOOD,
         '{"messages": [{"role": "wizard", "content": "hi"}]}\n',
         GOOD,
-        '{"messages": []}\n',
-        '{"messages": 3}\n',
+        '{"messages": [3]}\n',
+        '{"messages": [{"role": "user", "content": "hi"}]}\n',
     ]
     (shell.home / "rows.jsonl").write_text("".join(lines))
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
     assert "of 3 problems" in sentence or "of 4 problems" in sentence
     assert "line[2].messages[0].role" in sentence
-    assert "line[4].messages" in sentence
+    assert "line[4].messages[0]" in sentence
     assert "line[5].messages" in sentence
     assert "rows' does not exist" in sentence or "UPLOADING" in shell.works("dataset", "get", "rows")
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: rows\n")
@@ -59,7 +59,7 @@ def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: S
     (shell.home / "rows.jsonl").write_text(content)
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "broken")
     assert "line 2: not JSON" in sentence
-    assert "(the first of 2 bad lines)" in sentence
+    assert "(the first of 2 problems)" in sentence
     assert "line 4: each line must be one JSON object" in sentence
     told = raw_refusal(node, "broken", "rows.jsonl", content.encode())
     assert "line[2] is not JSON" in told

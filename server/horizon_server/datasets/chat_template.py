@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,6 +27,7 @@ Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
 _MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}")
+_PROBE = "probe"
 _SPACE = re.compile(r"\s*")
 _ADD_MARKERS = "add {% generation %} markers to the template"
 _TEMPLATE_ERRORS = (
@@ -61,13 +63,15 @@ class ChatTemplate:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=plain,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
+            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
+            return text
         except _TEMPLATE_ERRORS as error:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
 
@@ -90,14 +94,22 @@ class ChatTemplate:
 
     def turn_span(self, messages: Sequence[Message], index: int, text: str, tools: Tools | None = None) -> Span:
         """Return the characters of one whole turn of any role, its header included."""
-        before = self.render(messages[:index], tools=tools) if index else ""
-        closed = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
-        if not (text.startswith(before) and text.startswith(closed) and len(before) <= len(closed)):
+        start = self._beginning(text, self.render(messages[:index], tools=tools)) if index else 0
+        end = self._beginning(text, self.render(messages[: index + 1], tools=tools))
+        if start is None or end is None or start > end:
             raise InvalidData(
                 f"the model's chat template does not render the chat turn by turn, so messages[{index}] cannot be left out of "
                 "training; leave out the row or its weights"
             )
-        return len(before), len(closed)
+        return start, end
+
+    def _beginning(self, text: str, rendered: str) -> int | None:
+        """Return how much of the text the beginning of its chat renders to, or None where it does not begin so."""
+        if text.startswith(rendered):
+            return len(rendered)
+        # Some templates close whatever they are given with an end-of-text token.
+        last = [marker for marker in self._end_marker.finditer(rendered) if marker.end() == len(rendered)]
+        return last[0].start() if last and text.startswith(rendered[: last[0].start()]) else None
 
     def _render_marked(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         if not self.has_generation_markers:
@@ -126,14 +138,33 @@ class ChatTemplate:
                 f"whole chat does not begin with, so the trained part cannot be found; {_ADD_MARKERS}"
             )
         closed = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
-        if text.startswith(closed) and len(closed) > len(cue):
-            return len(cue), self._trim_after_end_of_turn(text, len(cue), len(closed))
+        end = self._end_of_turn(closed, len(cue))
+        if end > len(cue) and text.startswith(closed[:end]):
+            return len(cue), end
         return len(cue), self._end_after_content(messages[index]["content"], index, text, len(cue))
 
-    def _trim_after_end_of_turn(self, text: str, start: int, end: int) -> int:
-        # Generation stops at the end-of-turn token; a line break that the template adds behind it is never generated.
-        ends = [match.end() for match in self._end_marker.finditer(text, start, end)]
-        return ends[-1] if ends and not text[ends[-1] : end].strip() else end
+    def _end_of_turn(self, closed: str, start: int) -> int:
+        # Generation stops at the token that closes the turn; a line break or an end of text behind it is never generated.
+        end = len(closed)
+        closing: list[re.Match[str]] = []
+        for marker in reversed([*self._end_marker.finditer(closed, start)]):
+            if closed[marker.end() : end].strip():
+                break
+            end = marker.start()
+            closing.insert(0, marker)
+        usual = [marker for marker in closing if marker.group() == self._usual_end]
+        return (usual or closing)[0].end() if closing else len(closed)
+
+    @cached_property
+    def _usual_end(self) -> str:
+        """The token behind a reply of plain text, or nothing where that cannot be told."""
+        try:
+            text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+        except InvalidData:
+            return ""
+        at = text.find(_PROBE)
+        marker = self._end_marker.match(text, _after_space(text, at + len(_PROBE))) if at >= 0 else None
+        return marker.group() if marker else ""
 
     def _end_after_content(self, content: str, index: int, text: str, start: int) -> int:
         # Some templates write a reply differently once others follow it (they drop its reasoning). The text is right; its end is

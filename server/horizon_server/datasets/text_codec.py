@@ -51,7 +51,8 @@ class TextCodec:
             self.leading_ids.pop()
         # A post-processor may trim offsets to exclude spaces; without it, they are the characters themselves.
         tokenizer.post_processor = None
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        """The library's own; adds no special tokens by itself."""
         self.vocab_size = vocab_size
         highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._ids_may_be_too_high = vocab_size is not None and highest_id >= vocab_size
@@ -69,16 +70,16 @@ class TextCodec:
 
     def encode(self, text: str) -> Any:
         """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_ids(self, text: str) -> list[int]:
         """Return the ids that `encode` gives, faster: which characters they stand for is not kept."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones spelled out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def check_ids(self, ids: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class TextCodec:
         Raises: InvalidModel.
         """
         if self._ids_may_be_too_high and ids and max(ids) >= (self.vocab_size or 0):
-            token = self._tokenizer.id_to_token(max(ids))
+            token = self.tokenizer.id_to_token(max(ids))
             raise InvalidModel(
                 f"the tokenizer gives {token!r} the id {max(ids)}, but config.json has vocab_size {self.vocab_size}; "
                 "the tokenizer belongs to another model"

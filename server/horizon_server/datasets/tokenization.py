@@ -185,6 +185,8 @@ class RowTokenizer:
         if not whole.num_targets:
             problem = "has no trainable token; check its text, roles and weights, and train.train_on"
             return TokenizedRow(violations=[row.refusal(problem)])
+        if len(whole.ids) <= self._options.sequence_length:
+            return TokenizedRow(documents=(whole,))
         kept = [piece for piece in self._pieces(whole) if piece.num_targets]
         if kept:
             return TokenizedRow(documents=kept, num_cut_tokens=len(whole.ids) - sum(len(piece.ids) for piece in kept))
@@ -219,6 +221,8 @@ class RowTokenizer:
 
 
 def _joined(parts: Sequence[_Part]) -> Document:
+    if len(parts) == 1:
+        return Document(ids=parts[0].ids, trained=parts[0].trained)
     ids = array.array("i")
     for part in parts:
         ids += part.ids

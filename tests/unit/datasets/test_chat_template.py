@@ -74,6 +74,28 @@ def test_a_template_without_end_tokens_trains_the_whole_turn() -> None:
     assert trained(source, CHAT[1:3]) == [" hello\n\n\n"]
 
 
+def test_an_end_of_text_behind_the_chat_is_not_generated() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eot>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}"
+    )
+    assert trained(source) == [" hello\n<eot>", "bye<eot>"]
+    template = ChatTemplate(source, SPECIAL, end_markers=END_MARKERS)
+    text = template.render(CHAT)
+    turns = [text[slice(*template.turn_span(CHAT, index, text))] for index in range(len(CHAT))]
+    assert turns[1:3] == ["<user>hi<eot>\n", "<assistant> hello\n<eot>\n"]
+    assert "".join(turns) == text
+
+
+def test_turns_that_are_not_rendered_one_after_the_other_are_refused() -> None:
+    backwards = "{% for m in messages | reverse %}{{ m.content }}<eot>{% endfor %}"
+    template = ChatTemplate(backwards, SPECIAL, end_markers=END_MARKERS)
+    with pytest.raises(
+        InvalidData, match=r"does not render the chat turn by turn, so messages\[1\] cannot be left out"
+    ):
+        template.turn_span(CHAT, 1, template.render(CHAT))
+
+
 def test_templates_that_cannot_be_masked_are_refused_with_the_reason() -> None:
     cue_differs = PLAIN.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>model\n' }}{% endif")
     with pytest.raises(InvalidData, match=r"does not begin with, .* add \{% generation %\} markers"):

@@ -100,7 +100,9 @@ async def start_grpc_server(
     )
     job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(services.jobs), server)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointServicer(services.jobs), server)
-    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(DatasetServicer(services.datasets, services.blobs), server)
+    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(
+        DatasetServicer(services.datasets, services.previews, services.blobs), server
+    )
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models, services.blobs), server)
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(services.node), server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it

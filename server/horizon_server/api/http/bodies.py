@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from horizon_server.accounts.principal import Principal, may_see
+from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import StepDone
 from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord
@@ -266,6 +267,40 @@ class DatasetPage(BaseModel):
     next_page_token: str = Field(description="Empty on the last page.")
 
 
+class PreviewSpanBody(BaseModel):
+    """A piece of a rendered row."""
+
+    text: str
+    trained: bool
+
+
+class PreviewRowBody(BaseModel):
+    """One row as a model would see it."""
+
+    file: str
+    unit: str = Field(description="What `number` counts: line, row, or piece of a plain text.")
+    number: int
+    spans: list[PreviewSpanBody]
+    num_tokens: int
+    num_trained_tokens: int
+    num_cut_tokens: int = Field(description="Tokens beyond the sequence length, neither trained on nor shown.")
+    num_documents: int = Field(description="Documents that it is trained as.")
+    clipped: bool = Field(description="Whether the spans end before the row does, to keep the answer small.")
+    problems: list[str] = Field(description="Why nothing of it is trained, where that is so.")
+
+
+class PreviewBody(BaseModel):
+    """Some rows of a dataset as a model would see them, and the options they were rendered with."""
+
+    rows: list[PreviewRowBody]
+    num_rows: int = Field(description="Rows of the dataset.")
+    format: str
+    method: str
+    train_on: str
+    sequence_length: int
+    offset: int
+
+
 class ModelBody(BaseModel):
     """One pushed model."""
 
@@ -367,6 +402,12 @@ def dataset_body(dataset: DatasetRecord) -> DatasetBody:
         create_time=_time(dataset.created_s),
         digest=dataset.digest,
     )
+
+
+def preview_body(preview: DatasetPreview) -> PreviewBody:
+    """Return the body of a preview."""
+    plain = dataclasses.asdict(preview)
+    return PreviewBody.model_validate({**plain.pop("options"), **plain})
 
 
 def model_body(model: ModelRecord) -> ModelBody:

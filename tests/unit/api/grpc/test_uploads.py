@@ -438,9 +438,3 @@ async def test_unfinished_announcements_and_their_halves_expire(world: Any, chat
     listed = await world.ann.call("datasets", "ListDatasets", dataset_pb2.ListDatasetsRequest())
     assert [dataset.dataset_id for dataset in listed.datasets] == [ready.dataset_id]
     assert world.store.path(hashlib.sha256(chats + chats).hexdigest()).exists()
-
-
-async def test_preview_is_told_to_be_missing(world: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="not available in this version") as caught:
-        await world.ann.call("datasets", "PreviewDataset", dataset_pb2.PreviewDatasetRequest(name="x"))
-    assert reason(caught) == ("UNIMPLEMENTED", "NOT_AVAILABLE_YET")

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from horizon_server.accounts.principal import Principal, may_see, require_visible
 from horizon_server.api.http.app import make_app
 from horizon_server.blobs.manifest import BlobFile
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
@@ -132,6 +133,19 @@ class Datasets:
         return ([record] if may_see(principal, record.owner) else []), ""
 
 
+class Previews:
+    """One row of ada's dataset, which says what was asked."""
+
+    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
+        options.check()
+        if dataset != "chats":
+            raise NotFound(f"dataset {dataset} does not exist, or is not yours")
+        require_visible(principal, "ada", f"dataset {dataset}")
+        spans = (PreviewSpan(text=f"{model} {options.offset}", trained=True),)
+        row = PreviewRow(file="a.jsonl", unit="line", number=1, spans=spans, num_tokens=2, num_trained_tokens=1)
+        return DatasetPreview(rows=(row,) * options.num_rows, num_rows=50, format="messages", options=options)
+
+
 class Models:
     """One model of ada's, still uploading."""
 
@@ -160,6 +174,7 @@ class Services:
         self.accounts = Accounts()
         self.jobs = Jobs()
         self.datasets = Datasets()
+        self.previews = Previews()
         self.models = Models()
         self.node = Node()
 
