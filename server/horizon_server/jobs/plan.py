@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.jobs.job import JobPlan
 from horizon_server.jobs.node import Accelerator, HostMemory
 from horizon_server.jobs.rates import RatesByDevice
@@ -122,10 +122,9 @@ class Planner:
         found = open_model_folder(folder)
         model, layout = found.shape, found.layout
         if spec.train.sequence_length > model.max_position_embeddings:
-            longest = model.max_position_embeddings
-            raise InvalidSpec(
-                f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
-            )
+            field, longest = "train.sequence_length", model.max_position_embeddings
+            what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
+            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
