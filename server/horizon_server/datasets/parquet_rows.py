@@ -135,6 +135,10 @@ def _telling(file: DataFile, call: Callable[[], ResultT]) -> ResultT:
 
     try:
         return call()
+    except MemoryError as error:
+        raise InvalidData(
+            f"{file.name} holds rows that take more memory than there is ({error}); write smaller ones"
+        ) from error
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -230,7 +230,9 @@ class Attempt:
         job_id = self.job.job_id
         match line:
             case AttemptReady():
-                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps)
+                assert self.job.plan is not None, "STARTING sets it"
+                plan = self.job.plan.with_steps(line.num_steps)
+                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, plan=plan)
             case StepDone():
                 await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():

@@ -264,6 +264,19 @@ def test_what_json_leaves_open_is_decided(tmp_path: Path) -> None:
         assert words in found[field]
 
 
+def test_every_sentence_can_be_sent(tmp_path: Path) -> None:
+    rows = b'{"\\ud800": 1, "text": 2}\n{"\\udfff\\n": 1}\n'
+    report = inspect(put(tmp_path, "a.jsonl", rows), "text")
+    chat = inspect(put(tmp_path, "b.jsonl", b'{"messages": [{"role": "\\ud800", "\\ud800": 1}]}'), "messages")
+    with pytest.raises(InvalidData) as caught:
+        inspect(put(tmp_path, "c.jsonl", b'{"\\ud800": 1}\n'))
+    caught.value.message.encode()
+    for violation in (*report.violations, *chat.violations):
+        f"{violation.field} {violation.description}".encode()
+    assert len(report.violations) == 2
+    assert len(chat.violations) == 3
+
+
 def test_a_nul_in_a_text_is_told_once_a_line(tmp_path: Path) -> None:
     report = inspect(put(tmp_path, "a.txt", b"one\nt\0w\0o\nthree\n"))
     assert [v.description for v in report.violations] == [
