@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from bench import validation
+from bench import loader, tokenisation, validation
 
 SECTIONS: dict[str, tuple[str, Callable[[], None]]] = {
     "validation": ("Every row checked, against parsing alone", validation.main),
+    "tokenisation": ("The preparation against encode_batch alone", tokenisation.main),
+    "loader": ("What a step waits for its batch", loader.main),
 }
 
 

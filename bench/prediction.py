@@ -1,7 +1,8 @@
 """Predicted against measured step time: the roofline over this machine's measured speeds, against the engine taking steps.
 
-The speeds are measured first, as `horizond doctor` does; then each shape takes steps of two sizes, one row of which is a document of
-full length. Both the quickest and the median step are shown, because the prediction is for a machine that does nothing else.
+The speeds are measured before each shape, as `horizond doctor` does; then it takes steps of several sizes, rows of one document each.
+Where the measured peak differs between shapes, the machine was not quiet. Both the quickest and the median step are shown, because the
+prediction is for a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--device", choices=["host", "cuda"], default="host")
     arguments = parser.parse_args()
-    rates = measure_rates(arguments.device, num_threads=arguments.threads)
-    print(f"{rates}\n")
     print(
-        "| shape | tokens/step | bound | predicted s | measured s: best | median | predicted/best | predicted/median |"
+        "| shape | peak GFLOP/s | tokens/step | bound | predicted s | measured s: best | median | predicted/best | predicted/median |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
+        # Anew for each: on a machine that others share, processors change their speed within minutes.
+        rates = measure_rates(arguments.device, num_threads=arguments.threads)
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_folder(shape, Path(scratch))
             for num_rows in arguments.rows:
@@ -107,8 +108,8 @@ def main() -> None:
                 )
                 best, median = min(took), statistics.median(took)
                 print(
-                    f"| {shape} | {num_rows * case.row_tokens} | {said.bound} | {said.step_s:.3f} | {best:.3f} | {median:.3f} "
-                    f"| {said.step_s / best:.2f} | {said.step_s / median:.2f} |",
+                    f"| {shape} | {rates.peak_flops_per_s / 1e9:,.0f} | {num_rows * case.row_tokens} | {said.bound} "
+                    f"| {said.step_s:.3f} | {best:.3f} | {median:.3f} | {said.step_s / best:.2f} | {said.step_s / median:.2f} |",
                     flush=True,
                 )
 

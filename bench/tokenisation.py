@@ -3,7 +3,7 @@
 The reference gets the rendered texts in memory and throws the tokens away. Both run in processes of their own, in turns. Chats are those
 of gsm8k where it lies beside the checkout, else the demo's, repeated; the model is the demo's, or tiny-base where it is there.
 
-python -m bench.tokenisation [--processes N]
+python -m bench.tokenisation
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 
 from horizon_server.datasets.formats import DatasetFormat
@@ -30,7 +31,7 @@ from horizon_server.settings import child_environment
 from horizon_server.store.cpus import available_cpus
 
 SHARED = Path(__file__).parents[2] / "shared"
-TOTAL_BYTES = 24 * 10**6
+TOTAL_BYTES = 10 * 10**6
 ROUNDS = 3
 _TEXTS_AT_ONCE = 1024
 
@@ -46,10 +47,12 @@ def chats() -> list[list[dict[str, str]]]:
     ]
 
 
-def write_chats(path: Path) -> None:
-    """Write chats as JSON lines until the file is large enough to be worth a measurement."""
-    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats())
-    path.write_text(lines * (TOTAL_BYTES // len(lines) + 1), "utf-8")
+def write_chats(path: Path, num_bytes: int, *, exchanges: int = 1) -> None:
+    """Write about so many bytes of chats as JSON lines, each of so many questions with their answers."""
+    single = chats()
+    joined = [list(chain.from_iterable(single[at : at + exchanges])) for at in range(0, len(single), exchanges)]
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in joined)
+    path.write_text(lines * max(1, round(num_bytes / len(lines))), "utf-8")
 
 
 def encode_alone(model: Path, data: Path) -> dict[str, float]:
@@ -78,15 +81,7 @@ def prepare_all(model: Path, data: Path, num_processes: int) -> dict[str, float]
         started_s, started_cpu_s = time.perf_counter(), _cpu_s()
         report = prepare(request, on_progress=lambda _: None, num_processes=num_processes)
         wall_s = time.perf_counter() - started_s
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + num_processes * (
-        resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss if num_processes > 1 else 0
-    )
-    return {
-        "tokens": report.tokens,
-        "wall_s": wall_s,
-        "cpu_s": _cpu_s() - started_cpu_s,
-        "peak_mb": peak / 1024,
-    }
+    return {"tokens": report.tokens, "wall_s": wall_s, "cpu_s": _cpu_s() - started_cpu_s}
 
 
 def _cpu_s() -> float:
@@ -105,34 +100,33 @@ def _in_a_process(what: str, model: Path, data: Path, num_processes: int) -> dic
 
 
 def main() -> None:
-    """Print a line for one core and one for all of them."""
+    """Print a line for one core and one for all of them, for short chats and longer ones."""
     tiny_base = SHARED / "models" / "tiny-base"
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data = folder / "chats.jsonl"
-        write_chats(data)
-        model = tiny_base if tiny_base.is_dir() else write_demo_model(folder / "model")
-        print(f"{model.name}, {data.stat().st_size / 1e6:.0f} MB of JSON lines, median of {ROUNDS} rounds\n")
-        print("| processes | encode_batch Mtok/s | preparation Mtok/s | ratio by wall | ratio by CPU | peak MB, all |")
+        data = Path(name) / "chats.jsonl"
+        model = tiny_base if tiny_base.is_dir() else write_demo_model(Path(name) / "model")
+        print(f"{model.name}, {TOTAL_BYTES / 1e6:.0f} MB of JSON lines, median of {ROUNDS} rounds\n")
+        print("| chats | processes | encode_batch Mtok/s | preparation Mtok/s | ratio by wall | ratio by CPU |")
         print("| --- | --- | --- | --- | --- | --- |")
-        for num_processes in dict.fromkeys((1, available_cpus())):
-            rounds = [
-                (
-                    _in_a_process("alone", model, data, num_processes),
-                    _in_a_process("prepare", model, data, num_processes),
+        for exchanges in (1, 4):
+            write_chats(data, TOTAL_BYTES, exchanges=exchanges)
+            for num_processes in dict.fromkeys((1, available_cpus())):
+                print(
+                    f"| {exchanges} questions | {num_processes} | {_compared(model, data, num_processes)} |", flush=True
                 )
-                for _ in range(ROUNDS)
-            ]
-            assert len({result["tokens"] for pair in rounds for result in pair}) == 1, "both make the same tokens"
-            by_wall, by_cpu = (
-                statistics.median(alone[key] / whole[key] for alone, whole in rounds) for key in ("wall_s", "cpu_s")
-            )
-            speeds = [statistics.median(pair[i]["tokens"] / pair[i]["wall_s"] / 1e6 for pair in rounds) for i in (0, 1)]
-            peak_mb = max(whole["peak_mb"] for _, whole in rounds)
-            print(
-                f"| {num_processes} | {speeds[0]:.2f} | {speeds[1]:.2f} | {by_wall:.2f} | {by_cpu:.2f} | {peak_mb:.0f} |",
-                flush=True,
-            )
+
+
+def _compared(model: Path, data: Path, num_processes: int) -> str:
+    rounds = [
+        (_in_a_process("alone", model, data, num_processes), _in_a_process("prepare", model, data, num_processes))
+        for _ in range(ROUNDS)
+    ]
+    assert len({result["tokens"] for pair in rounds for result in pair}) == 1, "both make the same tokens"
+    by_wall, by_cpu = (
+        statistics.median(alone[key] / whole[key] for alone, whole in rounds) for key in ("wall_s", "cpu_s")
+    )
+    speeds = [statistics.median(pair[i]["tokens"] / pair[i]["wall_s"] / 1e6 for pair in rounds) for i in (0, 1)]
+    return f"{speeds[0]:.2f} | {speeds[1]:.2f} | {by_wall:.2f} | {by_cpu:.2f}"
 
 
 def _run(arguments: argparse.Namespace) -> None:

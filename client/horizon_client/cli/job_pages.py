@@ -81,7 +81,9 @@ def print_plan(plan: MemoryPlan) -> None:
     click.echo(
         f"\n{count_text(plan.num_parameters)} parameters, computed on {clean(plan.device) or 'the node'}: {_verdict(plan)}"
     )
-    if plan.prediction is not None:
+    if plan.prediction is None:
+        click.echo("no prediction: the node has not measured its speed yet; it does in a quiet moment")
+    else:
         total_s = plan.prediction.total_s
         in_all = f", about {duration_text(total_s)} for all steps" if total_s is not None else ""
         click.echo(f"predicted: {speed_text(plan)}, {plan.prediction.step_s:.3g} s a step{in_all}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server.datasets.values import writable
 from horizon_server.errors import FieldViolation
 
 MAX_ROW_BYTES = 16 * 1024 * 1024
@@ -47,7 +48,7 @@ class Row:
 
     def refusal(self, problem: str, *, field: str = "") -> FieldViolation:
         """Return the violation that says `problem` of the row, or of one of its fields."""
-        path = f"{self.path}.{field}" if field else self.path
+        path = writable(f"{self.path}.{field}") if field else self.path
         return FieldViolation(field=path, description=f"{path} {problem}")
 
     @classmethod

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from horizon_server.datasets.values import listed
 from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec
 
 
@@ -91,7 +92,7 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> Dat
     fitting = [name for name, fields in _FIELDS.items() if _fits(fields, columns, field_map)]
     if len(fitting) == 1:
         return fitting[0]
-    shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "none"
+    shown = listed(columns, none="none")
     if fitting:
         raise InvalidData(
             f"the columns ({shown}) fit the formats {' and '.join(fitting)}; say which one with --format {fitting[0]}"
@@ -112,7 +113,7 @@ def require_columns(
     for field in _FIELDS[dataset_format].names:
         column = field_map.get(field, field)
         if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
-            shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "none"
+            shown = listed(columns, none="none")
             raise InvalidData(
                 f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are {shown}; "
                 "name another column with --map"

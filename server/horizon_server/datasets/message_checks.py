@@ -125,7 +125,7 @@ def _check_message(message: object, spelling: Spelling) -> list[Problem]:
         problems += check_string(f".{spelling.text}", content)
     else:
         problems += _check_other_content(f".{spelling.text}", content, message)
-    if len(message) > 2:
+    if len(message) > 2 or content is None:
         problems += _check_extras(message, spelling)
     if speaker == FUNCTION_CALL and isinstance(content, str) and parse_calls(content) is None:
         problems.append(

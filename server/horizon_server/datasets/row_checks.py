@@ -11,7 +11,7 @@ from typing import Any
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.message_checks import check_messages, check_tools
 from horizon_server.datasets.rows import Row
-from horizon_server.datasets.values import Problem, check_learnable, check_string, shown
+from horizon_server.datasets.values import Problem, check_learnable, check_string, listed, shown
 from horizon_server.errors import FieldViolation
 
 UNTRAINED = -100
@@ -156,5 +156,5 @@ def _check_labels(path: str, labels: object, ids: list[int]) -> list[Problem]:
 
 
 def _missing(column: str, columns: Columns) -> Problem:
-    present = ", ".join(f"{name:.40}" for name in sorted(columns)[:12]) or "no columns"
+    present = listed(columns, none="no columns")
     return (column, f"is missing (the row has {present}); add it or name another column with --map")

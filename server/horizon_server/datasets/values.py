@@ -5,6 +5,8 @@ Must not know fields, files or formats.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 Problem = tuple[str, str]
 """The path of a field within its row, and the rest of the sentence about it."""
 
@@ -31,6 +33,16 @@ def shown(value: object) -> str:
     if isinstance(value, str | int | float):
         return f"{value!r:.40}"
     return f"of type {json_kind(value)}" if type(value) not in _KINDS else f"a JSON {json_kind(value)}"
+
+
+def writable(text: str) -> str:
+    """Return the text with what UTF-8 cannot take spelt out, so that every sentence can be sent and printed."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def listed(columns: Iterable[str], *, none: str) -> str:
+    """Return the first dozen names, each cut to forty characters."""
+    return writable(", ".join(f"{name:.40}" for name in sorted(columns)[:12])) or none
 
 
 def check_string(path: str, value: object) -> list[Problem]:

@@ -50,6 +50,7 @@ class WorkerOptions:
 
     num_threads: int
     environment: dict[str, str]
+    trace: bool = False
 
 
 class Attempt:
@@ -202,6 +203,7 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
+            "trace": self._options.trace,
         }
 
     @asynccontextmanager
@@ -228,7 +230,9 @@ class Attempt:
         job_id = self.job.job_id
         match line:
             case AttemptReady():
-                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps)
+                assert self.job.plan is not None, "STARTING sets it"
+                plan = self.job.plan.with_steps(line.num_steps)
+                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, plan=plan)
             case StepDone():
                 await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():

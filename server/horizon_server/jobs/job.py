@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -77,6 +78,13 @@ class JobPlan:
     def fits(self) -> bool:
         """Whether nothing speaks against starting it; slowness never does."""
         return not self.message
+
+    def with_steps(self, num_steps: int) -> JobPlan:
+        """The plan of a job whose number of steps has become known."""
+        if self.prediction is None:
+            return self
+        total_s = num_steps * self.prediction.step_s
+        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
 
     @property
     def summary(self) -> str:

@@ -34,7 +34,7 @@ MEASURE_TIMEOUT_S = 120.0
 IDLE_S = 30.0
 """How long the queue must have been empty before the daemon measures by itself."""
 
-MEASURE_BYTES = 3 << 30
+MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 """More than the child takes at its peak."""
 
 _FILE_VERSION = 1
@@ -116,10 +116,11 @@ class IdleMeasurement:
         if known or self._failed:
             return
         await asyncio.sleep(self._idle_s)
-        if host_memory().available_bytes < MEASURE_BYTES:
-            log.info("too little memory is free to measure the machine's speed", needed_bytes=MEASURE_BYTES)
-            return
         machine = self._book.machine
+        needed_bytes = max(MEASURE_BYTES[kind] for kind in machine.device_kinds)
+        if host_memory().available_bytes < needed_bytes:
+            log.info("too little memory is free to measure the machine's speed", needed_bytes=needed_bytes)
+            return
         try:
             rates = await measure_rates(machine, environment=self._environment)
             await asyncio.to_thread(self._book.write, rates)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from horizon_server.store.bandwidth import adamw_bytes_per_parameter
 from horizon_server.store.ledger import ActivationPlacement, DeviceKind
 from horizon_server.store.model_flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.store.model_folder import ModelFolder
@@ -139,7 +140,7 @@ def work_of_step(
     offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
     offloaded_bytes = offloaded * element if activation_placement == "host" else 0
     gradients = layers + head + (embedding if layout.tied else rows)
-    optimizer_bytes = layout.num_elements * (2 * (2 + 2 + 4 + 4) + (grad_bytes or element))
+    optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
     return StepWork(
         num_tokens=tokens_per_step,
         hidden_size=model.hidden_size,

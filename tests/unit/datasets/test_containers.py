@@ -151,8 +151,13 @@ def test_only_the_columns_of_the_format_are_read_from_a_table(tmp_path: Path) ->
         ("a.zip", b"PK\x03\x04....", "is a zip file; send JSON lines"),
         ("a.json", b"[]", "a.json holds no rows"),
         ("a.jsonl.gz", gzip.compress(b""), "a.jsonl.gz is empty"),
-        ("a.parquet", parquet([{"text": "x"}])[:0], "a.parquet is empty"),
-        ("a.parquet", parquet([{"text": "x"}][:0] or []), "fit no known format"),
+        ("a.parquet", b"", "a.parquet is empty"),
+        ("a.parquet", parquet([]), "fit no known format"),
+        (
+            "a.parquet",
+            parquet([{"text": "x"}], store_schema=False).replace(b"text", b"te\xfft"),
+            "cannot be read as Parq",
+        ),
     ],
 )
 def test_damaged_and_mislabelled_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -262,6 +267,19 @@ def test_what_json_leaves_open_is_decided(tmp_path: Path) -> None:
     assert list(found) == list(expected)
     for field, words in expected.items():
         assert words in found[field]
+
+
+def test_every_sentence_can_be_sent(tmp_path: Path) -> None:
+    rows = b'{"\\ud800": 1, "text": 2}\n{"\\udfff\\n": 1}\n'
+    report = inspect(put(tmp_path, "a.jsonl", rows), "text")
+    chat = inspect(put(tmp_path, "b.jsonl", b'{"messages": [{"role": "\\ud800", "\\ud800": 1}]}'), "messages")
+    with pytest.raises(InvalidData) as caught:
+        inspect(put(tmp_path, "c.jsonl", b'{"\\ud800": 1}\n'))
+    caught.value.message.encode()
+    for violation in (*report.violations, *chat.violations):
+        f"{violation.field} {violation.description}".encode()
+    assert len(report.violations) == 2
+    assert len(chat.violations) == 3
 
 
 def test_a_nul_in_a_text_is_told_once_a_line(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_rows_that_are_fine(fmt: str, columns: dict[str, Any]) -> None:
         (REPLY | {"train": 1}, ".train", "is not understood by this version; a message holds content, name"),
         (REPLY | {"name": 3}, ".name", "is 3; it must be a string"),
         (REPLY | {"tool_calls": {}}, ".tool_calls", "it must be a list of calls"),
+        ({"role": "assistant", "tool_calls": "f()"}, ".tool_calls", "it must be a list of calls"),
         (USER | {"tool_calls": [CALL]}, ".tool_calls", "only an assistant calls tools"),
         (REPLY | {"tool_calls": [{"name": "f"}]}, ".tool_calls[0]", "must be an object such as"),
         (

@@ -38,6 +38,13 @@ def test_a_plan_in_one_sentence() -> None:
     assert on_cuda.summary == "planned 3.00 GiB on the host and 0.50 GiB on the device"
 
 
+def test_the_whole_time_is_known_with_the_steps() -> None:
+    prediction = PLAN.with_steps(30).prediction
+    assert prediction is not None and prediction.total_s == 60.0
+    unknown = dataclasses.replace(PLAN, prediction=None)
+    assert unknown.with_steps(30) == unknown
+
+
 def test_before_the_first_step_the_time_left_is_the_predicted_one() -> None:
     assert job(num_steps=7).eta_s == 14.0
     assert job(JobState.STARTING, max_steps=9).eta_s == 18.0

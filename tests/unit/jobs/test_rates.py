@@ -127,7 +127,7 @@ async def test_a_job_ends_the_measurement_and_its_child(tmp_path: Path, monkeypa
 
 
 async def test_a_node_without_free_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates_module, "MEASURE_BYTES", 1 << 60)
+    monkeypatch.setattr(rates_module, "MEASURE_BYTES", {"host": 1 << 60})
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     book = RateBook(tmp_path, MACHINE)
     await IdleMeasurement(book, environment=os.environ, idle_s=0)()
