@@ -153,7 +153,7 @@ async def _wire(settings: Settings, database: Database) -> Parts:
         accelerators=accelerators,
         rates=rates.read,
     )
-    options = WorkerOptions(num_threads=num_threads, environment=child_environment())
+    options = WorkerOptions(num_threads=num_threads, environment=child_environment(), trace=settings.trace_workers)
     recipes = PreparationRecipes(settings.state_dir / "prepared")
 
     def make_attempt(job: JobRecord) -> Attempt:

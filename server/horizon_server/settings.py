@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     num_threads: int | None = Field(
         None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
     )
+    trace_workers: bool = Field(
+        False, description="Leave trace.json in a job's attempt folder: what ran when in its last steps, for Perfetto."
+    )
     upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Half uploads older than this are removed.")
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")

@@ -50,6 +50,7 @@ class WorkerOptions:
 
     num_threads: int
     environment: dict[str, str]
+    trace: bool = False
 
 
 class Attempt:
@@ -203,6 +204,7 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
+            "trace": self._options.trace,
         }
 
     @asynccontextmanager

@@ -14,6 +14,7 @@ import torch
 
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
+from horizon_server.engine.device.trace import Trace
 from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -62,8 +63,12 @@ class Training:
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )
         self._resumed_state = self._load()
+        self._trace = Trace() if request.trace else None
         self._device = device_for(
-            request.device, limit_bytes=request.device_limit_bytes, num_threads=request.num_threads
+            request.device,
+            limit_bytes=request.device_limit_bytes,
+            num_threads=request.num_threads,
+            trace=self._trace,
         )
         dataset = PreparedDataset.open(request.prepared)
         packing_wanted = self._spec.train.packing != "false"
@@ -112,10 +117,12 @@ class Training:
         return True
 
     def close(self) -> None:
-        """Give everything back; the planes' memory stays with the daemon."""
+        """Give everything back; the planes' memory stays with the daemon. Leaves the trace, where one was wanted."""
         self._trainer.close()
         self._device.close()
         self._store.close()
+        if self._trace is not None and self._request.trace is not None:
+            self._trace.write(self._request.trace)
 
     def _load(self) -> dict[str, Any] | None:
         if self._request.resume_from is None:

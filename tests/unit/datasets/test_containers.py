@@ -151,8 +151,13 @@ def test_only_the_columns_of_the_format_are_read_from_a_table(tmp_path: Path) ->
         ("a.zip", b"PK\x03\x04....", "is a zip file; send JSON lines"),
         ("a.json", b"[]", "a.json holds no rows"),
         ("a.jsonl.gz", gzip.compress(b""), "a.jsonl.gz is empty"),
-        ("a.parquet", parquet([{"text": "x"}])[:0], "a.parquet is empty"),
-        ("a.parquet", parquet([{"text": "x"}][:0] or []), "fit no known format"),
+        ("a.parquet", b"", "a.parquet is empty"),
+        ("a.parquet", parquet([]), "fit no known format"),
+        (
+            "a.parquet",
+            parquet([{"text": "x"}], store_schema=False).replace(b"text", b"te\xfft"),
+            "cannot be read as Parq",
+        ),
     ],
 )
 def test_damaged_and_mislabelled_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from horizon_server.engine.device.timeline import Busy, Wait
 
-MAX_SPANS = 200_000
-"""About 100 MB of JSON, and hundreds of steps of a deep model."""
+MAX_SPANS = 50_000
+"""The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """An interval of one queue: work named `label`, or a wait for the queue that `waits_for` names."""
 
@@ -77,8 +77,12 @@ class Trace:
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": queue}}
             for queue, number in tracks.items()
         ]
-        events = [_event(span, tracks[span.queue], origin_s) for span in spans]
-        path.write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}), encoding="utf-8")
+        events = (_event(span, tracks[span.queue], origin_s) for span in spans)
+        with path.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(",\n".join(map(json.dumps, names)))
+            file.writelines(f",\n{json.dumps(event)}" for event in events)
+            file.write("\n]}\n")
 
 
 def _event(span: Span, track: int, origin_s: float) -> dict[str, object]:
