@@ -103,6 +103,10 @@ def test_packed_rows_are_told_by_their_number_inside(shell: Shell) -> None:
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (shell.home / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     assert "line[2].output is empty" in shell.fails(2, "dataset", "push", "rows.jsonl.gz", "--name", "packed")
+    pq.write_table(pyarrow.Table.from_pylist(rows[:1] * 3), shell.home / "rows.parquet")
+    shell.works("dataset", "push", "rows.parquet", "--name", "packed")
+    ready = json.loads(shell.works("dataset", "get", "packed", "-o", "json"))
+    assert (ready["state"], ready["format"], ready["num_rows"]) == ("READY", "alpaca", 3)
 
 
 def test_a_row_without_anything_to_learn_is_refused_with_its_line(shell: Shell) -> None:
