@@ -1,52 +1,24 @@
-"""Which local files make a dataset, and the fast look through them before a byte is sent.
+"""The fast look through the files of a dataset before a byte is sent.
 
 The server checks every row; this only saves the upload of a file that it would refuse anyway. Knows no template and no tokenizer.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horizon_client.data_containers import (
-    COMPRESSED_SUFFIXES,
-    SUFFIXES,
     Container,
     container_of,
     open_expanded,
-    plain_suffix,
 )
 from horizon_client.data_fields import AUTO, TEXT, RowFields
 from horizon_client.data_rows import check_array, check_lines, check_text
 from horizon_client.errors import BadFile
 from horizon_client.local_files import SourceFile
 from horizon_client.progress import OnProgress, Progress, in_pieces
-
-
-def dataset_files(sources: Sequence[str | os.PathLike[str]]) -> list[SourceFile]:
-    """Return the files that `sources` (files, or folders of them) stand for, with the paths they will have.
-
-    Raises:
-        BadFile: when a source does not exist, a folder holds no data, or nothing was given.
-    """
-    found: list[Path] = []
-    for source in sources:
-        path = Path(source).expanduser()
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(p for p in path.iterdir() if p.is_file() and plain_suffix(p) in SUFFIXES)
-        if not inside:
-            endings = " or ".join(COMPRESSED_SUFFIXES)
-            raise BadFile(
-                f"the folder {path} holds no data file; looked for {', '.join(SUFFIXES)}, also with {endings}"
-            )
-        found += inside
-    if not found:
-        raise BadFile("no file was given")
-    return [SourceFile.of(path, name) for path, name in zip(found, _names(found), strict=True)]
 
 
 async def check_dataset_files(
@@ -78,19 +50,6 @@ async def check_dataset_files(
     if len(formats) > 1:
         found = ", ".join(f"{path} is {name}" for name, path in formats.items())
         raise BadFile(f"the files of one dataset must have one format, but {found}; push them as separate datasets")
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the bare file names, or paths below the common folder where two names are equal."""
-    names = [path.name for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    absolute = [path.absolute() for path in paths]
-    if len(set(absolute)) != len(absolute):
-        twice = next(path for path in paths if absolute.count(path.absolute()) > 1)
-        raise BadFile(f"{twice} was given twice")
-    common = Path(os.path.commonpath([path.parent for path in absolute]))
-    return [path.relative_to(common).as_posix() for path in absolute]
 
 
 def _checking(path: Path, fields: RowFields) -> Iterator[int]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from horizon_client.blob_upload import BlobUpload
 from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import from_message
-from horizon_client.dataset_files import check_dataset_files, dataset_files
+from horizon_client.dataset_files import check_dataset_files
+from horizon_client.dataset_sources import dataset_sources
 from horizon_client.errors import InvalidRequest, Violation
 from horizon_client.job_spec import enum_choices
 from horizon_client.local_files import HashedFile, hash_files
@@ -49,7 +50,7 @@ class AsyncDatasets:
             HorizonClientError: whatever else the server answers.
         """
         wire_format = _enum_number(dataset_pb2.DatasetFormat, "format", format)
-        sources = dataset_files(files)
+        sources = dataset_sources(files, on_notice)
         await check_dataset_files(sources, on_progress, format=format, field_map=field_map)
         hashed = await hash_files(sources, on_progress)
         return await self.push_hashed(

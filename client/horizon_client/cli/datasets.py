@@ -62,11 +62,12 @@ def dataset() -> None:
 Example:
   horizon dataset push train.jsonl --name notes
   horizon dataset push gsm8k.parquet --name gsm8k --map prompt=question --map completion=answer
+  horizon dataset push corpus/ --name corpus
 
 \b
-Files: .jsonl .json .parquet .txt, also with .gz or .zst; a folder stands for
-those in it. What the server has already does not travel again, and after an
-interruption the same command goes on where it stopped."""
+Files: .jsonl .ndjson .json .txt, also with .gz or .zst, and .parquet; a folder
+stands for those in it and below. What the server has from you already does not
+travel again, and after an interruption the same command goes on where it stopped."""
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--name", help="Name of the dataset. Default: the first file's, without its endings.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from horizon_server.blobs.disk import Disk
@@ -25,6 +26,7 @@ class Part:
         self._descriptor = descriptor
         self._disk = disk
         self._hash = hashlib.sha256()
+        self._sync_failed = False
         self.size_bytes = os.fstat(descriptor).st_size
         self.committed_bytes = self.size_bytes
 
@@ -61,12 +63,24 @@ class Part:
         Thread: may run while another thread appends.
         """
         size_bytes = self.size_bytes
-        if self.committed_bytes < size_bytes:
+        if self.committed_bytes == size_bytes:
+            return
+        try:
             self._disk.sync(self._descriptor)
-            self.committed_bytes = size_bytes
+        except OSError:
+            self._sync_failed = True
+            raise
+        self.committed_bytes = size_bytes
 
-    def rewind(self) -> None:
-        """Drop what is not durable, after a write or a sync has failed: a retry then goes on from the end."""
+    def settle(self) -> None:
+        """After a failure, end at the last whole piece where it can be made durable, else at the last durable byte.
+
+        A sync that failed is not tried again: the system forgets what it could not write, and the next one succeeds without it.
+        """
+        os.ftruncate(self._descriptor, self.size_bytes)
+        if not self._sync_failed:
+            with suppress(OSError):
+                self.sync()
         os.ftruncate(self._descriptor, self.committed_bytes)
         self.size_bytes = self.committed_bytes
 

@@ -49,7 +49,7 @@ class PartWriter:
             self._syncing = _start(self._part.sync)
 
     async def finish(self) -> None:
-        """Write what is held, and make everything durable. Where that fails, the part ends at its last durable byte.
+        """Write what is held, and make everything durable. Where that fails, the part ends at what is.
 
         Raises:
             OSError: why it failed.
@@ -62,7 +62,7 @@ class PartWriter:
             await in_thread(self._part.sync)
         except OSError:
             await self._let_go()
-            await in_thread(self._part.rewind)
+            await in_thread(self._part.settle)
             raise
 
     def _write_held(self) -> None:

@@ -6,7 +6,7 @@ makes Arrow allocate inside one batch is bounded by the process that reads it, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile, Row
@@ -25,7 +25,7 @@ def parquet_columns(file: DataFile) -> list[str]:
 
     Raises: InvalidData when it cannot be read.
     """
-    return [str(name) for name in _open(file).schema_arrow.names]
+    return _names(file, _open(file))
 
 
 def read_parquet(file: DataFile, columns: Collection[str] | None) -> Iterator[Row]:
@@ -34,7 +34,7 @@ def read_parquet(file: DataFile, columns: Collection[str] | None) -> Iterator[Ro
     Raises: InvalidData, also while reading, when the file is damaged or expands beyond its allowance.
     """
     table = _open(file)
-    names = [str(name) for name in table.schema_arrow.names]
+    names = _names(file, table)
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidData(f"{file.name} has two columns {twice!r:.40}; rename one")
@@ -45,15 +45,40 @@ def read_parquet(file: DataFile, columns: Collection[str] | None) -> Iterator[Ro
         for encoded in _batches(file, table, group, wanted):
             batch = _without_dictionaries(file, encoded)
             allowance.take(batch.nbytes)
+            padded = [field.name for field in batch.schema if _struct_depth(field.type) > 1]
             for columns_of_row, num_bytes in _rows(batch):
                 number += 1
-                yield _row(number, columns_of_row, num_bytes)
+                yield _row(number, columns_of_row, num_bytes, padded)
 
 
-def _row(number: int, columns: dict[str, Any] | str, num_bytes: int) -> Row:
+def _names(file: DataFile, table: Any) -> list[str]:
+    return _telling(file, lambda: [str(name) for name in table.schema_arrow.names])
+
+
+def _row(number: int, columns: dict[str, Any] | str, num_bytes: int, padded: Sequence[str]) -> Row:
     if isinstance(columns, str):
         return Row.refused(number, columns, unit="row")
+    for name in padded:
+        columns[name] = _without_nulls(columns[name])
     return Row(number=number, columns=columns, num_bytes=num_bytes, unit="row")
+
+
+def _struct_depth(kind: Any) -> int:
+    from pyarrow import types
+
+    inner = [_struct_depth(kind.field(i).type) for i in range(kind.num_fields)] if types.is_nested(kind) else []
+    return max(inner, default=0) + bool(types.is_struct(kind))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that a struct has only because another row needs them: a table writes null into all of them.
+
+    One level down that changes nothing, as formats take null for absent. Deeper it would: the arguments of one tool call would
+    show up, as nulls, in those of every other.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _open(file: DataFile) -> Any:
@@ -139,7 +164,7 @@ def _telling(file: DataFile, call: Callable[[], ResultT]) -> ResultT:
         raise InvalidData(
             f"{file.name} holds rows that take more memory than there is ({error}); write smaller ones"
         ) from error
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InvalidData(f"{file.name} cannot be read as Parquet: {error!s:.300}; write it again") from error

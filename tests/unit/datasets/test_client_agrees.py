@@ -13,7 +13,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from horizon_client.dataset_files import check_dataset_files, dataset_files
+from horizon_client.dataset_files import check_dataset_files
+from horizon_client.dataset_sources import dataset_sources
 from horizon_client.errors import BadFile
 from horizon_client.progress import ignore_progress
 from horizon_server.datasets.data_file import DataFile
@@ -52,7 +53,7 @@ def server_takes(paths: list[Path], fmt: str, field_map: dict[str, str]) -> bool
 
 
 def client_check(paths: list[Path], fmt: str, field_map: dict[str, str]) -> None:
-    sources = dataset_files([str(path) for path in paths])
+    sources = dataset_sources([str(path) for path in paths])
     asyncio.run(check_dataset_files(sources, ignore_progress, format=fmt, field_map=field_map))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.message_checks import is_trainable
 from horizon_server.datasets.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
 from horizon_server.datasets.row_checks import check_row
-from horizon_server.datasets.rows import Row
+from horizon_server.datasets.rows import read_rows
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 filled = texts.filter(lambda text: text.strip() != "")
@@ -73,6 +76,46 @@ def test_tokens_keep_ids_and_labels(tokens: list[tuple[int, bool]]) -> None:
     assert read("tokens", {"input_ids": ids}) == Tokens(input_ids=ids, labels=ids)
     labels = [token if trained else -100 for token, trained in tokens[:-1]] + [ids[-1]]
     assert read("tokens", {"input_ids": ids, "labels": labels}) == Tokens(input_ids=ids, labels=labels)
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "tool"]), "content": texts},
+        optional={"weight": st.sampled_from([0, 1]), "name": filled},
+    ),
+    max_size=3,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"city": filled},
+        optional={"day": st.integers(0, 9), "where": st.fixed_dictionaries({"x": filled}, optional={"y": filled})},
+    ).map(lambda arguments: {"type": "function", "function": {"name": "f", "arguments": arguments}}),
+    min_size=1,
+    max_size=2,
+)
+
+
+@given(
+    chats=st.lists(st.tuples(MESSAGES, CALLS | st.none(), filled), min_size=1, max_size=4),
+    ids=st.lists(st.lists(st.integers(0, 99), min_size=2, max_size=5), min_size=1, max_size=4),
+)
+def test_a_table_means_what_its_rows_mean(
+    tmp_path_factory: pytest.TempPathFactory,
+    chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]],
+    ids: list[list[int]],
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "same.parquet"
+    replies = [
+        {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}) for _, calls, text in chats
+    ]
+    rows = [{"messages": [*before, reply]} for (before, _, _), reply in zip(chats, replies, strict=True)]
+    tokens = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
+    for fmt, written in ((DatasetFormat.MESSAGES, rows), (DatasetFormat.TOKENS, tokens)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), path)
+        found = list(read_rows(DataFile.at(path)))
+        assert [check_row(row, fmt, {}) for row in found] == [[]] * len(written)
+        read_back = [normalise(row.columns, fmt, {}) for row in found]
+        assert read_back == [read(fmt.value, row) for row in written]
 
 
 def test_the_input_of_alpaca_follows_its_instruction() -> None:
