@@ -20,10 +20,10 @@ import time
 from itertools import chain
 from pathlib import Path
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_model

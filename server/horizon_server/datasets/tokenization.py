@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from horizon_server.datasets.chat_template import Span
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.documents import Document, Ids, split
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.held_out import is_held_out, row_content
@@ -20,7 +21,6 @@ from horizon_server.datasets.normalise import NormalRow, Tokens, normalise
 from horizon_server.datasets.preparation import PrepareOptions
 from horizon_server.datasets.rendering import RenderedRow, RowRenderer
 from horizon_server.datasets.row_checks import UNTRAINED, check_row
-from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_blocks import blocks_of
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.errors import FieldViolation, InvalidData

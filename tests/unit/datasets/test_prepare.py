@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.documents import TextSplitter
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import RowTokenizer
 
