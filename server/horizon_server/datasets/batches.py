@@ -58,7 +58,7 @@ class Batches:
         tokenizer = RowTokenizer(self._codec, options, dataset_format)
 
         def tokenized(rows: list[Row]) -> TokenBatch:
-            return TokenBatch().add_rows(map(tokenizer.tokenize, rows))
+            return TokenBatch().add_rows(tokenizer.tokenize(rows))
 
         rows = read_rows(file, columns_of(dataset_format, options.field_map))
         yield from ordered_map(tokenized, _grouped(rows), num_processes=self._processes_for(file))
