@@ -20,6 +20,9 @@ def test_rows_that_did_not_go_through_whole_and_how_full_the_packed_ones_are() -
 
 
 def test_the_events_of_a_preparation_read_as_sentences() -> None:
-    assert event_line(PrepareEvent(done_rows=300, total_rows=7473, report={})) == "preparing data: 300 of 7,473 rows"
-    done = PrepareEvent(done_rows=7473, total_rows=7473, report=REPORT)
+    assert (
+        event_line(PrepareEvent(sequence=1, time=None, done_rows=300, total_rows=7473, report={}))
+        == "preparing data: 300 of 7,473 rows"
+    )
+    done = PrepareEvent(sequence=1, time=None, done_rows=7473, total_rows=7473, report=REPORT)
     assert event_line(done) == "data prepared: 7,473 rows, 1,200,000 tokens (700,000 trained)"
