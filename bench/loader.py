@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from bench.models import qwen3_config, random_store
 from bench.tokenisation import SHARED, write_chats
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice

@@ -20,10 +20,10 @@ import time
 from itertools import chain
 from pathlib import Path
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_model
@@ -76,7 +76,7 @@ def prepare_all(model: Path, data: Path, num_processes: int) -> dict[str, float]
             dataset_files=(DataFile.at(data),),
             model_dir=model,
             output_dir=Path(folder) / "prepared",
-            options=PrepareOptions(format=DatasetFormat.MESSAGES),
+            options=PrepareOptions(format=DatasetFormat.MESSAGES, sequence_length=8192),
         )
         started_s, started_cpu_s = time.perf_counter(), _cpu_s()
         report = prepare(request, on_progress=lambda _: None, num_processes=num_processes)
@@ -112,7 +112,8 @@ def main() -> None:
             write_chats(data, TOTAL_BYTES, exchanges=exchanges)
             for num_processes in dict.fromkeys((1, available_cpus())):
                 print(
-                    f"| {exchanges} questions | {num_processes} | {_compared(model, data, num_processes)} |", flush=True
+                    f"| {exchanges} question{'s' * (exchanges > 1)} | {num_processes} | {_compared(model, data, num_processes)} |",
+                    flush=True,
                 )
 
 

@@ -259,6 +259,8 @@ class Job:
     plan: MemoryPlan | None = field(metadata={"of": MemoryPlan})
     last_sequence: int
     eta: float | None
+    data_report: Mapping[str, int] = field(default_factory=dict)
+    """What the preparation made of the dataset: rows, tokens, trained_tokens, error_rows, eval_rows, ...; empty until then."""
 
     @property
     def name(self) -> str:

@@ -108,11 +108,15 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptReady:
-    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe."""
+    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe.
+
+    `packed_rows` are the rows that an epoch's documents were packed into.
+    """
 
     step: int
     num_steps: int
     device: str
+    packed_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_server.accounts.principal import Principal
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import (
     PrepareOptions,
@@ -17,7 +18,6 @@ from horizon_server.datasets.preparation import (
     tokenizer_digest,
 )
 from horizon_server.datasets.records import DatasetRecord
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall

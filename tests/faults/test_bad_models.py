@@ -116,6 +116,10 @@ def _bad_files(node: Node) -> dict[str, tuple[dict[str, bytes], str]]:
             {**files, "config.json": edited_config(node.model, num_hidden_layers=5)},
             "the config says num_hidden_layers = 5",
         ),
+        "vocabulary": (
+            {**files, "config.json": edited_config(node.model, vocab_size=7)},
+            "model.embed_tokens.weight has shape",
+        ),
         "encoder": ({**files, "config.json": edited_config(node.model, is_encoder_decoder=True)}, "decoder-only"),
         "int8": (
             {**files, WEIGHTS: edited_header(weights, lambda h: h[deep].update(dtype="I16"))},
@@ -135,6 +139,7 @@ BAD = [
     "config-not-json",
     "no-model-type",
     "layers",
+    "vocabulary",
     "encoder",
     "int8",
 ]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.data import PreparedDataset, StepPlan
 

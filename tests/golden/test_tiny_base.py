@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch

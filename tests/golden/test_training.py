@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 MAX_GRAD_NORM = 1.8
+"""Clips some steps of these models; 1.0 would clip them all, as it does in `test_tiny_base`."""
 WEIGHTS_AND_MOMENTS = ("hi", "lo", "exp_avg", "exp_avg_sq")
 
 

@@ -46,6 +46,11 @@ def test_rows_are_held_out_left_out_and_told(
         assert (report["rows"], report["error_rows"]) == (61, 1)
         assert 5 < report["eval_rows"] < 30
         assert report["documents"] + report["eval_rows"] == 60
+        told = dict(client.jobs.get(job.job_id).data_report)
+        packed_rows = told.pop("packed_rows")
+        assert told == report
+        assert report["tokens"] <= packed_rows * report["sequence_length"]
+        assert report["tokens"] > 0.8 * packed_rows * report["sequence_length"]
         warnings = [event.text for event in events if event.kind == "message" and event.level == "warning"]
         assert len(warnings) == 1
         assert warnings[0].startswith("1 of 61 rows are left out:\nline[11] has ")

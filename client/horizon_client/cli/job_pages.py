@@ -10,6 +10,8 @@ from horizon_client.cli.output import View, table, terminal_width
 from horizon_client.cli.text import age_text, bytes_text, clean, count_text, duration_text, time_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from horizon_client.resources import Job, MemoryPlan
 
 
@@ -49,6 +51,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
             ("speed", f"{step.tokens_per_second:,.0f} tokens/s"),
             ("overlap", f"{100 * step.overlap_ratio:.0f}%"),
         ]
+    facts.append(("data", data_text(job.data_report)))
     if job.plan is not None:
         device = f", {bytes_text(job.plan.device_total_bytes)} on the device" if job.plan.device == "cuda" else ""
         facts.append(("planned memory", f"{bytes_text(job.plan.host_total_bytes)} on the host{device}"))
@@ -94,6 +97,22 @@ def speed_text(plan: MemoryPlan) -> str:
     if plan.prediction is None:
         return ""
     return f"{plan.prediction.tokens_per_second:,.0f} tokens/s (bound by {clean(plan.prediction.bound)})"
+
+
+def data_text(report: Mapping[str, int]) -> str:
+    """Return what the preparation made of the dataset in words; empty until there is something to say."""
+    if not report:
+        return ""
+    told = [
+        f"{count_text(report.get('rows', 0))} rows",
+        f"{count_text(report.get('tokens', 0))} tokens ({count_text(report.get('trained_tokens', 0))} trained)",
+    ]
+    rest = (("truncated_rows", "truncated"), ("error_rows", "left out"), ("eval_rows", "held out"))
+    told += [f"{count_text(report[name])} {word}" for name, word in rest if report.get(name)]
+    room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
+    if room:
+        told.append(f"packed to {report.get('tokens', 0) / room:.1%}")
+    return ", ".join(told)
 
 
 def _verdict(plan: MemoryPlan) -> str:

@@ -426,6 +426,22 @@ class Job(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class DataReportEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     JOB_ID_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
@@ -443,6 +459,7 @@ class Job(google.protobuf.message.Message):
     PLAN_FIELD_NUMBER: builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: builtins.int
     ETA_FIELD_NUMBER: builtins.int
+    DATA_REPORT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -491,6 +508,12 @@ class Job(google.protobuf.message.Message):
     def eta(self) -> google.protobuf.duration_pb2.Duration:
         """Estimated time to the end; unset when unknown."""
 
+    @property
+    def data_report(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """What the data preparation made of the dataset, by name as in PrepareEvent.report, and packed_rows: the rows of at most sequence_length
+        tokens that an epoch is packed into. Empty until prepared.
+        """
+
     def __init__(
         self,
         *,
@@ -511,9 +534,10 @@ class Job(google.protobuf.message.Message):
         plan: global___MemoryPlan | None = ...,
         last_sequence: builtins.int = ...,
         eta: google.protobuf.duration_pb2.Duration | None = ...,
+        data_report: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "plan", b"plan", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step"]) -> None: ...
 
 global___Job = Job
 
@@ -872,7 +896,9 @@ class PrepareEvent(google.protobuf.message.Message):
     """Rows in all; 0 while unknown."""
     @property
     def report(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """The final report by name (rows, tokens, trained_tokens, truncated_rows); empty until done."""
+        """The final report by name (rows, documents, tokens, trained_tokens, truncated_rows, truncated_tokens, error_rows, eval_rows, ...);
+        empty until done.
+        """
 
     def __init__(
         self,

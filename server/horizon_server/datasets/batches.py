@@ -8,12 +8,14 @@ from __future__ import annotations
 import array
 from collections.abc import Iterable, Iterator, Sequence
 
+from horizon_server.datasets.containers import Container
+from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.documents import Document, TextSplitter
 from horizon_server.datasets.formats import check_field_map, columns_of
 from horizon_server.datasets.held_out import is_held_out
 from horizon_server.datasets.ordered_map import ordered_map
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rows import Container, DataFile, Row, read_rows, read_text, resolve_format
+from horizon_server.datasets.rows import read_rows, read_text, resolve_format
 from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.token_batch import TokenBatch
@@ -56,7 +58,7 @@ class Batches:
         tokenizer = RowTokenizer(self._codec, options, dataset_format)
 
         def tokenized(rows: list[Row]) -> TokenBatch:
-            return TokenBatch().add_rows(map(tokenizer.tokenize, rows))
+            return TokenBatch().add_rows(tokenizer.tokenize(rows))
 
         rows = read_rows(file, columns_of(dataset_format, options.field_map))
         yield from ordered_map(tokenized, _grouped(rows), num_processes=self._processes_for(file))

@@ -1,6 +1,6 @@
 """Has a child process check the files of a dataset, so that no file can take the daemon's time, memory or life.
 
-Owns the request and the answer that cross to `datasets.check` and back. The daemon imports neither Arrow nor any row.
+Owns the request and the answer that cross to `datasets.check` and back. The daemon loads no Arrow and parses no row.
 """
 
 from __future__ import annotations

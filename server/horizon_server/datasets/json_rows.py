@@ -94,29 +94,32 @@ class _ArrayReader:
         self._ended = False
 
     def rows(self) -> Iterator[Row]:
-        number = 1
+        number = 0
         try:
-            opening = self._take()
-            assert opening == "[", "only arrays are read with this reader"
-            if self._peek() == "]":
-                self._take()
-            else:
-                while True:
-                    yield self._element(number)
-                    separator = self._take()
-                    if separator == "]":
-                        break
-                    number += 1
-                    if separator != ",":
-                        found = repr(separator) if separator else "the end of the file"
-                        raise _Broken(f"must follow a comma, but {found} stands there (line {self._line(self._at)})")
-            number += 1
+            for row in self._elements():
+                number = row.number
+                yield row
             if self._peek():
                 raise _Broken(
                     f"stands behind the end of the array (line {self._line(self._at)}); a file holds one array"
                 )
         except _Broken as error:
-            yield Row.refused(number, f"{error}; nothing behind it was read", unit="row")
+            yield Row.refused(number + 1, f"{error}; nothing behind it was read", unit="row")
+
+    def _elements(self) -> Iterator[Row]:
+        opening = self._take()
+        assert opening == "[", "only arrays are read with this reader"
+        if self._peek() == "]":
+            self._take()
+            return
+        number, separator = 0, ","
+        while separator != "]":
+            if separator != ",":
+                found = repr(separator) if separator else "the end of the file"
+                raise _Broken(f"must follow a comma, but {found} stands there (line {self._line(self._at)})")
+            number += 1
+            yield self._element(number)
+            separator = self._take()
 
     def _element(self, number: int) -> Row:
         self._peek()

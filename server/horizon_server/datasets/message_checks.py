@@ -6,7 +6,7 @@ Owns roles, keys and tool calls, and the sentence for each way in which they are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ def check_messages(path: str, messages: object, *, sharegpt: bool) -> list[Probl
     if not problems and not learnable:
         problems.append((path, "has nothing to learn: no assistant message with text and a weight other than 0"))
     return problems
+
+
+def opens_with_system(conversation: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a checked ShareGPT conversation begins with its own system message."""
+    return bool(conversation[0][sharegpt_spelling(conversation[0]).speaker] == "system")
 
 
 def check_tools(path: str, tools: object) -> list[Problem]:

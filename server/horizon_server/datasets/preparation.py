@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.rows import DataFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 
 PREPARATION_VERSION = 2

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import METHODS, TRAIN_ON, PrepareOptions
-from horizon_server.datasets.rows import DataFile
 from horizon_server.errors import FieldViolation, InvalidSpec, WorkerFailed
 
 MAX_ROWS = 100

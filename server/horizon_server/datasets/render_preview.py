@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from horizon_server.datasets.containers import Container
+from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.documents import Document, TextSplitter
 from horizon_server.datasets.formats import columns_of
 from horizon_server.datasets.preparation import PrepareOptions
@@ -29,7 +31,7 @@ from horizon_server.datasets.preview import (
     PreviewSpan,
     rows_to_json,
 )
-from horizon_server.datasets.rows import Container, DataFile, Row, read_rows, read_text, resolve_format
+from horizon_server.datasets.rows import read_rows, read_text, resolve_format
 from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import RowTokenizer, ShownRow, TextSpan

@@ -7,16 +7,14 @@ around a text by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from horizon_server.datasets.chat_template import ChatTemplate, Span
 from horizon_server.datasets.normalise import Chat, Pair, Text
 from horizon_server.datasets.preparation import PrepareOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedText:
+class RenderedText(NamedTuple):
     """A text that is encoded by itself, and the characters of it that are trained."""
 
     text: str
@@ -28,8 +26,7 @@ class RenderedText:
         return self.spans == ((0, len(self.text)),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderedRow:
+class RenderedRow(NamedTuple):
     """Texts laid end to end. `bare` asks for the tokens that the tokenizer puts around a text that no template has rendered."""
 
     texts: tuple[RenderedText, ...]

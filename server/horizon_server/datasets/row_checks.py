@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.message_checks import check_messages, check_tools
-from horizon_server.datasets.rows import Row
+from horizon_server.datasets.message_checks import check_messages, check_tools, opens_with_system
 from horizon_server.datasets.values import Problem, check_learnable, check_string, listed, shown
 from horizon_server.errors import FieldViolation
 
@@ -45,6 +45,9 @@ def _check_sharegpt_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
         return [_missing(column, columns)]
     problems = check_messages(column, columns[column], sharegpt=True)
     problems += _check_optional(columns, field_map, "system", check_string)
+    system = field_map.get("system", "system")
+    if not problems and columns.get(system) and opens_with_system(columns[column]):
+        problems.append((system, f"is given, and {column}[0] is a system message too; keep one of them"))
     return problems + _check_optional(columns, field_map, "tools", check_tools)
 
 

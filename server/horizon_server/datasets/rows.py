@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from horizon_server.datasets.containers import Container, container_of
-from horizon_server.datasets.data_file import DataFile, Row, TextPiece
+from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.formats import DatasetFormat, detect_format, require_columns
 from horizon_server.datasets.json_rows import read_json_array, read_json_lines
 from horizon_server.datasets.parquet_rows import parquet_columns, read_parquet
@@ -16,7 +16,7 @@ from horizon_server.datasets.plain_text import read_text
 from horizon_server.datasets.violations import ViolationTally
 from horizon_server.errors import InvalidData
 
-__all__ = ["Container", "DataFile", "Row", "TextPiece", "read_rows", "read_text", "resolve_format"]
+__all__ = ["read_rows", "read_text", "resolve_format"]
 
 
 def resolve_format(

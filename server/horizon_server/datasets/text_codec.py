@@ -72,6 +72,11 @@ class TextCodec:
         """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def encode_all(self, texts: Sequence[str]) -> list[Any]:
+        """Return `encode` of each text, a little faster."""
+        encodings: list[Any] = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return encodings
+
     def encode_ids(self, text: str) -> list[int]:
         """Return the ids that `encode` gives, faster: which characters they stand for is not kept."""
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from horizon_server.datasets.chat_template import Span
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.documents import Document, Ids, split
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.held_out import is_held_out, row_content
 from horizon_server.datasets.masks import token_mask
 from horizon_server.datasets.normalise import NormalRow, Tokens, normalise
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rendering import RenderedText, RowRenderer
+from horizon_server.datasets.rendering import RenderedRow, RowRenderer
 from horizon_server.datasets.row_checks import UNTRAINED, check_row
-from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_blocks import blocks_of
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.errors import FieldViolation, InvalidData
@@ -67,14 +68,26 @@ class ShownRow:
     violations: tuple[FieldViolation, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive tokens of a row, and the text they were made from where there is one."""
 
     ids: Ids[int]
     trained: bytes
     text: str = ""
     starts: Sequence[int] = ()
+
+
+class _ReadRow(NamedTuple):
+    """A row that was checked and rendered (tokens are not), or what is wrong with it."""
+
+    normal: NormalRow | None = None
+    rendered: RenderedRow | None = None
+    violations: Sequence[FieldViolation] = ()
+
+    @property
+    def masked_texts(self) -> list[str]:
+        """The texts of which some characters are not trained."""
+        return [text.text for text in self.rendered.texts if not text.trained_throughout] if self.rendered else []
 
 
 class RowTokenizer:
@@ -95,33 +108,37 @@ class RowTokenizer:
             )
         self._end = [] if codec.eos_id is None else [codec.eos_id]
 
-    def tokenize(self, row: Row) -> TokenizedRow:
-        """Return the row's documents, or why there are none.
+    def tokenize(self, rows: Sequence[Row]) -> Iterator[TokenizedRow]:
+        """Yield for each row its documents, or why there are none.
 
         Raises: InvalidModel where the tokenizer belongs to another model.
         """
-        problems = check_row(row, self._format, self._options.field_map)
-        if problems:
-            return TokenizedRow(violations=problems)
-        normal = normalise(row.columns, self._format, self._options.field_map)
+        read = [self._read(row) for row in rows]
+        encodings = iter(self._codec.encode_all([text for item in read for text in item.masked_texts]))
+        for row, item in zip(rows, read, strict=True):
+            own = iter([next(encodings) for _ in item.masked_texts])
+            yield self._tokenized(row, item, own)
+
+    def _tokenized(self, row: Row, item: _ReadRow, encodings: Iterator[Any]) -> TokenizedRow:
+        if item.normal is None:
+            return TokenizedRow(violations=item.violations)
         try:
-            fitted = self._fit(row, _joined(self._parts(normal, with_starts=False)))
+            fitted = self._fit(row, _joined(self._parts(item, lambda _: next(encodings), with_starts=False)))
         except InvalidData as error:
-            return TokenizedRow(violations=[row.refusal(f"cannot be used: {error.message:.400}")])
+            return TokenizedRow(violations=[_unusable(row, error)])
         if not self._options.eval_fraction:
             return fitted
-        return replace(fitted, held_out=is_held_out(row_content(normal), self._options.eval_fraction))
+        return replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
 
     def show(self, row: Row) -> ShownRow:
         """Return the row as `tokenize` hands it to training, for people to read."""
-        problems = check_row(row, self._format, self._options.field_map)
-        if problems:
-            return ShownRow(number=row.number, violations=tuple(problems))
+        item = self._read(row)
+        if item.normal is None:
+            return ShownRow(number=row.number, violations=tuple(item.violations))
         try:
-            parts = self._parts(normalise(row.columns, self._format, self._options.field_map), with_starts=True)
+            parts = self._parts(item, self._codec.encode, with_starts=True)
         except InvalidData as error:
-            problem = row.refusal(f"cannot be used: {error.message:.400}")
-            return ShownRow(number=row.number, violations=(problem,))
+            return ShownRow(number=row.number, violations=(_unusable(row, error),))
         whole = _joined(parts)
         fitted = self._fit(row, whole)
         problems = [*fitted.violations, *([fitted.left_out] if fitted.left_out else [])]
@@ -136,15 +153,32 @@ class RowTokenizer:
             violations=tuple(problems),
         )
 
-    def _parts(self, normal: NormalRow, *, with_starts: bool) -> list[_Part]:
-        """Return the tokens of a row in parts that are laid end to end."""
+    def _read(self, row: Row) -> _ReadRow:
+        problems = check_row(row, self._format, self._options.field_map)
+        if problems:
+            return _ReadRow(violations=problems)
+        normal = normalise(row.columns, self._format, self._options.field_map)
         if isinstance(normal, Tokens):
-            return [self._given_tokens(normal)]
-        rendered = self._renderer.render(normal)
-        parts = [part for text in rendered.texts for part in self._encode(text, with_starts=with_starts)]
+            return _ReadRow(normal=normal)
+        try:
+            return _ReadRow(normal=normal, rendered=self._renderer.render(normal))
+        except InvalidData as error:
+            return _ReadRow(violations=[_unusable(row, error)])
+
+    def _parts(self, item: _ReadRow, encode: Callable[[str], Any], *, with_starts: bool) -> list[_Part]:
+        """Return the tokens of a row in parts that are laid end to end."""
+        if isinstance(item.normal, Tokens):
+            return [self._given_tokens(item.normal)]
+        assert item.rendered is not None, "what is no tokens is rendered"
+        parts: list[_Part] = []
+        for text in item.rendered.texts:
+            if text.trained_throughout:
+                parts += self._throughout(text.text, with_starts=with_starts)
+            else:
+                parts.append(_masked(text.text, encode(text.text), text.spans, with_starts=with_starts))
         for part in parts:
             self._codec.check_ids(part.ids)
-        if not rendered.bare:
+        if not item.rendered.bare:
             return parts
         leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._end)
         return [
@@ -153,25 +187,13 @@ class RowTokenizer:
             _Part(ids=trailing, trained=b"\1" * len(trailing)),
         ]
 
-    def _encode(self, rendered: RenderedText, *, with_starts: bool) -> Iterator[_Part]:
-        if not rendered.trained_throughout:
-            yield self._masked(rendered.text, rendered.spans, with_starts=with_starts)
-            return
-        for block in blocks_of(rendered.text):
+    def _throughout(self, text: str, *, with_starts: bool) -> Iterator[_Part]:
+        for block in blocks_of(text):
             if with_starts:
-                yield self._masked(block, [(0, len(block))], with_starts=True)
+                yield _masked(block, self._codec.encode(block), [(0, len(block))], with_starts=True)
             else:
                 ids = array.array("i", self._codec.encode_ids(block))
                 yield _Part(ids=ids, trained=b"\1" * len(ids))
-
-    def _masked(self, text: str, spans: Sequence[Span], *, with_starts: bool) -> _Part:
-        encoding = self._codec.encode(text)
-        return _Part(
-            ids=array.array("i", encoding.ids),
-            trained=bytes(token_mask(text, encoding, spans)),
-            text=text,
-            starts=[start for start, _ in encoding.offsets] if with_starts else (),
-        )
 
     def _given_tokens(self, tokens: Tokens) -> _Part:
         size = self._codec.vocab_size
@@ -218,6 +240,19 @@ class RowTokenizer:
             return self._codec.decode(part.ids[begin:end])
         until = part.starts[end] if end < len(part.starts) else len(part.text)
         return part.text[part.starts[begin] if begin else 0 : until]
+
+
+def _masked(text: str, encoding: Any, spans: Sequence[Span], *, with_starts: bool) -> _Part:
+    return _Part(
+        ids=array.array("i", encoding.ids),
+        trained=bytes(token_mask(text, encoding, spans)),
+        text=text,
+        starts=[start for start, _ in encoding.offsets] if with_starts else (),
+    )
+
+
+def _unusable(row: Row, error: InvalidData) -> FieldViolation:
+    return row.refusal(f"cannot be used: {error.message:.400}")
 
 
 def _joined(parts: Sequence[_Part]) -> Document:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.formats import DatasetFormat, check_field_map, columns_of
 from horizon_server.datasets.row_checks import check_row
-from horizon_server.datasets.rows import Container, read_rows, read_text, resolve_format
+from horizon_server.datasets.rows import read_rows, read_text, resolve_format
 from horizon_server.datasets.violations import ViolationTally
 from horizon_server.errors import FieldViolation, InvalidData
 

@@ -49,6 +49,7 @@ class JobStore:
                 queued_s=job.created_s,
                 last_step="",
                 plan=_plan_document(job.plan),
+                data_report=job.data_report or None,
             )
             session.add(row)
             await session.flush()
@@ -146,6 +147,8 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name == "plan":
             row.plan = _plan_document(value)
+        elif name == "data_report":
+            row.data_report = value
         elif name == "last_step":
             row.last_step = "" if value is None else encode(value)
         else:
@@ -186,4 +189,5 @@ def _record(row: JobRow) -> JobRecord:
         job_state=JobState(row.job_state),
         last_step=decode(row.last_step) if row.last_step else None,
         plan=_plan(row.plan),
+        data_report=row.data_report or {},
     )

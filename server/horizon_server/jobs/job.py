@@ -121,6 +121,8 @@ class JobRecord:
     ended_s: float = 0.0
     last_step: StepDone | None = None
     plan: JobPlan | None = None
+    data_report: dict[str, int] = field(default_factory=dict)
+    """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
     last_sequence: int = 0
     queue_position: int = 0
     """From 1 while queued; 0 otherwise. Filled in by the service, not stored."""

@@ -84,6 +84,15 @@ class PreparationCall:
     request: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What was prepared: the folder, that of the rows held out (None where none are), and the counts of the report."""
+
+    folder: Path
+    evaluation: Path | None
+    report: dict[str, int]
+
+
 class PreparationRecipe(Protocol):
     """Says how a dataset is prepared for a model; see `datasets.preparation`."""
 

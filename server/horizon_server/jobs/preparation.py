@@ -11,7 +11,7 @@ from pathlib import Path
 from horizon_server.errors import InvalidData, WorkerFailed
 from horizon_server.events import AttemptEnded, Message, PrepareProgress
 from horizon_server.jobs.child import Child, exit_reason
-from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe
+from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
 
 Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
@@ -37,7 +37,7 @@ class Preparation:
         log: Path,
         environment: Mapping[str, str],
         tell: Tell,
-    ) -> PreparationCall | None:
+    ) -> PreparedData | None:
         """Return what was done, or None when `stop` came first.
 
         Raises:
@@ -55,8 +55,8 @@ class Preparation:
             await self._run_child(path, log, environment, tell)
         if self._stopped:
             return None
-        await _tell_report(call, tell)
-        return call
+        report = await _tell_report(call, tell)
+        return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
 
     def stop(self) -> None:
         """End it; what was half-written has another name and is never taken for whole."""
@@ -90,7 +90,7 @@ class Preparation:
         raise error
 
 
-async def _tell_report(call: PreparationCall, tell: Tell) -> None:
+async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:
     report = json.loads(await asyncio.to_thread((call.target / "report.json").read_text, "utf-8"))
     counts = {name: value for name, value in report.items() if isinstance(value, int)}
     await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
@@ -99,3 +99,4 @@ async def _tell_report(call: PreparationCall, tell: Tell) -> None:
         first = f", the first {len(report['errors'])}" if count > len(report["errors"]) else ""
         head = f"{count} of {report['rows']} rows are left out{first}:"
         await tell(Message(level="warning", text="\n".join([head, *report["errors"]])))
+    return counts

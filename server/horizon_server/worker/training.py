@@ -84,7 +84,14 @@ class Training:
     def run(self) -> bool:
         """Train to the end. Returns False when an order stopped it before."""
         step = self._restore()
-        self._events.send(AttemptReady(step=step, num_steps=self._plan.num_steps, device=self._device.name))
+        self._events.send(
+            AttemptReady(
+                step=step,
+                num_steps=self._plan.num_steps,
+                device=self._device.name,
+                packed_rows=self._plan.num_rows,
+            )
+        )
         if step == 0 and self._evaluation is not None:
             self._evaluate(0)
         saved = step

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import RowTokenizer
 from horizon_server.demo.recipe import write_demo_model
@@ -95,7 +95,7 @@ def masks_of(codec: TextCodec, train_on: str) -> dict[str, Any]:
     options = PrepareOptions(train_on=train_on, sequence_length=4096)
     tokenizer = RowTokenizer(codec, options, DatasetFormat.MESSAGES)
     row = Row(number=1, columns={"messages": CHAT})
-    shown, tokenized = tokenizer.show(row), tokenizer.tokenize(row)
+    shown, tokenized = tokenizer.show(row), next(tokenizer.tokenize([row]))
     assert not tokenized.violations, tokenized.violations
     (document,) = tokenized.documents
     at, spans = 0, []

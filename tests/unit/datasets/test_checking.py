@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from horizon_server.datasets.checking import check_dataset
-from horizon_server.datasets.data_file import DataFile
+from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.validation import DatasetReport, validate_dataset
 from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, WorkerFailed
@@ -77,6 +77,12 @@ async def test_a_table_that_asks_for_all_memory_is_refused(tmp_path: Path) -> No
         await check(put(tmp_path / "a.parquet", sink.getvalue()))
 
 
+async def test_the_row_that_takes_most_memory_is_read(tmp_path: Path) -> None:
+    row = b'{"text": "a", "x": [' + b",".join([b'{"":0}'] * (2 * 2**20)) + b"]}\n"
+    assert 14 * 2**20 < len(row) < MAX_ROW_BYTES
+    assert (await check(put(tmp_path / "a.jsonl", row * 2))).num_rows == 2
+
+
 def checkers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "horizon_server.datasets.check" in child.cmdline()]
 
@@ -86,7 +92,8 @@ async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
     task = asyncio.create_task(check(tmp_path / "a.jsonl"))
     # A pipe opens when both sides are there: the child has begun to read, and gets nothing.
     with await asyncio.to_thread((tmp_path / "a.jsonl").open, "wb"):
-        assert len(checkers()) == 1
+        [checker] = checkers()
+        assert Path(f"/proc/{checker.pid}/oom_score_adj").read_text() == "1000\n"
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -107,7 +114,7 @@ async def test_a_file_that_is_gone_is_no_fault_of_the_data(tmp_path: Path) -> No
         await check(tmp_path / "gone.jsonl")
 
 
-def test_the_daemon_loads_neither_arrow_nor_rows() -> None:
+def test_the_daemon_loads_no_arrow() -> None:
     code = "import sys, horizon_server.main; print([m for m in sys.modules if m.startswith('pyarrow')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.held_out import is_held_out, row_content
 from horizon_server.datasets.normalise import normalise
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
 

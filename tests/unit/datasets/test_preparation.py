@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
-from horizon_server.datasets.rows import DataFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 
 

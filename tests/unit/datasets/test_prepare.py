@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.documents import TextSplitter
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
@@ -296,6 +296,28 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    request = request_for(demo_model, many_rows(tmp_path / "chats.jsonl", 40_000), output=tmp_path / "work" / "out")
+    (tmp_path / "request.json").write_text(request.to_json())
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer), "--processes", "2"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "request.json")], pass_fds=[writer], start_new_session=True
+    ) as process:
+        os.close(writer)
+        with os.fdopen(reader) as events:
+            # The first progress is told when tokens have come from the other processes.
+            assert isinstance(decode(events.readline()), PrepareProgress)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            # The pipe ends when the last process that holds it is gone.
+            assert all(isinstance(decode(line), PrepareProgress) for line in events)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
 def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
@@ -347,11 +369,13 @@ def test_every_chat_format_gives_the_same_tokens(demo_model: Path, tmp_path: Pat
 
 
 def many_rows(path: Path, num_rows: int) -> Path:
-    lines = [
-        json.dumps({"messages": demo_chats()[index % 40] + [{"role": "user", "content": f"{index}"}]})
-        for index in range(num_rows)
-    ]
-    path.write_text("\n".join(lines))
+    chats = demo_chats()[:40]
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [*chats[number % 40], {"role": "user", "content": f"{number}"}]}) + "\n"
+            for number in range(num_rows)
+        )
+    )
     return path
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from horizon_server.datasets import render_preview
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
     MAX_ROW_CHARACTERS,
@@ -23,7 +24,6 @@ from horizon_server.datasets.preview import (
     rows_to_json,
 )
 from horizon_server.datasets.render_preview import render
-from horizon_server.datasets.rows import DataFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidData, WorkerFailed
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.row_checks import check_row
-from horizon_server.datasets.rows import Row
 
 USER = {"role": "user", "content": "What is the weather?"}
 REPLY = {"role": "assistant", "content": "Sunny."}
@@ -124,6 +124,12 @@ def test_a_chat_without_anything_to_learn() -> None:
             "no tool",
         ),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "system": 1}, "system", "must be a string"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "x"}], "system": "b"},
+            "system",
+            "is given, and conversations[0] is a system message too",
+        ),
         ("alpaca", {"instruction": "x", "output": ""}, "output", "is empty; there is nothing to learn"),
         ("alpaca", {"instruction": "x", "output": "y", "input": 5}, "input", "is 5; it must be a string"),
         ("alpaca", {"instruction": "x", "output": "y", "history": ["a"]}, "history[0]", "must be a pair"),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horizon_server.datasets.data_file import Row
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rows import Row
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import RowTokenizer
 
@@ -89,14 +89,14 @@ def test_weights_decide_whatever_is_trained_on(codec: TextCodec) -> None:
 
 
 def test_pretrain_splits_what_sft_cuts(codec: TextCodec) -> None:
-    whole = tokenizer_of(codec, train_on="all").tokenize(row_of(messages=CHAT)).documents[0]
-    pieces = tokenizer_of(codec, method="pretrain", sequence_length=16).tokenize(row_of(messages=CHAT))
+    (whole,) = next(tokenizer_of(codec, train_on="all").tokenize([row_of(messages=CHAT)])).documents
+    pieces = next(tokenizer_of(codec, method="pretrain", sequence_length=16).tokenize([row_of(messages=CHAT)]))
     assert [token for piece in pieces.documents for token in piece.ids] == list(whole.ids)
     assert pieces.num_cut_tokens == 0
     given = [5, 6, 7, 8] * 8
     labels = [-100] * 20 + given[20:]
     masked = tokenizer_of(codec, DatasetFormat.TOKENS, method="pretrain", sequence_length=16)
-    fitted = masked.tokenize(row_of(input_ids=given, labels=labels))
+    fitted = next(masked.tokenize([row_of(input_ids=given, labels=labels)]))
     assert [list(document.ids) for document in fitted.documents] == [given[16:]]  # the first piece trains nothing
     assert fitted.num_cut_tokens == 16
 
@@ -123,7 +123,7 @@ def test_what_is_shown_is_what_is_trained(
     ]
     tokenizer = tokenizer_of(codec, train_on=train_on, sequence_length=limit)
     row = row_of(messages=chat)
-    fitted, shown = tokenizer.tokenize(row), tokenizer.show(row)
+    fitted, shown = next(tokenizer.tokenize([row])), tokenizer.show(row)
     assert shown.num_documents == len(fitted.documents) == (0 if shown.violations else 1)
     assert shown.num_trained_tokens == sum(document.num_targets for document in fitted.documents)
     for document in fitted.documents:
@@ -133,3 +133,14 @@ def test_what_is_shown_is_what_is_trained(
         shown_text = "".join(span.text for span in shown.spans if span.trained)
         decoded = codec.decode(trained_ids)
         assert shown_text == decoded or "\ufffd" in decoded
+
+
+def test_rows_that_are_tokenized_together_are_those_that_are_tokenized_alone(codec: TextCodec) -> None:
+    """Also where some have no texts to encode, and some fail only once they are encoded."""
+    broken = [{"role": "user", "content": 3}]
+    silent = [*CHAT[:2], {"role": "assistant", "content": "x", "weight": 0}, *CHAT[3:4]]
+    rows = [row_of(messages=messages) for messages in (CHAT, broken, CHAT[:3], silent, CHAT[1:])]
+    tokenizer = tokenizer_of(codec)
+    together = list(tokenizer.tokenize(rows))
+    assert together == [next(tokenizer.tokenize([row])) for row in rows]
+    assert [bool(row.documents) for row in together] == [True, False, True, False, True]

@@ -60,6 +60,13 @@ async def test_a_job_comes_back_as_it_was(store: JobStore) -> None:
     assert await store.get("j2") is None
 
 
+async def test_what_the_data_became_is_kept(store: JobStore) -> None:
+    assert (await created(store, "j1")).data_report == {}
+    changed = await store.set("j1", data_report={"rows": 7, "packed_rows": 2})
+    assert changed.data_report == {"rows": 7, "packed_rows": 2}
+    assert await store.get("j1") == changed
+
+
 async def test_the_same_request_gives_the_same_job(store: JobStore) -> None:
     request_id = str(uuid.uuid4())
     first, event = await store.create(job("j1"), request_id=request_id)

@@ -55,6 +55,7 @@ def to_job(job: JobRecord) -> job_pb2.Job:
         plan=to_plan(job.plan) if job.plan else None,
         last_sequence=job.last_sequence,
         eta=_eta(job),
+        data_report=job.data_report,
     )
 
 

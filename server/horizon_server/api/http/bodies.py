@@ -162,6 +162,7 @@ class JobBody(BaseModel):
     last_sequence: int = Field(description="Number of the newest event.")
     last_step: StepBody | None
     plan: PlanBody | None
+    data_report: dict[str, int] = Field(description="Counts of the data preparation; empty until prepared.")
     spec: dict[str, Any] = Field(description="The job spec with every default filled in.")
 
 
@@ -361,6 +362,7 @@ def job_body(job: JobRecord) -> JobBody:
         last_sequence=job.last_sequence,
         last_step=_step_body(step) if step is not None else None,
         plan=_plan_body(job.plan) if job.plan is not None else None,
+        data_report=job.data_report,
         spec=finite(job.spec.to_mapping()),
     )
 

@@ -1,0 +1,17 @@
+"""What `horizon job get` says of a job's data."""
+
+from __future__ import annotations
+
+from horizon_client.cli.job_pages import data_text
+
+REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
+
+
+def test_only_what_there_is_is_told() -> None:
+    assert data_text({}) == ""
+    assert data_text(REPORT) == "7,473 rows, 1,200,000 tokens (700,000 trained)"
+
+
+def test_rows_that_did_not_go_through_whole_and_how_full_the_packed_ones_are() -> None:
+    report = REPORT | {"truncated_rows": 12, "error_rows": 3, "eval_rows": 370, "packed_rows": 1200}
+    assert data_text(report).split(", ")[2:] == ["12 truncated", "3 left out", "370 held out", "packed to 97.7%"]
