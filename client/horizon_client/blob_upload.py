@@ -128,9 +128,10 @@ class BlobUpload:
                 asked_at = time.monotonic()
                 status = await self._calls.query(status.blob)
                 round_trip_s = time.monotonic() - asked_at
-                before_s = listen_s if status.committed_bytes == start else 0.0  # what moved was no refusal
-                longer_s = min(max(2 * before_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
-                listen_s = longer_s if isinstance(error, _StatusLost) else 0.0
+                if status.committed_bytes > start:
+                    listen_s = 0.0  # what moved was not refused
+                if listen_s or isinstance(error, _StatusLost):
+                    listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
             tally.stands_at(file.sha256, status.committed_bytes)
             if status.committed_bytes > start:
                 backoff.succeeded()
