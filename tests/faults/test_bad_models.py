@@ -185,8 +185,26 @@ def test_a_tensor_that_does_not_fit_the_config_is_named(
     assert str(node.daemon.state_dir) not in told[-1]
 
 
+def test_an_architecture_that_nobody_knows_is_named(node: Node, shell: Shell, raw: RawCalls) -> None:
+    files = folder_files(node.model)
+    files["config.json"] = edited_config(node.model, model_type="from-elsewhere")
+    raw.push_model("unknown", files)
+    (shell.home / "job.yaml").write_text(
+        "name: unknown\nmodel: unknown\ndataset: demo-chats\n"
+        "train: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+    )
+
+    done = shell.run("job", "submit", "job.yaml", "--watch")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = next(line for line in done.stdout.splitlines() if "FAILED" in line)
+    assert "model_type is 'from-elsewhere', which is no architecture that transformers" in told
+    assert str(node.daemon.state_dir) not in told
+
+
 def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell, raw: RawCalls) -> None:
     files = folder_files(node.model)
+    _, broken_tensor = without_last_tensor(files[WEIGHTS])
     weights = bytearray(files[WEIGHTS])
     weights[-2:] = b"\xc0\x7f"  # the last element in bfloat16: not a number
     files[WEIGHTS] = bytes(weights)
@@ -198,7 +216,7 @@ def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell
         good = client.jobs.submit({**spec, "name": "after-nan", "model": "demo-model"})
     done = shell.run("job", "watch", broken.job_id)
     assert done.returncode == 1
-    assert "holds NaN or infinite values" in done.stdout.splitlines()[-1]
+    assert f"{broken_tensor} holds NaN or infinite values" in done.stdout.splitlines()[-1]
     assert "last lines of the log" in done.stdout
     assert "Traceback" in shell.works("job", "logs", broken.job_id)
     assert "SUCCEEDED" in shell.works("job", "watch", good.job_id).splitlines()[-1]

@@ -141,7 +141,7 @@ class ChatTemplate:
         end = self._end_of_turn(closed, len(cue))
         if end > len(cue) and text.startswith(closed[:end]):
             return len(cue), end
-        return len(cue), self._end_after_content(messages[index]["content"], index, text, len(cue))
+        return len(cue), self._end_by_token(messages[index], index, text, len(cue))
 
     def _end_of_turn(self, closed: str, start: int) -> int:
         # Generation stops at the token that closes the turn; a line break or an end of text behind it is never generated.
@@ -166,18 +166,16 @@ class ChatTemplate:
         marker = self._end_marker.match(text, _after_space(text, at + len(_PROBE))) if at >= 0 else None
         return marker.group() if marker else ""
 
-    def _end_after_content(self, content: str, index: int, text: str, start: int) -> int:
-        # Some templates write a reply differently once others follow it (they drop its reasoning). The text is right; its end is
-        # where the content ends, plus the end-of-turn token.
-        stripped = content.strip()
-        at = _after_space(text, start)
-        marker = self._end_marker.match(text, _after_space(text, at + len(stripped)))
-        if not stripped or not text.startswith(stripped, at) or marker is None:
+    def _end_by_token(self, message: Message, index: int, text: str, start: int) -> int:
+        # Some templates write a reply differently once others follow it (they drop its reasoning). What the model reads there is what
+        # it would have generated, up to the token that ends every turn.
+        end = text.find(self._usual_end, start) if self._usual_end else -1
+        if end < 0 or self._usual_end in str(message):
             raise InvalidData(
-                f"the model's chat template rewrites messages[{index}].content when other messages follow, so the trained part "
-                f"cannot be found; {_ADD_MARKERS}"
+                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special token tells where it "
+                f"ends, so the trained part cannot be found; {_ADD_MARKERS}"
             )
-        return marker.end()
+        return end + len(self._usual_end)
 
 
 def _after_space(text: str, start: int) -> int:

@@ -29,6 +29,8 @@ OnProgress = Callable[[int], None]
 """Called with the number of rows done."""
 
 _PROGRESS_EVERY_S = 0.25
+_MAX_PROCESSES = 16
+"""Reading and writing is one process's work; it cannot keep more than about so many busy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("request", nargs="?", type=Path, help="file with the request; stdin without it")
     parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write events to")
     parser.add_argument(
-        "--processes", type=int, default=available_cpus(), help="tokenise in so many; all cores by default"
+        "--processes",
+        type=int,
+        default=min(available_cpus(), _MAX_PROCESSES),
+        help="tokenise in so many; all cores by default",
     )
     options = parser.parse_args(arguments)
     # An orderly end, so that half-written files are removed.

@@ -66,6 +66,15 @@ def test_a_reply_that_later_turns_render_differently_is_found_by_its_content() -
     assert trained(FORGETFUL, CHAT[1:]) == [" hello\n<eot>", "<think></think>bye<eot>"]
 
 
+def test_reasoning_that_is_dropped_from_earlier_replies_is_not_trained_there() -> None:
+    dropping = PLAIN.replace(
+        "message['content'] + '<|im_end|>'",
+        "(message['content'] if loop.last or message['role'] == 'user' else message['content'].split('</think>')[-1]) + '<|im_end|>'",
+    )
+    chat = [message | {"content": f"<think>hm</think>{message['content']}"} for message in CHAT[1:]]
+    assert trained(dropping, chat) == [" hello\n<|im_end|>", "<think>hm</think>bye<|im_end|>"]
+
+
 def test_a_template_without_end_tokens_trains_the_whole_turn() -> None:
     source = (
         "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
@@ -100,11 +109,15 @@ def test_templates_that_cannot_be_masked_are_refused_with_the_reason() -> None:
     cue_differs = PLAIN.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>model\n' }}{% endif")
     with pytest.raises(InvalidData, match=r"does not begin with, .* add \{% generation %\} markers"):
         trained(cue_differs)
-    shouting = FORGETFUL.replace(
-        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
-    )
-    with pytest.raises(InvalidData, match=r"rewrites messages\[1\]\.content when other messages follow"):
-        trained(shouting, CHAT[1:])
+    rewriting = FORGETFUL.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '...' }}")
+    no_end = rewriting.replace("<eot>", "")
+    with pytest.raises(
+        InvalidData, match=r"rewrites messages\[1\] when other messages follow, and no special token tells"
+    ):
+        trained(no_end, CHAT[1:])
+    holds_the_end = [CHAT[1], {"role": "assistant", "content": "a<eot>b"}, *CHAT[3:]]
+    with pytest.raises(InvalidData, match=r"rewrites messages\[1\] when other messages follow"):
+        trained(rewriting, holds_the_end)
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}"
     with pytest.raises(InvalidData, match="refuses this chat: start with the user"):
         trained(refusing)

@@ -406,3 +406,18 @@ def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) 
     assert begin == 0
     starts = np.frombuffer(raw[8 + header_bytes :][begin:end], dtype="<i8")
     assert starts.tolist() == [0, header["input_ids"]["shape"][0]]
+
+
+def test_a_text_of_one_token_is_told_not_dropped(bare_model: Path, tmp_path: Path) -> None:
+    """A tokenizer without an end-of-text token leaves it alone, and nothing precedes it."""
+    no_end = tmp_path / "no-end"
+    shutil.copytree(bare_model, no_end)
+    settings_file = no_end / "tokenizer_config.json"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"eos_token": None}))
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "more.txt").write_text("a b c d e f")
+    report, documents = run(request_for(no_end, tmp_path / "one.txt", tmp_path / "more.txt"))
+    assert (len(documents), report.error_rows) == (1, 1)
+    assert report.errors == ("one.txt: the text is one token only; nothing precedes it, so there is nothing to learn",)
+    with pytest.raises(InvalidData, match="the text is one token only"):
+        prepare(request_for(no_end, tmp_path / "one.txt", output=tmp_path / "o"), on_progress=lambda done: None)
