@@ -20,7 +20,10 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "adamw": ("The optimizer kernel against STREAM triad", []),
     "throughput": ("The engine against a plain PyTorch loop", []),
     "host_memory": ("Host memory against the plan, and loading", []),
+    "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "data": ("From a file to micro-batches", []),
+    "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),
 }
 

@@ -20,17 +20,18 @@ from horizon_server.store.ledger import plan_memory
 from horizon_server.store.model_folder import open_model_folder
 
 ROW_TOKENS = 256
+_SHAPES = ["6m", "36m", "40m", "0.6b", "mixtral-56m", "qwen3_moe-43m"]
 
 
 def write_model(folder: Path, shape: str) -> None:
     """A folder as `save_pretrained` writes it, with random weights."""
-    from bench.models import qwen3_config, random_store
+    from bench.models import MOE_SHAPES, moe_config, qwen3_config, random_store
     from horizon_server.engine.template import Template
     from horizon_server.store.checkpoint import export_model
 
     source = folder / "source"
     source.mkdir()
-    config = qwen3_config(shape)
+    config = moe_config(shape) if shape in MOE_SHAPES else qwen3_config(shape)
     config.save_pretrained(source)
     store = random_store(Template.from_config(config), grad_dtype=None)
     export_model(store, folder / "model", source=source)
@@ -91,7 +92,7 @@ def _read_seconds(folder: Path) -> float:
 def main() -> None:
     """Print a line per setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["6m", "36m", "40m", "0.6b"], nargs="*", default=["40m", "0.6b"])
+    parser.add_argument("--shape", choices=_SHAPES, nargs="*", default=["40m", "0.6b"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--measured", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--no-clip", action="store_true", help=argparse.SUPPRESS)

@@ -255,9 +255,12 @@ TRANSFER = (
     ),
     Chart(
         title="Compute",
-        text="Share of the time the compute queue worked.",
+        text="Share of the time the compute queue worked, and the model's own FLOPs of what the device's matrix products reach.",
         unit="percentunit",
-        queries=[(_rate("horizon_compute_seconds_total", "device"), "{{device}}")],
+        queries=[
+            (_rate("horizon_compute_seconds_total", "device"), "{{device}} busy"),
+            (f"horizon_model_flops_utilization_ratio{{{JOB}}}", "{{job_id}} of peak"),
+        ],
     ),
     Chart(
         title="Optimizer",

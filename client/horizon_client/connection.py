@@ -26,8 +26,9 @@ StubT = TypeVar("StubT")
 UNARY_DEADLINE_S = 30.0
 FINALIZE_DEADLINE_S = 1800.0
 """Finalizing reads every row of a dataset, or every header of a model."""
+PREVIEW_DEADLINE_S = 120.0
+"""Rendering may load a large tokenizer first, and waits for its turn."""
 STALL_DEADLINE_S = 120.0
-"""A transfer in which nothing moves for so long is taken for cut."""
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 128 * 1024
@@ -38,12 +39,16 @@ _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long to go on after failures. Waits double from `first_wait_s` to `longest_wait_s`. Units: seconds."""
+    """How long to go on after failures. Waits double from `first_wait_s` to `longest_wait_s`. Units: seconds.
+
+    An upload in which nothing moves for `stall_s` is taken for cut.
+    """
 
     max_attempts: int = 5
     max_elapsed_s: float = 30.0
     first_wait_s: float = 0.25
     longest_wait_s: float = 10.0
+    stall_s: float = STALL_DEADLINE_S
 
 
 UNARY_RETRY = RetryPolicy()

@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from horizon_client.blob_upload import BlobUpload
-from horizon_client.connection import FINALIZE_DEADLINE_S, Connection
+from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import from_message
-from horizon_client.dataset_files import check_dataset_files, dataset_files
+from horizon_client.dataset_files import check_dataset_files
+from horizon_client.dataset_sources import dataset_sources
 from horizon_client.errors import InvalidRequest, Violation
 from horizon_client.job_spec import enum_choices
 from horizon_client.local_files import HashedFile, hash_files
 from horizon_client.paging import all_pages
 from horizon_client.progress import OnNotice, OnProgress, Progress, ignore_notice, ignore_progress
-from horizon_client.resources import Dataset, DatasetPush, PreviewRow
-from horizon_proto.v1 import blob_pb2, dataset_pb2
+from horizon_client.resources import Dataset, DatasetPreview, DatasetPush
+from horizon_proto.v1 import blob_pb2, dataset_pb2, job_pb2
 from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class AsyncDatasets:
             InvalidRequest: with one violation a line, when the server refuses rows.
             HorizonClientError: whatever else the server answers.
         """
-        wire_format = _format_number(format)
-        sources = dataset_files(files)
-        await check_dataset_files(sources, on_progress)
+        wire_format = _enum_number(dataset_pb2.DatasetFormat, "format", format)
+        sources = dataset_sources(files, on_notice)
+        await check_dataset_files(sources, on_progress, format=format, field_map=field_map)
         hashed = await hash_files(sources, on_progress)
         return await self.push_hashed(
             hashed,
@@ -108,11 +109,37 @@ class AsyncDatasets:
         request = dataset_pb2.DeleteDatasetRequest(name=name)
         await self._connection.unary(self._stub().DeleteDataset, request, idempotent=False)
 
-    async def preview(self, name: str, *, model: str, num_rows: int = 3) -> list[PreviewRow]:
-        """Return rows as `model` would see them, with the trained part marked."""
-        request = dataset_pb2.PreviewDatasetRequest(name=name, model=model, num_rows=num_rows)
-        answer = await self._connection.unary(self._stub().PreviewDataset, request)
-        return [from_message(PreviewRow, row) for row in answer.rows]
+    async def preview(
+        self,
+        name: str,
+        *,
+        model: str,
+        num_rows: int = 3,
+        offset: int = 0,
+        train_on: str = "assistant",
+        method: str = "sft",
+        sequence_length: int = 1024,
+    ) -> DatasetPreview:
+        """Return rows as `model` would see them in a job with these options, with the trained part marked.
+
+        `offset` rows are passed over first, counted over all files.
+
+        Raises:
+            InvalidRequest: for options out of range, and when the model cannot render the dataset.
+            NotFound: when there is no such dataset or model.
+            DeadlineExceeded: when rendering takes too long.
+        """
+        request = dataset_pb2.PreviewDatasetRequest(
+            name=name,
+            model=model,
+            num_rows=_in_range("num_rows", num_rows, 1),
+            offset=_in_range("offset", offset, 0),
+            train_on=_enum_number(job_pb2.TrainOn, "train_on", train_on),
+            method=_enum_number(job_pb2.Method, "method", method),
+            sequence_length=_in_range("sequence_length", sequence_length, 1),
+        )
+        answer = await self._connection.unary(self._stub().PreviewDataset, request, deadline_s=PREVIEW_DEADLINE_S)
+        return from_message(DatasetPreview, answer)
 
     async def list(self, *, limit: int | None = None) -> list[Dataset]:
         """Return the caller's datasets, newest first; all of them, or at most `limit`."""
@@ -149,13 +176,24 @@ class _DatasetBlobs:
         writer: Any = self._stub.WriteBlob  # the stubs do not know that the requests may be written one by one
         return writer(metadata=self._connection.metadata)
 
-    def write_request(self, chunk: blob_pb2.BlobChunk) -> dataset_pb2.WriteBlobRequest:
-        return dataset_pb2.WriteBlobRequest(chunk=chunk)
+    def write_request(self) -> dataset_pb2.WriteBlobRequest:
+        return dataset_pb2.WriteBlobRequest()
 
 
-def _format_number(text: str) -> dataset_pb2.DatasetFormat.ValueType:
-    choices = enum_choices(dataset_pb2.DatasetFormat.DESCRIPTOR)
+def _enum_number(enum: Any, field: str, text: str) -> Any:
+    """Return the number of an enumeration's value as users write it: `prompt-completion`."""
+    choices = enum_choices(enum.DESCRIPTOR)
     if text not in choices:
-        problem = f"format is {text!r}; it must be one of {', '.join(choices)}"
-        raise InvalidRequest(problem, violations=[Violation(field="format", description=problem)])
-    return dataset_pb2.DatasetFormat.ValueType(choices[text])
+        raise _invalid(field, f"{field} is {text!r}; it must be one of {', '.join(choices)}")
+    return choices[text]
+
+
+def _in_range(field: str, number: int, least: int) -> int:
+    """Refuse what the wire would take for "not given", or cannot carry; the server knows the upper bounds."""
+    if not least <= number < 2**31:
+        raise _invalid(field, f"{field} is {number}; it must be {least} or more")
+    return number
+
+
+def _invalid(field: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(problem, violations=[Violation(field=field, description=problem)])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_client.dataset_files import check_dataset_files, dataset_files
+from horizon_client.dataset_files import check_dataset_files
+from horizon_client.dataset_sources import dataset_sources
 from horizon_client.datasets import AsyncDatasets
 from horizon_client.errors import AlreadyExists, NotFound
 from horizon_client.local_files import content_digest, hash_files
@@ -96,7 +97,7 @@ class LocalInputs:
         return await _push_named(push, folder, content_digest(files))
 
     async def _push_dataset(self, sources: Sequence[Path], on_progress: OnProgress, on_notice: OnNotice) -> str:
-        found = dataset_files(sources)
+        found = dataset_sources(sources, on_notice)
         await check_dataset_files(found, on_progress)
         files = await hash_files(found, on_progress)
 

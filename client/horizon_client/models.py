@@ -130,5 +130,5 @@ class _ModelBlobs:
         writer: Any = self._stub.WriteModelBlob  # the stubs do not know that the requests may be written one by one
         return writer(metadata=self._connection.metadata)
 
-    def write_request(self, chunk: blob_pb2.BlobChunk) -> model_pb2.WriteModelBlobRequest:
-        return model_pb2.WriteModelBlobRequest(chunk=chunk)
+    def write_request(self) -> model_pb2.WriteModelBlobRequest:
+        return model_pb2.WriteModelBlobRequest()

@@ -66,11 +66,34 @@ class PreviewSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRow:
-    """One row as a model would see it."""
+    """One row as a model would see it: the `number`-th `unit` (line, row, piece) of `file`.
 
+    `num_cut_tokens` are beyond the sequence length. `clipped` says that `spans` end before the row does, to keep the answer small.
+    `problems` say why nothing of it is trained, where that is so.
+    """
+
+    file: str
+    unit: str
+    number: int
     spans: tuple[PreviewSpan, ...] = field(metadata={"of": PreviewSpan})
     num_tokens: int
     num_trained_tokens: int
+    num_cut_tokens: int
+    num_documents: int
+    clipped: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPreview:
+    """Some rows of a dataset of `num_rows`, and the options they were rendered with."""
+
+    rows: tuple[PreviewRow, ...] = field(metadata={"of": PreviewRow})
+    num_rows: int
+    format: str
+    method: str
+    train_on: str
+    sequence_length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +169,8 @@ class EvalEvent:
     step: int
     eval_loss: float
     num_targets: int
+    num_tokens: int
+    duration_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +200,22 @@ JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | Checkp
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """What an optimizer step is expected to take, from the node's measured speed. `bound` is what takes the most of it.
+
+    `total_s` is None where the number of steps is not known before the data is prepared.
+    """
+
+    step_s: float
+    tokens_per_second: float
+    bound: str
+    total_s: float | None
+    peak_flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The ledger of a job: bytes by component on host and device."""
+    """The ledger of a job: bytes by component on host and device. `prediction` is None while the node's speed is not measured."""
 
     host_bytes: Mapping[str, int]
     device_bytes: Mapping[str, int]
@@ -188,6 +227,7 @@ class MemoryPlan:
     message: str
     num_parameters: int
     device: str
+    prediction: StepPrediction | None = field(default=None, metadata={"of": StepPrediction})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +259,8 @@ class Job:
     plan: MemoryPlan | None = field(metadata={"of": MemoryPlan})
     last_sequence: int
     eta: float | None
+    data_report: Mapping[str, int] = field(default_factory=dict)
+    """What the preparation made of the dataset: rows, tokens, trained_tokens, error_rows, eval_rows, ...; empty until then."""
 
     @property
     def name(self) -> str:

@@ -25,6 +25,7 @@ from horizon_client.resources import (
     Checkpoint,
     CheckpointPull,
     Dataset,
+    DatasetPreview,
     DatasetPush,
     Job,
     JobEvent,
@@ -32,7 +33,6 @@ from horizon_client.resources import (
     ModelPush,
     Node,
     PlannedJob,
-    PreviewRow,
 )
 
 ValueT = TypeVar("ValueT")
@@ -258,9 +258,29 @@ class Datasets:
         """Delete a dataset that no job still needs."""
         self._loop.run(self._inner.delete(name))
 
-    def preview(self, name: str, *, model: str, num_rows: int = 3) -> list[PreviewRow]:
-        """Return rows as `model` would see them."""
-        return self._loop.run(self._inner.preview(name, model=model, num_rows=num_rows))
+    def preview(
+        self,
+        name: str,
+        *,
+        model: str,
+        num_rows: int = 3,
+        offset: int = 0,
+        train_on: str = "assistant",
+        method: str = "sft",
+        sequence_length: int = 1024,
+    ) -> DatasetPreview:
+        """Return rows as `model` would see them in a job with these options."""
+        return self._loop.run(
+            self._inner.preview(
+                name,
+                model=model,
+                num_rows=num_rows,
+                offset=offset,
+                train_on=train_on,
+                method=method,
+                sequence_length=sequence_length,
+            )
+        )
 
     def list(self, *, limit: int | None = None) -> list[Dataset]:
         """Return the caller's datasets, newest first."""

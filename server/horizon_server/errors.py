@@ -72,6 +72,12 @@ class UploadInProgress(HorizonError, RuntimeError):
     reason = "UPLOAD_IN_PROGRESS"
 
 
+class Stalled(HorizonError, TimeoutError):
+    """The caller sent nothing for too long, or what was asked for took too long."""
+
+    reason = "STALLED"
+
+
 class RequestIdReused(HorizonError, ValueError):
     """The same request_id came with another body."""
 

@@ -74,11 +74,18 @@ class PrepareProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone:
-    """One evaluation is done; `step` 0 is before the first step."""
+    """One evaluation is done; `step` 0 is before the first step. What the queues did for it is no part of any step's figures."""
 
     step: int
     eval_loss: float
     num_targets: int
+    num_tokens: int = 0
+    duration_s: float = 0.0
+    h2d: TransferFigures = field(default_factory=TransferFigures)
+    d2h: TransferFigures = field(default_factory=TransferFigures)
+    compute_s: float = 0.0
+    optimizer_s: float = 0.0
+    optimizer_exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +108,15 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptReady:
-    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe."""
+    """The worker has loaded everything and starts (or continues after) `step` of `num_steps`. Only on the worker's pipe.
+
+    `packed_rows` are the rows that an epoch's documents were packed into.
+    """
 
     step: int
     num_steps: int
     device: str
+    packed_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +178,7 @@ def decode(line: str | bytes) -> Any:
         plain = json.loads(line)
         kind = _KINDS[plain.pop("kind")]
         for direction in ("h2d", "d2h"):
-            if kind is StepDone and direction in plain:
+            if kind in (StepDone, EvalDone) and direction in plain:
                 plain[direction] = TransferFigures(**plain[direction])
         if kind is AttemptEnded:
             plain["details"] = tuple(plain.get("details", ()))

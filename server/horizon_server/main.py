@@ -35,10 +35,12 @@ from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus, usable_accelerators
 from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.jobs.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.jobs.service import JobService
 from horizon_server.models.service import ModelService
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.previews import Previews
 from horizon_server.resources import NodeResources, PreparationRecipes
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
@@ -140,15 +142,18 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
     num_threads = settings.num_threads or num_cpus()
+    accelerators = await usable_accelerators(child_environment())
+    rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
         arena_limit_bytes=settings.arena_limit(memory.limit_bytes),
         num_threads=num_threads,
-        accelerators=await usable_accelerators(child_environment()),
+        accelerators=accelerators,
+        rates=rates.read,
     )
-    options = WorkerOptions(num_threads=num_threads, environment=child_environment())
+    options = WorkerOptions(num_threads=num_threads, environment=child_environment(), trace=settings.trace_workers)
     recipes = PreparationRecipes(settings.state_dir / "prepared")
 
     def make_attempt(job: JobRecord) -> Attempt:
@@ -169,11 +174,18 @@ async def _wire(settings: Settings, database: Database) -> Parts:
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
+        when_idle=IdleMeasurement(rates, environment=child_environment()),
     )
     jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
     node = NodeFacts(store, state_dir=settings.state_dir, accelerators=await find_accelerators())
     services = Services(
-        accounts=Accounts(AccountStore(database)), jobs=jobs, datasets=datasets, models=models, blobs=uploads, node=node
+        accounts=Accounts(AccountStore(database)),
+        jobs=jobs,
+        datasets=datasets,
+        previews=Previews(resources, folder=settings.state_dir / "previews", environment=child_environment()),
+        models=models,
+        blobs=uploads,
+        node=node,
     )
     return Parts(services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, metrics=metrics)
 

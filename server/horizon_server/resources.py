@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_server.accounts.principal import Principal
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import (
     PrepareOptions,
     PrepareRequest,
+    evaluation_folder,
     is_prepared,
     preparation_key,
     tokenizer_digest,
 )
 from horizon_server.datasets.records import DatasetRecord
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall
@@ -106,6 +107,7 @@ class PreparationRecipes:
             method=spec.method,
             sequence_length=spec.train.sequence_length,
             train_on=spec.train.train_on,
+            eval_fraction=spec.eval_fraction,
         )
         target = self._root / preparation_key(dataset.digest, tokenizer_digest(model), options)
         request = PrepareRequest(
@@ -115,4 +117,9 @@ class PreparationRecipes:
             options=options,
             num_rows=dataset.num_rows,
         )
-        return PreparationCall(target=target, is_whole=is_prepared(target), request=request.to_json())
+        return PreparationCall(
+            target=target,
+            evaluation=evaluation_folder(target, options),
+            is_whole=is_prepared(target, options),
+            request=request.to_json(),
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -45,6 +45,8 @@ class TrainSpec:
     """None turns clipping off."""
     seed: int = 0
     train_on: TrainOn = "assistant"
+    max_skipped_steps: int = 10
+    """After so many skipped steps in a row the job fails with reason DIVERGED."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class JobSpec:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     priority: int = 0
     device: DeviceChoice = "auto"
+    eval_fraction: float = 0.0
+    """Share of the dataset's rows held out for evaluation, chosen by each row's hash. 0 is none; not together with `eval_dataset`."""
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data that `parse_job_spec` turns back into an equal spec."""
@@ -108,6 +112,11 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Check:
         )
 
     return check
+
+
+def _fraction(value: Any) -> str | None:
+    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return None if fine else "must be a number from 0 to below 1"
 
 
 def _optional(inner: Check) -> Check:
@@ -159,6 +168,7 @@ _TRAIN: Mapping[str, Check] = MappingProxyType(
         "max_grad_norm": _optional(_number(0, 1e9, open_low=True)),
         "seed": _whole(0, 2**63 - 1),
         "train_on": _choice(*get_args(TrainOn)),
+        "max_skipped_steps": _whole(1, 100_000_000),
     }
 )
 _CHECKPOINT: Mapping[str, Check] = MappingProxyType(
@@ -175,6 +185,7 @@ _JOB: Mapping[str, Check] = MappingProxyType(
         "eval_every_steps": _whole(0, 100_000_000),
         "priority": _whole(-100, 100),
         "device": _choice(*get_args(DeviceChoice)),
+        "eval_fraction": _fraction,
     }
 )
 
@@ -199,12 +210,7 @@ def parse_job_spec(plain: object) -> JobSpec:
         for name in ("name", "model", "dataset")
         if name not in top
     ]
-    if train.get("epochs") is not None and train.get("max_steps") is not None:
-        violations.append(
-            FieldViolation(
-                field="train.max_steps", description="train.max_steps and train.epochs exclude each other; keep one"
-            )
-        )
+    violations += _contradictions(train, job)
     if violations:
         raise InvalidSpec(_sentence(violations), violations=violations)
     if train.get("epochs") is None and train.get("max_steps") is None:
@@ -214,7 +220,18 @@ def parse_job_spec(plain: object) -> JobSpec:
     for name in ("epochs", "learning_rate", "weight_decay", "eps", "max_grad_norm"):
         if isinstance(train.get(name), int):
             train[name] = float(train[name])
+    if "eval_fraction" in job:
+        job["eval_fraction"] = float(job["eval_fraction"])
     return JobSpec(**job, train=TrainSpec(**train), checkpoint=CheckpointSpec(**checkpoint))
+
+
+def _contradictions(train: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[FieldViolation]:
+    if train.get("epochs") is not None and train.get("max_steps") is not None:
+        text = "train.max_steps and train.epochs exclude each other; keep one"
+        yield FieldViolation(field="train.max_steps", description=text)
+    if job.get("eval_dataset") is not None and job.get("eval_fraction", 0) != 0:
+        text = "eval_fraction and eval_dataset exclude each other; keep one"
+        yield FieldViolation(field="eval_fraction", description=text)
 
 
 def _take_section(top: dict[str, Any], name: str, violations: list[FieldViolation]) -> dict[str, Any]:

@@ -37,11 +37,12 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         max_grad_norm=draw(st.none() | floats(0, 1e9, exclude_min=True)),
         seed=draw(st.integers(0, 2**63 - 1)),
         train_on=draw(st.sampled_from(["assistant", "last-assistant", "all"])),
+        max_skipped_steps=draw(st.integers(1, 100_000_000)),
     )
 
 
 checkpoint_specs = st.builds(CheckpointSpec, every_steps=steps, keep_last=st.integers(1, 1000), keep_best=st.booleans())
-job_specs = st.builds(
+any_job_specs = st.builds(
     JobSpec,
     name=names,
     model=names | st.just("/models/a folder"),
@@ -54,7 +55,9 @@ job_specs = st.builds(
     checkpoint=checkpoint_specs,
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
+    eval_fraction=floats(0, 0.999),
 )
+job_specs = any_job_specs.filter(lambda spec: spec.eval_dataset is None or spec.eval_fraction == 0)
 
 
 @given(job_specs)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import grpc
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from tests.faults.conftest import Node, Shell
 from tests.faults.raw_calls import RawCalls
@@ -40,14 +44,14 @@ def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
         GOOD,
         '{"messages": [{"role": "wizard", "content": "hi"}]}\n',
         GOOD,
-        '{"messages": []}\n',
-        '{"messages": 3}\n',
+        '{"messages": [3]}\n',
+        '{"messages": [{"role": "user", "content": "hi"}]}\n',
     ]
     (shell.home / "rows.jsonl").write_text("".join(lines))
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
     assert "of 3 problems" in sentence or "of 4 problems" in sentence
     assert "line[2].messages[0].role" in sentence
-    assert "line[4].messages" in sentence
+    assert "line[4].messages[0]" in sentence
     assert "line[5].messages" in sentence
     assert "rows' does not exist" in sentence or "UPLOADING" in shell.works("dataset", "get", "rows")
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: rows\n")
@@ -59,7 +63,7 @@ def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: S
     (shell.home / "rows.jsonl").write_text(content)
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "broken")
     assert "line 2: not JSON" in sentence
-    assert "(the first of 2 bad lines)" in sentence
+    assert "(the first of 2 problems)" in sentence
     assert "line 4: each line must be one JSON object" in sentence
     told = raw_refusal(node, "broken", "rows.jsonl", content.encode())
     assert "line[2] is not JSON" in told
@@ -72,7 +76,7 @@ def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: S
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("blank.jsonl", b"\n\n", "holds no rows"),
         ("columns.jsonl", b'{"a": 1}\n', "line 1"),
-        ("rows.parquet", b"PAR1 and more", "which this version does not read"),
+        ("rows.parquet", b"PAR1 and more", "cannot be read as Parquet"),
     ],
 )
 def test_files_without_rows(shell: Shell, name: str, content: bytes, words: str) -> None:
@@ -80,22 +84,38 @@ def test_files_without_rows(shell: Shell, name: str, content: bytes, words: str)
     assert words in shell.fails(2, "dataset", "push", name, "--name", "none")
 
 
-def test_a_row_without_a_trainable_token_fails_the_job_with_its_line(shell: Shell) -> None:
+def test_a_bomb_and_a_table_that_eats_memory_leave_the_daemon_well(shell: Shell) -> None:
+    bomb = pyarrow.Codec("zstd").compress(b" " * 2**28, asbytes=True)
+    (shell.home / "rows.jsonl.zst").write_bytes(bomb)
+    assert "expands to more than" in shell.fails(2, "dataset", "push", "rows.jsonl.zst", "--name", "bomb")
+    once = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 3_000_000, pyarrow.int32()), ["x" * 2**20])
+    lists = pyarrow.ListArray.from_arrays([0, len(once)], once)
+    pq.write_table(pyarrow.table({"input_ids": lists}), shell.home / "rows.parquet", store_schema=False)
+    assert "more memory than there is" in shell.fails(2, "dataset", "push", "rows.parquet", "--name", "table")
+    assert "rows.parquet" in shell.works("dataset", "get", "table")
+
+
+def test_packed_rows_are_told_by_their_number_inside(shell: Shell) -> None:
+    rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": " "}]
+    pq.write_table(pyarrow.Table.from_pylist(rows), shell.home / "rows.parquet")
+    sentence = shell.fails(2, "dataset", "push", "rows.parquet", "--name", "packed")
+    assert "row[2].output is empty; there is nothing to learn in this row (the only problem found)" in sentence
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (shell.home / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    assert "line[2].output is empty" in shell.fails(2, "dataset", "push", "rows.jsonl.gz", "--name", "packed")
+    pq.write_table(pyarrow.Table.from_pylist(rows[:1] * 3), shell.home / "rows.parquet")
+    shell.works("dataset", "push", "rows.parquet", "--name", "packed")
+    ready = json.loads(shell.works("dataset", "get", "packed", "-o", "json"))
+    assert (ready["state"], ready["format"], ready["num_rows"]) == ("READY", "alpaca", 3)
+
+
+def test_a_row_without_anything_to_learn_is_refused_with_its_line(shell: Shell) -> None:
     untrained = (
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "weight": 0}]}\n'
     )
     (shell.home / "rows.jsonl").write_text(GOOD + untrained)
-    pushed = shell.run("dataset", "push", "rows.jsonl", "--name", "untrained")
-    if pushed.returncode:
-        assert "line[2]" in pushed.stderr
-        return
-    (shell.home / "job.yaml").write_text(
-        "name: untrained\nmodel: demo-model\ndataset: untrained\ntrain: {max_steps: 2}\n"
-    )
-    done = shell.run("job", "submit", "job.yaml", "--watch")
-    assert done.returncode == 1
-    assert "line[2]" in done.stdout.splitlines()[-1]
-    assert "FAILED" in done.stdout.splitlines()[-1]
+    sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "untrained")
+    assert "line[2].messages has nothing to learn: no assistant message with text" in sentence
 
 
 def test_a_file_that_is_not_there(shell: Shell, tmp_path: Path) -> None:

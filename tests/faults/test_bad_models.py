@@ -116,6 +116,10 @@ def _bad_files(node: Node) -> dict[str, tuple[dict[str, bytes], str]]:
             {**files, "config.json": edited_config(node.model, num_hidden_layers=5)},
             "the config says num_hidden_layers = 5",
         ),
+        "vocabulary": (
+            {**files, "config.json": edited_config(node.model, vocab_size=7)},
+            "model.embed_tokens.weight has shape",
+        ),
         "encoder": ({**files, "config.json": edited_config(node.model, is_encoder_decoder=True)}, "decoder-only"),
         "int8": (
             {**files, WEIGHTS: edited_header(weights, lambda h: h[deep].update(dtype="I16"))},
@@ -135,6 +139,7 @@ BAD = [
     "config-not-json",
     "no-model-type",
     "layers",
+    "vocabulary",
     "encoder",
     "int8",
 ]
@@ -180,8 +185,26 @@ def test_a_tensor_that_does_not_fit_the_config_is_named(
     assert str(node.daemon.state_dir) not in told[-1]
 
 
+def test_an_architecture_that_nobody_knows_is_named(node: Node, shell: Shell, raw: RawCalls) -> None:
+    files = folder_files(node.model)
+    files["config.json"] = edited_config(node.model, model_type="from-elsewhere")
+    raw.push_model("unknown", files)
+    (shell.home / "job.yaml").write_text(
+        "name: unknown\nmodel: unknown\ndataset: demo-chats\n"
+        "train: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
+    )
+
+    done = shell.run("job", "submit", "job.yaml", "--watch")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = next(line for line in done.stdout.splitlines() if "FAILED" in line)
+    assert "model_type is 'from-elsewhere', which is no architecture that transformers" in told
+    assert str(node.daemon.state_dir) not in told
+
+
 def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell, raw: RawCalls) -> None:
     files = folder_files(node.model)
+    _, broken_tensor = without_last_tensor(files[WEIGHTS])
     weights = bytearray(files[WEIGHTS])
     weights[-2:] = b"\xc0\x7f"  # the last element in bfloat16: not a number
     files[WEIGHTS] = bytes(weights)
@@ -193,7 +216,26 @@ def test_nan_weights_fail_the_job_and_the_queue_goes_on(node: Node, shell: Shell
         good = client.jobs.submit({**spec, "name": "after-nan", "model": "demo-model"})
     done = shell.run("job", "watch", broken.job_id)
     assert done.returncode == 1
-    assert "holds NaN or infinite values" in done.stdout.splitlines()[-1]
+    assert f"{broken_tensor} holds NaN or infinite values" in done.stdout.splitlines()[-1]
     assert "last lines of the log" in done.stdout
     assert "Traceback" in shell.works("job", "logs", broken.job_id)
     assert "SUCCEEDED" in shell.works("job", "watch", good.job_id).splitlines()[-1]
+
+
+def test_a_job_that_only_skips_steps_fails_after_as_many_as_the_spec_allows(
+    node: Node, shell: Shell, raw: RawCalls
+) -> None:
+    files = folder_files(node.model)
+    weights = files[WEIGHTS]
+    (header_bytes,) = struct.unpack("<Q", weights[:8])
+    start = 8 + header_bytes
+    files[WEIGHTS] = weights[:start] + b"\x7f\x7f" * ((len(weights) - start) // 2)  # the largest finite bfloat16
+    raw.push_model("huge-model", files)
+    train = {"max_steps": 9, "sequence_length": 64, "tokens_per_step": 128, "max_skipped_steps": 2}
+    with node.client() as client:
+        job = client.jobs.submit({"name": "huge", "model": "huge-model", "dataset": "demo-chats", "train": train})
+        done = shell.run("job", "watch", job.job_id)
+        ended = client.jobs.get(job.job_id)
+    assert done.returncode == 1
+    assert ended.reason == "DIVERGED"
+    assert "2 steps in a row were skipped up to step 2" in ended.message

@@ -110,3 +110,31 @@ def test_a_disk_that_fills_under_a_running_job(tight_node: Node, small_disk: Pat
         following = client.jobs.submit(spec("following"))
         assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
     assert node.daemon.terminate() == 0
+
+
+@pytest.mark.timeout(120)
+def test_several_files_at_once_that_fit_alone_but_not_together(
+    tight_node: Node, small_disk: Path, tmp_path: Path
+) -> None:
+    node, state = tight_node, tight_node.daemon.state_dir
+    shell = node.shell(tmp_path)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(4):
+        (shards / f"{number}.txt").write_bytes(b"text of shard %d\n" % number * (5 * MIB // 16))
+    ballast = fill(small_disk, leave_bytes=12 * MIB)
+    before = {blob.name for blob in state.glob("blobs/*/*")}
+    sentence = shell.fails(2, "dataset", "push", "shards", "--name", "shards")
+    assert "the node's disk" in sentence
+    assert half_files(state) == []
+    whole = {blob.name for blob in state.glob("blobs/*/*")} - before
+    proofs = {proof.name.partition("-")[0] for proof in state.glob("uploads/ada/*.proved")}
+    assert whole <= proofs, "every content that is there belongs to an upload that goes on or expires"
+
+    ballast.unlink()
+    result = json.loads(shell.works("dataset", "push", "shards", "--name", "shards", "-o", "json"))
+    assert result["dataset"]["state"] == "READY"
+    assert result["sent_bytes"] < result["dataset"]["size_bytes"], "what was durable is gone on with"
+    assert list(state.glob("uploads/*/*")) == []
+    shell.works("dataset", "delete", "shards")
+    assert {blob.name for blob in state.glob("blobs/*/*")} == before

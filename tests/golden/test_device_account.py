@@ -144,7 +144,7 @@ def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("grad_bytes", [4, 0])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mixtral", "qwen3_moe"])
 def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,
@@ -184,3 +184,35 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
         assert on_host[component] == plan.host[component]
     assert on_host.get("activations", 0) == plan.host["activations"] - plan.device["activations"]
     assert on_host["staging"] == plan.host["staging"] - plan.device["weights"] - plan.device["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("mixtral", {"intermediate_size": 256}),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 4}),
+        ("qwen3_moe", {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 4}),
+        ("qwen3_moe", {"moe_intermediate_size": 16, "num_experts": 16, "num_experts_per_tok": 1}),
+    ],
+)
+def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
+    architecture: str,
+    changes: dict[str, int],
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model(architecture, hidden_size=64, head_dim=16, **changes)
+    plan = plan_memory(
+        model.template.layout,
+        model=ModelShape.from_config(model.config.to_dict()),
+        tokens_per_step=220,
+        sequence_length=110,
+        device_kind="host",
+        grad_bytes=4,
+    )
+
+    report = start(model).trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+
+    assert report.device_memory["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)

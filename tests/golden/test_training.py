@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 MAX_GRAD_NORM = 1.8
+"""Clips some steps of these models; 1.0 would clip them all, as it does in `test_tiny_base`."""
 WEIGHTS_AND_MOMENTS = ("hi", "lo", "exp_avg", "exp_avg_sq")
 
 
@@ -251,15 +252,67 @@ def test_a_restored_run_that_updates_in_backward_continues_bit_for_bit(
     assert_same_planes(copy_planes(second.store), copy_planes(straight.store))
 
 
-def test_a_step_without_targets_is_skipped(
-    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_a_batch_without_a_trained_token_is_refused_before_anything_is_touched(
+    max_grad_norm: float | None,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    step_rows: Callable[[int], list[MicroBatch]],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
 ) -> None:
-    row = pack(documents(10))
-    row.labels_T.fill_(-100)
-    run = start(tiny_model("llama"))
+    untrained = [pack(documents(10)), pack(documents(3, 4))]
+    for row in untrained:
+        row.labels_T.fill_(-100)
+    model = tiny_model("llama")
+    stores = [model.store(grad_dtype=torch.float32 if max_grad_norm else None) for _ in range(2)]
+    run, undisturbed = (start(model, store=store, max_grad_norm=max_grad_norm) for store in stores)
+    for each in (run, undisturbed):
+        each.trainer.train_step(step_rows(0))
+    before, state = copy_planes(run.store), run.trainer.state()
 
-    assert run.trainer.train_step([row]).skipped == "no_targets"
-    assert run.trainer.step == 1
+    for attempt in (run.trainer.train_step, run.trainer.evaluate):
+        with pytest.raises(InvalidData, match=r"micro_batches\.labels_T hold no trained token") as caught:
+            attempt(untrained)
+        assert caught.value.violations[0].field == "micro_batches.labels_T"
+
+    assert run.trainer.state() == state
+    reports = [each.trainer.train_step([untrained[0], *step_rows(1)]) for each in (run, undisturbed)]
+    assert (reports[0].loss, reports[0].learning_rate) == (reports[1].loss, reports[1].learning_rate)
+    for each in (run, undisturbed):
+        each.trainer.flush()
+    assert_same_planes(copy_planes(run.store), copy_planes(undisturbed.store))
+    assert not torch.equal(before["lo"], run.store.plane("lo"))
+
+
+@pytest.mark.parametrize("updates_in_backward", [False, True])
+def test_an_evaluation_accounts_for_itself_and_for_the_update_it_waits_for(
+    updates_in_backward: bool,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    step_rows: Callable[[int], list[MicroBatch]],
+) -> None:
+    model, rows = tiny_model("llama"), step_rows(0)
+    store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
+    run = start(model, store=store, max_grad_norm=None if updates_in_backward else 1.0)
+    assert run.trainer.supports_packing
+    first = run.trainer.train_step(rows)
+
+    twice = run.trainer.evaluate([*rows, *rows])
+    second = run.trainer.train_step(rows)
+
+    assert (twice.num_tokens, twice.num_targets) == (2 * first.num_tokens, 2 * first.num_targets)
+    units, fp32_bytes = model.template.layout.units, 4
+    embedded = torch.unique(torch.cat([row.input_ids_T for row in rows])).numel() * model.template.hidden_size
+    one_pass_bytes = (sum(unit.num_elements for unit in units[1:]) + embedded) * fp32_bytes
+    # No more tokens fit at once than in the step before, so the weights cross once for each half.
+    assert twice.transfer["h2d"].bytes == 2 * one_pass_bytes
+    assert twice.transfer["d2h"].bytes == 0
+    assert 0 < twice.compute_s + twice.transfer["h2d"].exposed_s <= twice.duration_s
+    assert second.transfer["h2d"].bytes == first.transfer["h2d"].bytes
+    assert second.compute_s <= second.duration_s
+    if not updates_in_backward:
+        assert twice.optimizer_s > 0, "the first step's update ran, and nobody else tells of it"
 
 
 def test_training_stops_after_too_many_skipped_steps_in_a_row(

@@ -118,6 +118,7 @@ def panels(job_id: str) -> dict[str, str]:
 def test_no_panel_stays_empty(
     daemon: DaemonProcess, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
 ) -> None:
+    daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()
     spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 3})
     with daemon.client(daemon.user("ada")) as client:
@@ -152,7 +153,11 @@ def _says_the_truth(prometheus: Prometheus, client: Client, job_id: str) -> None
     (progress,) = prometheus.now(f'horizon_job_progress_ratio{{job_id="{job_id}"}}')
     job = client.jobs.get(job_id)
     assert 0 < float(progress["value"][1]) <= job.step / job.num_steps
-    assert job.plan is not None
+    assert job.plan is not None and job.plan.prediction is not None
+    starting = next(event for event in client.jobs.watch(job_id) if event.kind == "state" and event.state == "STARTING")
+    assert f"predicted {job.plan.prediction.tokens_per_second:,.0f} tokens/s" in starting.message
+    (utilization,) = prometheus.now(f'horizon_model_flops_utilization_ratio{{job_id="{job_id}"}}')
+    assert 0 < float(utilization["value"][1]) < 1.2, "of a peak that was measured on this machine a moment ago"
     planned = {
         series["metric"]["component"]: float(series["value"][1])
         for series in prometheus.now(f'horizon_host_memory_planned_bytes{{job_id="{job_id}"}}')

@@ -34,7 +34,7 @@ STEP = StepDone(
         STEP,
         StateChanged(job_state="FAILED", reason="WORKER_DIED", message="gone", attempt=2),
         PrepareProgress(done_rows=3, total_rows=9, report={"rows": 9}),
-        EvalDone(step=0, eval_loss=1.25, num_targets=7),
+        EvalDone(step=0, eval_loss=1.25, num_targets=7, num_tokens=9, h2d=TransferFigures(bytes=8, busy_s=0.5)),
         CheckpointWritten(step=5, duration_s=0.5, size_bytes=10, eval_loss=None),
         Message(level="info", text="line\nline"),
         AttemptReady(step=0, num_steps=4, device="host"),

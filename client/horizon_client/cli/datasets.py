@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
+from horizon_client.cli.preview_view import place, print_preview
 from horizon_client.cli.root import Interrupted
 from horizon_client.cli.session import connected
-from horizon_client.cli.text import age_text, bytes_text, clean_block, count_text, time_text
+from horizon_client.cli.text import age_text, bytes_text, count_text, time_text
 from horizon_client.cli.transfer_view import TransferView
 
 if TYPE_CHECKING:
-    from horizon_client.resources import Dataset, PreviewRow
+    from horizon_client.resources import Dataset
     from horizon_client.sync_client import Client
 
 RESUME_HINT = "interrupted; what the server has is kept: the same command goes on from there"
 
 _FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
+_TRAIN_ON = ["assistant", "last-assistant", "all"]
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
 
 _VIEW: View[Dataset] = View(
@@ -62,11 +62,12 @@ def dataset() -> None:
 Example:
   horizon dataset push train.jsonl --name notes
   horizon dataset push gsm8k.parquet --name gsm8k --map prompt=question --map completion=answer
+  horizon dataset push corpus/ --name corpus
 
 \b
-Files: .jsonl .json .parquet .txt, also with .gz or .zst; a folder stands for
-those in it. What the server has already does not travel again, and after an
-interruption the same command goes on where it stopped."""
+Files: .jsonl .ndjson .json .txt, also with .gz or .zst, and .parquet; a folder
+stands for those in it and below. What the server has from you already does not
+travel again, and after an interruption the same command goes on where it stopped."""
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--name", help="Name of the dataset. Default: the first file's, without its endings.")
@@ -147,34 +148,38 @@ def delete(client: Client, name: str, output: str) -> None:
         print_one(gone, _VIEW, output)
 
 
-@dataset.command(epilog="\b\nExample:\n  horizon dataset preview notes --model tiny-base --rows 2")
+@dataset.command(
+    epilog="""\b
+Example:
+  horizon dataset preview notes --model tiny-base -n 2
+  horizon dataset preview notes --model tiny-base --offset 6173 -n 1 --train-on last-assistant
+
+Trained text is green on a terminal. Elsewhere, and with NO_COLOR, it stands
+between [[ and ]]."""
+)
 @click.argument("name")
-@click.option("--model", required=True, help="The pushed model whose chat template renders the rows.")
-@click.option("--rows", "num_rows", type=click.IntRange(1, 100), default=3, show_default=True, help="How many rows.")
+@click.option("--model", required=True, help="The pushed model whose template and tokenizer render the rows.")
+@click.option("-n", "--rows", "num_rows", type=click.IntRange(1, 100), default=3, show_default=True, help="How many.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Rows to pass over first.")
+@click.option(
+    "--train-on", type=click.Choice(_TRAIN_ON), default="assistant", show_default=True, help="As in the job's spec."
+)
+@click.option(
+    "--method", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="As in the job's spec."
+)
+@click.option("--sequence-length", type=click.IntRange(8), default=1024, show_default=True, help="Where rows are cut.")
 @output_option
 @connected
-def preview(client: Client, name: str, model: str, num_rows: int, output: str) -> None:
+def preview(client: Client, name: str, output: str, **options: Any) -> None:
     """Show rows as the model will see them, with the trained part marked."""
-    rows = client.datasets.preview(name, model=model, num_rows=num_rows)
+    shown = client.datasets.preview(name, **options)
     if output in ("json", "yaml"):
-        print_plain(rows, output)
+        print_plain(shown, output)
     elif output == "name":
-        click.echo(client.datasets.get(name).name)
+        for row in shown.rows:
+            click.echo(place(row))
     else:
-        _print_rows(rows)
-
-
-def _print_rows(rows: Sequence[PreviewRow]) -> None:
-    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    click.echo("trained text is green" if in_colour else "trained text stands between [[ and ]]")
-    for number, row in enumerate(rows, start=1):
-        click.echo(f"\n--- row {number}: {row.num_tokens} tokens, {row.num_trained_tokens} trained ---")
-        for span in row.spans:
-            text = clean_block(span.text)
-            if span.trained:
-                text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
-            click.echo(text, nl=False, color=in_colour)
-        click.echo()
+        print_preview(name, shown)
 
 
 def _split_mappings(files: Sequence[str], *, has_map: bool) -> tuple[list[str], list[str]]:

@@ -10,6 +10,8 @@ from horizon_client.cli.output import View, table, terminal_width
 from horizon_client.cli.text import age_text, bytes_text, clean, count_text, duration_text, time_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from horizon_client.resources import Job, MemoryPlan
 
 
@@ -49,9 +51,11 @@ def _facts(job: Job) -> list[tuple[str, str]]:
             ("speed", f"{step.tokens_per_second:,.0f} tokens/s"),
             ("overlap", f"{100 * step.overlap_ratio:.0f}%"),
         ]
+    facts.append(("data", data_text(job.data_report)))
     if job.plan is not None:
         device = f", {bytes_text(job.plan.device_total_bytes)} on the device" if job.plan.device == "cuda" else ""
         facts.append(("planned memory", f"{bytes_text(job.plan.host_total_bytes)} on the host{device}"))
+        facts.append(("predicted speed", speed_text(job.plan)))
     return [(label, value) for label, value in facts if value]
 
 
@@ -80,6 +84,35 @@ def print_plan(plan: MemoryPlan) -> None:
     click.echo(
         f"\n{count_text(plan.num_parameters)} parameters, computed on {clean(plan.device) or 'the node'}: {_verdict(plan)}"
     )
+    if plan.prediction is None:
+        click.echo("no prediction: the node has not measured its speed yet; it does in a quiet moment")
+    else:
+        total_s = plan.prediction.total_s
+        in_all = f", about {duration_text(total_s)} for all steps" if total_s is not None else ""
+        click.echo(f"predicted: {speed_text(plan)}, {plan.prediction.step_s:.3g} s a step{in_all}")
+
+
+def speed_text(plan: MemoryPlan) -> str:
+    """Return the predicted speed in words; empty where the node's speed is not known."""
+    if plan.prediction is None:
+        return ""
+    return f"{plan.prediction.tokens_per_second:,.0f} tokens/s (bound by {clean(plan.prediction.bound)})"
+
+
+def data_text(report: Mapping[str, int]) -> str:
+    """Return what the preparation made of the dataset in words; empty until there is something to say."""
+    if not report:
+        return ""
+    told = [
+        f"{count_text(report.get('rows', 0))} rows",
+        f"{count_text(report.get('tokens', 0))} tokens ({count_text(report.get('trained_tokens', 0))} trained)",
+    ]
+    rest = (("truncated_rows", "truncated"), ("error_rows", "left out"), ("eval_rows", "held out"))
+    told += [f"{count_text(report[name])} {word}" for name, word in rest if report.get(name)]
+    room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
+    if room:
+        told.append(f"packed to {report.get('tokens', 0) / room:.1%}")
+    return ", ".join(told)
 
 
 def _verdict(plan: MemoryPlan) -> str:

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.job_pages import JOB_VIEW, print_plan
+from horizon_client.cli.job_pages import JOB_VIEW, print_plan, speed_text
 from horizon_client.cli.output import notice, output_option, print_list, print_one, print_plain
 from horizon_client.cli.root import Interrupted
 from horizon_client.cli.session import connected
@@ -44,7 +44,7 @@ def job() -> None:
 @output_option
 @connected
 def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> None:
-    """Show how much memory a job would take and whether it fits; queues nothing.
+    """Show how much memory a job would take, whether it fits, and how fast it should be; queues nothing.
 
     Local files named as dataset or model are pushed, because the server needs them to answer.
     """
@@ -103,7 +103,9 @@ def submit(
                 "interrupted; what was uploaded is kept. See 'horizon job list' for whether the job was queued already"
             ) from None
     if output == "table":
-        click.echo(f"submitted {clean(queued.name)} as {queued.job_id}: {_standing(queued)}")
+        speed = speed_text(queued.plan) if queued.plan else ""
+        told = f"; predicted {speed}" if speed else ""
+        click.echo(f"submitted {clean(queued.name)} as {queued.job_id}: {_standing(queued)}{told}")
     else:
         print_one(queued, JOB_VIEW, output)
     if not then_watch:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.text import bytes_text, clean
+from horizon_client.cli.text import bytes_text, clean, duration_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -25,6 +25,7 @@ _VERBS = {
     "download": "downloading",
 }
 _PLAIN_INTERVAL_S = 5.0
+_SHORTEST_FOR_A_RATE_S = 0.5
 
 
 class TransferView:
@@ -38,6 +39,7 @@ class TransferView:
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._last_line_at = 0.0
+        self._phase_began = (0.0, 0)
 
     def __enter__(self) -> TransferView:
         if sys.stderr.isatty():
@@ -81,19 +83,26 @@ class TransferView:
         is_new_phase = progress.phase != self._phase
         if is_new_phase:
             self._phase, self._last_line_at = progress.phase, now
+            self._phase_began = (now, progress.done_bytes)
         is_due = now - self._last_line_at >= _PLAIN_INTERVAL_S
         is_end = 0 < progress.total_bytes == progress.done_bytes
         if is_due or (progress.phase not in ("check", "hash") and (is_new_phase or is_end)):
             self._last_line_at = now
-            click.echo(_sentence(progress), err=True)
+            began_at, began_bytes = self._phase_began
+            click.echo(sentence(progress, progress.done_bytes - began_bytes, now - began_at), err=True)
 
 
-def _sentence(progress: Progress) -> str:
-    verb = _VERBS[progress.phase]
+def sentence(progress: Progress, moved_bytes: int, elapsed_s: float) -> str:
+    """Return one line: how far it is, and the rate and the remaining time once they can be told."""
+    line = f"{_VERBS[progress.phase]} {clean(progress.name)}"
     if not progress.total_bytes:
-        return f"{verb} {clean(progress.name)}"
-    share = 100 * progress.done_bytes // progress.total_bytes
-    return f"{verb} {clean(progress.name)}: {share}% of {bytes_text(progress.total_bytes)}"
+        return line
+    line += f": {100 * progress.done_bytes // progress.total_bytes}% of {bytes_text(progress.total_bytes)}"
+    if moved_bytes <= 0 or elapsed_s < _SHORTEST_FOR_A_RATE_S:
+        return line
+    rate = moved_bytes / elapsed_s
+    left_s = (progress.total_bytes - progress.done_bytes) / rate
+    return f"{line}, {bytes_text(rate)}/s" + (f", {duration_text(left_s)} left" if left_s > 0 else "")
 
 
 def _rich_bar() -> RichProgress:

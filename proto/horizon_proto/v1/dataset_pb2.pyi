@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import horizon_proto.v1.blob_pb2
+import horizon_proto.v1.job_pb2
 import sys
 import typing
 
@@ -532,20 +533,36 @@ class PreviewDatasetRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    TRAIN_ON_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
     name: builtins.str
     """The dataset's name or id."""
     model: builtins.str
     """The model whose template renders it."""
     num_rows: builtins.int
-    """How many rows; default 3."""
+    """How many rows, 1 to 100; default 3."""
+    offset: builtins.int
+    """Rows to pass over first, counted over all files."""
+    train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType
+    """Which tokens a job would train; default assistant."""
+    method: horizon_proto.v1.job_pb2.Method.ValueType
+    """Default sft."""
+    sequence_length: builtins.int
+    """Where a job would cut rows; default 1024."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         model: builtins.str = ...,
         num_rows: builtins.int = ...,
+        offset: builtins.int = ...,
+        train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType = ...,
+        method: horizon_proto.v1.job_pb2.Method.ValueType = ...,
+        sequence_length: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model", b"model", "name", b"name", "num_rows", b"num_rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["method", b"method", "model", b"model", "name", b"name", "num_rows", b"num_rows", "offset", b"offset", "sequence_length", b"sequence_length", "train_on", b"train_on"]) -> None: ...
 
 global___PreviewDatasetRequest = PreviewDatasetRequest
 
@@ -558,13 +575,36 @@ class PreviewRow(google.protobuf.message.Message):
     SPANS_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_TRAINED_TOKENS_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    NUM_CUT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_DOCUMENTS_FIELD_NUMBER: builtins.int
+    CLIPPED_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     """Tokens of the row."""
     num_trained_tokens: builtins.int
     """Tokens with loss."""
+    file: builtins.str
+    """The file it is in."""
+    unit: builtins.str
+    """What `number` counts: line, row, or piece of a plain text."""
+    number: builtins.int
+    """Where in the file it is, from 1."""
+    num_cut_tokens: builtins.int
+    """Tokens beyond the sequence length, which are not trained on and not shown."""
+    num_documents: builtins.int
+    """Documents that it is trained as: several where a long text is split."""
+    clipped: builtins.bool
+    """True when `spans` end before the row does, to keep the answer small."""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PreviewSpan]:
         """The pieces in order."""
+
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why nothing of it is trained, where that is so."""
 
     def __init__(
         self,
@@ -572,8 +612,15 @@ class PreviewRow(google.protobuf.message.Message):
         spans: collections.abc.Iterable[global___PreviewSpan] | None = ...,
         num_tokens: builtins.int = ...,
         num_trained_tokens: builtins.int = ...,
+        file: builtins.str = ...,
+        unit: builtins.str = ...,
+        number: builtins.int = ...,
+        num_cut_tokens: builtins.int = ...,
+        num_documents: builtins.int = ...,
+        clipped: builtins.bool = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "spans", b"spans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clipped", b"clipped", "file", b"file", "num_cut_tokens", b"num_cut_tokens", "num_documents", b"num_documents", "num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "number", b"number", "problems", b"problems", "spans", b"spans", "unit", b"unit"]) -> None: ...
 
 global___PreviewRow = PreviewRow
 
@@ -606,6 +653,21 @@ class PreviewDatasetResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    TRAIN_ON_FIELD_NUMBER: builtins.int
+    METHOD_FIELD_NUMBER: builtins.int
+    SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
+    num_rows: builtins.int
+    """Rows of the dataset."""
+    format: global___DatasetFormat.ValueType
+    """How they are written."""
+    train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType
+    """The options with defaults filled in, as the request names them."""
+    method: horizon_proto.v1.job_pb2.Method.ValueType
+    """See the request."""
+    sequence_length: builtins.int
+    """See the request."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PreviewRow]:
         """The rows."""
@@ -614,7 +676,12 @@ class PreviewDatasetResponse(google.protobuf.message.Message):
         self,
         *,
         rows: collections.abc.Iterable[global___PreviewRow] | None = ...,
+        num_rows: builtins.int = ...,
+        format: global___DatasetFormat.ValueType = ...,
+        train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType = ...,
+        method: horizon_proto.v1.job_pb2.Method.ValueType = ...,
+        sequence_length: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rows", b"rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["format", b"format", "method", b"method", "num_rows", b"num_rows", "rows", b"rows", "sequence_length", b"sequence_length", "train_on", b"train_on"]) -> None: ...
 
 global___PreviewDatasetResponse = PreviewDatasetResponse

@@ -226,6 +226,7 @@ class JobSpec(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    EVAL_FRACTION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -244,6 +245,10 @@ class JobSpec(google.protobuf.message.Message):
     """Higher first, within the project's share; default 0."""
     device: global___DeviceChoice.ValueType
     """Where the layers are computed; default auto."""
+    eval_fraction: builtins.float
+    """Share of the dataset's rows held out for evaluation, chosen by each row's hash; from 0 to below 1; default 0, none; not together
+    with eval_dataset.
+    """
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -266,11 +271,14 @@ class JobSpec(google.protobuf.message.Message):
         checkpoint: global___CheckpointSpec | None = ...,
         priority: builtins.int | None = ...,
         device: global___DeviceChoice.ValueType = ...,
+        eval_fraction: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval_every_steps", b"eval_every_steps", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_eval_fraction", b"_eval_fraction"]) -> typing.Literal["eval_fraction"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
@@ -297,6 +305,7 @@ class TrainSpec(google.protobuf.message.Message):
     NO_CLIPPING_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     TRAIN_ON_FIELD_NUMBER: builtins.int
+    MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """How often each row is seen; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -325,6 +334,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Seed of data order and dropout; default 0."""
     train_on: global___TrainOn.ValueType
     """Which tokens of a chat carry loss; default assistant."""
+    max_skipped_steps: builtins.int
+    """The job fails with reason DIVERGED after so many skipped steps in a row; at least 1; default 10."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -347,15 +358,18 @@ class TrainSpec(google.protobuf.message.Message):
         no_clipping: builtins.bool = ...,
         seed: builtins.int | None = ...,
         train_on: global___TrainOn.ValueType = ...,
+        max_skipped_steps: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eps", b"_eps"]) -> typing.Literal["eps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_skipped_steps", b"_max_skipped_steps"]) -> typing.Literal["max_skipped_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
     @typing.overload
@@ -412,6 +426,22 @@ class Job(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class DataReportEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     JOB_ID_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
@@ -429,6 +459,7 @@ class Job(google.protobuf.message.Message):
     PLAN_FIELD_NUMBER: builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: builtins.int
     ETA_FIELD_NUMBER: builtins.int
+    DATA_REPORT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -477,6 +508,12 @@ class Job(google.protobuf.message.Message):
     def eta(self) -> google.protobuf.duration_pb2.Duration:
         """Estimated time to the end; unset when unknown."""
 
+    @property
+    def data_report(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """What the data preparation made of the dataset, by name as in PrepareEvent.report, and packed_rows: the rows of at most sequence_length
+        tokens that an epoch is packed into. Empty until prepared.
+        """
+
     def __init__(
         self,
         *,
@@ -497,9 +534,10 @@ class Job(google.protobuf.message.Message):
         plan: global___MemoryPlan | None = ...,
         last_sequence: builtins.int = ...,
         eta: google.protobuf.duration_pb2.Duration | None = ...,
+        data_report: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "plan", b"plan", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step"]) -> None: ...
 
 global___Job = Job
 
@@ -551,6 +589,7 @@ class MemoryPlan(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    PREDICTION_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -575,6 +614,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def device_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Device bytes by component: weights, gradients, activations, workspace."""
 
+    @property
+    def prediction(self) -> global___StepPrediction:
+        """How fast it is expected to be; unset while the node's speed has not been measured."""
+
     def __init__(
         self,
         *,
@@ -588,10 +631,48 @@ class MemoryPlan(google.protobuf.message.Message):
         message: builtins.str = ...,
         num_parameters: builtins.int = ...,
         device: builtins.str = ...,
+        prediction: global___StepPrediction | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prediction", b"prediction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class StepPrediction(google.protobuf.message.Message):
+    """StepPrediction is what an optimizer step is expected to take, from the node's measured speed. A job is never refused for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    BOUND_FIELD_NUMBER: builtins.int
+    TOTAL_S_FIELD_NUMBER: builtins.int
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: builtins.int
+    step_s: builtins.float
+    """Seconds of a step."""
+    tokens_per_second: builtins.float
+    """Real tokens per second."""
+    bound: builtins.str
+    """What takes the most of it: compute, h2d, d2h or host memory."""
+    total_s: builtins.float
+    """Seconds of all steps; unset where their number is not known before the data is prepared."""
+    peak_flops_per_s: builtins.float
+    """Floating-point operations per second of the device's matrix products, as measured: what utilisation refers to."""
+    def __init__(
+        self,
+        *,
+        step_s: builtins.float = ...,
+        tokens_per_second: builtins.float = ...,
+        bound: builtins.str = ...,
+        total_s: builtins.float | None = ...,
+        peak_flops_per_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_total_s", b"_total_s", "total_s", b"total_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_total_s", b"_total_s", "bound", b"bound", "peak_flops_per_s", b"peak_flops_per_s", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
+
+global___StepPrediction = StepPrediction
 
 @typing.final
 class TransferFigures(google.protobuf.message.Message):
@@ -815,7 +896,9 @@ class PrepareEvent(google.protobuf.message.Message):
     """Rows in all; 0 while unknown."""
     @property
     def report(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """The final report by name (rows, tokens, trained_tokens, truncated_rows); empty until done."""
+        """The final report by name (rows, documents, tokens, trained_tokens, truncated_rows, truncated_tokens, error_rows, eval_rows, ...);
+        empty until done.
+        """
 
     def __init__(
         self,
@@ -837,20 +920,28 @@ class EvalEvent(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     EVAL_LOSS_FIELD_NUMBER: builtins.int
     NUM_TARGETS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
     """Token-weighted mean loss over the evaluation set."""
     num_targets: builtins.int
     """Number of tokens with loss."""
+    num_tokens: builtins.int
+    """Number of tokens run through the model."""
+    duration_s: builtins.float
+    """Seconds it took."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         eval_loss: builtins.float = ...,
         num_targets: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        duration_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["eval_loss", b"eval_loss", "num_targets", b"num_targets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "eval_loss", b"eval_loss", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "step", b"step"]) -> None: ...
 
 global___EvalEvent = EvalEvent
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from horizon_server.accounts.principal import Principal
 from horizon_server.blobs.uploads import Uploads
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
 from horizon_server.datasets.service import DatasetService
 from horizon_server.events import JobEvent
 from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
@@ -103,6 +104,14 @@ class NodePort(Protocol):
         ...
 
 
+class PreviewsPort(Protocol):
+    """Shows rows as a model would see them; `previews.Previews` is one."""
+
+    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
+        """Return some rows of a dataset, rendered for a model; raises NotFound, InvalidSpec, InvalidData, InvalidModel."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Everything behind gRPC and REST."""
@@ -110,6 +119,7 @@ class Services:
     accounts: AccountsPort
     jobs: JobsPort
     datasets: DatasetService
+    previews: PreviewsPort
     models: ModelService
     blobs: Uploads
     node: NodePort

@@ -25,6 +25,7 @@ STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
         errors.InvalidModel: WireStatus("INVALID_ARGUMENT", 400),
         errors.InvalidUpload: WireStatus("INVALID_ARGUMENT", 400),
         errors.UploadInProgress: WireStatus("ABORTED", 409),
+        errors.Stalled: WireStatus("DEADLINE_EXCEEDED", 408),
         errors.RequestIdReused: WireStatus("INVALID_ARGUMENT", 409),
         errors.NotFound: WireStatus("NOT_FOUND", 404),
         errors.AlreadyExists: WireStatus("ALREADY_EXISTS", 409),

@@ -2,20 +2,18 @@
 
 Knows no network and no user. Everything here blocks.
 
-Thread: one at a time; `BlobStore` sees to that.
+Thread: one at a time, but for `sync`; `PartWriter` sees to that.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from horizon_server.blobs.disk import Disk
 from horizon_server.errors import InvalidUpload
-
-SYNC_EVERY_BYTES = 32 * 2**20
-"""So much is lost at most when the power fails."""
 
 _REHASH_BLOCK_BYTES = 4 * 2**20
 
@@ -28,6 +26,7 @@ class Part:
         self._descriptor = descriptor
         self._disk = disk
         self._hash = hashlib.sha256()
+        self._sync_failed = False
         self.size_bytes = os.fstat(descriptor).st_size
         self.committed_bytes = self.size_bytes
 
@@ -51,29 +50,39 @@ class Part:
         return part
 
     def append(self, data: bytes) -> None:
-        """Write `data` at the end. Where that fails, the part ends at its last durable byte, so that a retry can go on."""
+        """Write `data` at the end."""
         rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[self._disk.write(self._descriptor, rest) :]
-        except OSError:
-            self._rewind()
-            raise
+        while rest:
+            rest = rest[self._disk.write(self._descriptor, rest) :]
         self._hash.update(data)
         self.size_bytes += len(data)
-        if self.size_bytes - self.committed_bytes >= SYNC_EVERY_BYTES:
-            self.sync()
 
     def sync(self) -> None:
-        """Make everything durable; where that fails, as for `append`."""
-        if self.committed_bytes == self.size_bytes:
+        """Make everything durable that was written before this call.
+
+        Thread: may run while another thread appends.
+        """
+        size_bytes = self.size_bytes
+        if self.committed_bytes == size_bytes:
             return
         try:
             self._disk.sync(self._descriptor)
         except OSError:
-            self._rewind()
+            self._sync_failed = True
             raise
-        self.committed_bytes = self.size_bytes
+        self.committed_bytes = size_bytes
+
+    def settle(self) -> None:
+        """After a failure, end at the last whole piece where it can be made durable, else at the last durable byte.
+
+        A sync that failed is not tried again: the system forgets what it could not write, and the next one succeeds without it.
+        """
+        os.ftruncate(self._descriptor, self.size_bytes)
+        if not self._sync_failed:
+            with suppress(OSError):
+                self.sync()
+        os.ftruncate(self._descriptor, self.committed_bytes)
+        self.size_bytes = self.committed_bytes
 
     def sha256(self) -> str:
         """Return the sha256 of everything written, in hexadecimal."""
@@ -96,7 +105,3 @@ class Part:
         while block := os.read(self._descriptor, _REHASH_BLOCK_BYTES):
             self._hash.update(block)
         self.size_bytes = self.committed_bytes = offset
-
-    def _rewind(self) -> None:
-        os.ftruncate(self._descriptor, self.committed_bytes)
-        self.size_bytes = self.committed_bytes

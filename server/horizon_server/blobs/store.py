@@ -9,6 +9,8 @@ Knows no database: who refers to a content is told by `Uploads`.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -17,15 +19,18 @@ from pathlib import Path
 from horizon_server.blobs.disk import Disk, SystemDisk, sync_folder, told_when_full
 from horizon_server.blobs.manifest import BlobRef, BlobStatus
 from horizon_server.blobs.part import Part
-from horizon_server.blobs.threads import in_thread
+from horizon_server.blobs.part_writer import PartWriter
+from horizon_server.blobs.threads import in_thread, to_the_end
 from horizon_server.blobs.turns import Turn, Turns
-from horizon_server.errors import DiskFull, InvalidUpload
+from horizon_server.errors import DiskFull, InvalidUpload, Stalled
 from horizon_server.spec import NAME_PATTERN
 
 MAX_CHUNK_BYTES = 2**20
 
 _PART = ".part"
 _PROVED = ".proved"
+_UNWINDING_S = 0.25
+"""Who asks how far an upload is has lost the connection; the daemon hears of that a moment later, and then keeps what it still holds."""
 
 
 class BlobStore:
@@ -40,12 +45,14 @@ class BlobStore:
         *,
         disk: Disk | None = None,
         turns: Turns | None = None,
+        silence_limit_s: float = 120.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
         self._disk = disk or SystemDisk()
         self._turns = turns or Turns()
+        self._silence_limit_s = silence_limit_s
         self._clock = clock
         self._changing = threading.Lock()
         for folder in (self._blobs, self._uploads):
@@ -68,10 +75,9 @@ class BlobStore:
         """Return how much has arrived from `owner`; a part that is whole but unverified is verified now."""
         if self.proved_by(owner, ref):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-        if (turn := self._turns.holder((owner, ref))) is not None and turn.part is not None:
-            return BlobStatus(ref=ref, committed_bytes=turn.part.committed_bytes, complete=False)
+        is_written = not await self._turns.is_free((owner, ref), _UNWINDING_S)
         arrived = await in_thread(lambda: self._arrived_bytes(owner, ref))
-        if arrived < ref.size_bytes:
+        if arrived < ref.size_bytes or is_written:
             return BlobStatus(ref=ref, committed_bytes=arrived, complete=False)
         return await self.write(owner, ref, arrived, _nothing())
 
@@ -82,6 +88,7 @@ class BlobStore:
             InvalidUpload: a wrong offset, too many bytes, a chunk above 1 MiB, or bytes that have another sha256.
             UploadInProgress: when another connection keeps sending the same.
             DiskFull: what is durable stays, and a retry goes on from there.
+            Stalled: when the stream stays silent for `silence_limit_s`; what arrived stays.
         """
         async with self._turns.take((owner, ref)) as turn:
             if self.proved_by(owner, ref):
@@ -109,15 +116,34 @@ class BlobStore:
         self._refuse_what_cannot_fit(ref, offset)
         path = self._entry(owner, ref, _PART)
         part = await in_thread(lambda: Part.open(path, offset=offset, disk=self._disk))
-        turn.part = part
         try:
-            await _append_all(turn, part, ref, chunks)
+            await self._append_all(turn, part, ref, chunks)
             whole = part.size_bytes == ref.size_bytes
             if whole:
                 await in_thread(lambda: self._complete(owner, ref, part))
         finally:
             await in_thread(part.close)
         return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+
+    async def _append_all(self, turn: Turn, part: Part, ref: BlobRef, chunks: AsyncIterator[bytes]) -> None:
+        writer = PartWriter(part)
+        try:
+            while True:
+                turn.begins_to_wait()
+                async with asyncio.timeout(self._silence_limit_s):
+                    data = await anext(chunks, None)
+                turn.got_data()
+                if data is None:
+                    return
+                _check_chunk(data, writer.given_bytes, ref)
+                await writer.put(data)
+        except TimeoutError as error:
+            raise Stalled(
+                f"nothing came for {self._silence_limit_s:g} s; ask for the blob's status and go on from there"
+            ) from error
+        finally:
+            turn.got_data()
+            await to_the_end(writer.finish())
 
     def _refuse_what_cannot_fit(self, ref: BlobRef, offset: int) -> None:
         needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
@@ -143,17 +169,19 @@ class BlobStore:
                 part.path.chmod(0o444)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 part.path.replace(target)
-                sync_folder(target.parent)
-                sync_folder(self._blobs)
             self._entry(owner, ref, _PROVED).touch(mode=0o600)
+        # Not under the lock: small files that arrive together share the waiting.
+        sync_folder(target.parent)
+        sync_folder(self._blobs)
 
     def _arrived_bytes(self, owner: str, ref: BlobRef) -> int:
         path = self._entry(owner, ref, _PART)
         if not path.exists():
             return 0
         with path.open("rb") as stream:
-            self._disk.sync(stream.fileno())  # after a crash of the daemon some of it may be in memory only
-            return min(path.stat().st_size, ref.size_bytes)
+            arrived = os.fstat(stream.fileno()).st_size
+            self._disk.sync(stream.fileno())  # what a writer, or a daemon that crashed, has put in memory only
+            return min(arrived, ref.size_bytes)
 
     def _expire(self, before: float) -> int:
         held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.held()}
@@ -176,19 +204,6 @@ class BlobStore:
     def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
         assert NAME_PATTERN.fullmatch(owner), owner
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
-
-
-async def _append_all(turn: Turn, part: Part, ref: BlobRef, chunks: AsyncIterator[bytes]) -> None:
-    try:
-        turn.begins_to_wait()
-        async for data in chunks:
-            turn.got_data()
-            _check_chunk(data, part.size_bytes, ref)
-            await in_thread(lambda data=data: part.append(data))  # type: ignore[misc]
-            turn.begins_to_wait()
-    finally:
-        turn.got_data()
-        await in_thread(part.sync)
 
 
 def _check_chunk(data: bytes, arrived: int, ref: BlobRef) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
 
@@ -14,15 +14,20 @@ async def in_thread(call: Callable[[], ResultT]) -> ResultT:
 
     Thread: `call` runs in the loop's default executor.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(call))
+    return await to_the_end(asyncio.to_thread(call))
+
+
+async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run `work`. When the caller is cancelled, however often, let it end first."""
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(work)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
-        while not work.done():
+        while not task.done():
             try:
-                await asyncio.wait([work])
+                await asyncio.wait([task])
             except asyncio.CancelledError:
                 continue
-        if not work.cancelled():
-            work.exception()
+        if not task.cancelled():
+            task.exception()
         raise

@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from horizon_server.blobs.manifest import BlobRef
-from horizon_server.blobs.part import Part
 from horizon_server.errors import UploadInProgress
 
 UploadKey = tuple[str, BlobRef]
 """Who sends which content."""
+MAX_TURNS_EACH = 16
+"""A user's uploads at once; one user cannot take all of the daemon's calls and threads."""
 
 
 class Turn:
@@ -26,8 +27,6 @@ class Turn:
         self._scope = scope
         self._clock = clock
         self._waiting_since: float | None = None
-        self.part: Part | None = None
-        """What is being written, once it is open."""
         self.ended = asyncio.Event()
 
     def begins_to_wait(self) -> None:
@@ -60,9 +59,13 @@ class Turns:
         self._clock = clock
         self._holders: dict[UploadKey, Turn] = {}
 
-    def holder(self, key: UploadKey) -> Turn | None:
-        """Return who holds the turn now."""
-        return self._holders.get(key)
+    async def is_free(self, key: UploadKey, wait_s: float) -> bool:
+        """Whether nobody holds the turn, or whoever does gives it back within `wait_s`."""
+        if (holder := self._holders.get(key)) is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await holder.ended.wait()
+        return key not in self._holders
 
     def held(self) -> tuple[UploadKey, ...]:
         """Return all uploads that have a writer now."""
@@ -73,9 +76,13 @@ class Turns:
         """Hold the turn for the block.
 
         Raises:
-            UploadInProgress: when another writer keeps receiving data, or when this one was cut.
+            UploadInProgress: when another writer keeps receiving data, when this one was cut, or when the user sends too many at once.
         """
         await self._wait_for(key)
+        if sum(owner == key[0] for owner, _ in self._holders) >= MAX_TURNS_EACH:
+            raise UploadInProgress(
+                f"{MAX_TURNS_EACH} uploads of yours are under way; wait until one has ended", retry_after_s=1.0
+            )
         scope = asyncio.timeout(None)
         turn = Turn(scope, self._clock)
         self._holders[key] = turn

@@ -1,8 +1,9 @@
-"""`horizond plan`: a job's memory ledger, without a daemon."""
+"""`horizond plan`: a job's memory ledger and its predicted speed, without a daemon."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.jobs.node import host_memory, num_cpus, usable_accelerators
 from horizon_server.jobs.plan import Planner
+from horizon_server.jobs.rates import Machine, RateBook
 from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import parse_job_spec
 
@@ -25,19 +27,26 @@ from horizon_server.spec import parse_job_spec
 @click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
 @with_settings_options
 def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | None, state_dir: Path | None) -> int:
-    """Print how much memory a job takes and whether it fits this node. Exit code 1 when it does not fit."""
+    """Print how much memory a job takes, whether it fits this node, and how fast it is expected to be.
+
+    The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when it does not fit.
+    """
     settings = load_settings(config, state_dir=state_dir)
     spec = parse_job_spec(_read_spec(spec_file))
     folder = model_dir or Path(spec.model)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
+    num_threads = settings.num_threads or num_cpus()
+    accelerators = asyncio.run(usable_accelerators(child_environment()))
+    rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
         arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=settings.num_threads or num_cpus(),
-        accelerators=asyncio.run(usable_accelerators(child_environment())),
+        num_threads=num_threads,
+        accelerators=accelerators,
+        rates=rates.read,
     )
     job_plan = planner.plan(spec, folder)
     mapping: dict[str, Any] = {
@@ -52,7 +61,10 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         "device_limit_bytes": job_plan.device_limit_bytes,
         "fits": job_plan.fits,
         "message": job_plan.message,
+        "prediction": None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction),
     }
+    if job_plan.prediction is None:
+        click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
     print_mapping(_readable(mapping) if output == "table" else mapping, output)
     return 0 if job_plan.fits else 1
 
@@ -82,12 +94,25 @@ def _read_spec(path: Path) -> Any:
 def _readable(mapping: dict[str, Any]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for key, value in mapping.items():
-        if isinstance(value, dict):
+        if key == "prediction":
+            lines |= {} if value is None else _prediction_lines(value)
+        elif isinstance(value, dict):
             lines |= {f"{key.removesuffix('_bytes')}.{part}": _mib(size) for part, size in value.items()}
         elif key.endswith("_bytes"):
             lines[key.removesuffix("_bytes")] = _mib(value)
         elif value != "":
             lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return lines
+
+
+def _prediction_lines(prediction: dict[str, Any]) -> dict[str, str]:
+    lines = {
+        "predicted.speed": f"{prediction['tokens_per_second']:,.0f} tokens/s",
+        "predicted.step": f"{prediction['step_s']:,.3g} s",
+        "predicted.bound": prediction["bound"],
+    }
+    if prediction["total_s"] is not None:
+        lines["predicted.total"] = f"{prediction['total_s'] / 60:,.1f} min"
     return lines
 
 

@@ -1,30 +1,40 @@
-"""A model's chat template: messages to text, and which characters of it an assistant wrote.
+"""A model's chat template: messages to text, and which characters of it an assistant generates.
 
-Owns rendering, in the dialect of Jinja that chat templates are written in, and the spans to train. Must not know tokens or
-files. Templates come with models from anywhere, so they run sandboxed.
+Owns rendering and the spans to train. Must not know tokens or files.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import TemplateError
 
+from horizon_server.datasets.chat_sandbox import (
+    CLOSE_MARK,
+    OPEN_MARK,
+    blocks_reach_the_text,
+    chat_environment,
+    has_generation_blocks,
+)
 from horizon_server.errors import InvalidData, InvalidModel
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
-# Noncharacters: Unicode reserves them for internal use, so no text may hold them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+# Drawn anew by each process, so that no chat can hold them.
+_MARKS = {mark: f"<{mark} {secrets.token_hex(16)}>" for mark in (OPEN_MARK, CLOSE_MARK)}
+_PROBE = "probe"
+_SPACE = re.compile(r"\s*")
+_ADD_MARKERS = "add {% generation %} markers to the template"
+_TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError),
+    *(AttributeError, LookupError, RecursionError),
+)
 
 
 class ChatTemplate:
@@ -34,169 +44,138 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, end_markers: Sequence[str] = ()) -> None:
-        self._environment = _sandbox()
+        environment = chat_environment()
         self._special_tokens = dict(special_tokens)
-        self._marker_pattern = _any_of(end_markers)
+        self._end_marker = _any_of(end_markers)
         try:
-            self._template = self._environment.from_string(source)
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
         except TemplateError as error:
             raise InvalidModel(f"the model's chat template cannot be read: {error}") from error
-        self.has_generation_markers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self.has_generation_markers = has_generation_blocks(tree)
+        self._blocks_reach_the_text = blocks_reach_the_text(tree)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
+    ) -> str:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
-        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        try:
-            return self._template.render(
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-        ) as error:
-            raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
+        return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)
 
-    def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span | None]]:
+    def assistant_spans(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[Span | None]]:
         """Return the text of a chat and, per message, the characters an assistant generates (None for other roles).
 
         A span reaches from after the assistant's cue to the end-of-turn token, inclusive. Generation markers of the template decide
         where it has them; else the chat is rendered message by message, which works if each beginning of the chat renders to a
         beginning of the text.
         """
-        text = self.render(messages)
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans: list[Span | None] = [None] * len(messages)
-        marked = self._marked_spans(messages, text) if self.has_generation_markers else []
+        text, marked = self._render_marked(messages, tools)
         for order, index in enumerate(replies):
             # Blocks that do not match the replies one by one leave open which reply they belong to.
             spans[index] = (
-                marked[order] if len(marked) == len(replies) else self._span_by_prefixes(messages, index, text)
+                marked[order] if len(marked) == len(replies) else self._span_by_prefixes(messages, tools, index, text)
             )
         return text, spans
 
-    def _marked_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
-        if _OPEN in text or _CLOSE in text:
-            raise InvalidData("the chat holds U+FDD0 or U+FDD1, which Unicode reserves; remove them")
-        tag = self._environment.extensions[_GenerationTag.identifier]
-        assert isinstance(tag, _GenerationTag)
-        tag.marks = (_OPEN, _CLOSE)
-        try:
-            marked = self.render(messages)
-        finally:
-            tag.marks = ("", "")
-        if marked.replace(_OPEN, "").replace(_CLOSE, "") != text:
-            raise InvalidData("the model's chat template changes the text inside its generation markers")
-        spans = []
-        removed = 0
-        for match in re.finditer(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}", marked):
-            start = match.start() - removed
-            spans.append((start, start + len(match.group(1))))
-            removed += 2
-        return spans
+    def turn_span(self, messages: Sequence[Message], index: int, text: str, tools: Tools | None = None) -> Span:
+        """Return the characters of one whole turn of any role, its header included."""
+        start = self._beginning(text, self.render(messages[:index], tools=tools)) if index else 0
+        end = self._beginning(text, self.render(messages[: index + 1], tools=tools))
+        if start is None or end is None or start > end:
+            raise InvalidData(
+                f"the model's chat template does not render the chat turn by turn, so messages[{index}] cannot be left out of "
+                "training; leave out the row or its weights"
+            )
+        return start, end
 
-    def _span_by_prefixes(self, messages: Sequence[Message], index: int, text: str) -> Span:
-        cue = self.render(messages[:index], add_generation_prompt=True)
+    def _beginning(self, text: str, rendered: str) -> int | None:
+        """Return how much of the text the beginning of its chat renders to, or None where it does not begin so."""
+        if text.startswith(rendered):
+            return len(rendered)
+        # Some templates close whatever they are given with an end-of-text token.
+        last = [marker for marker in self._end_marker.finditer(rendered) if marker.end() == len(rendered)]
+        return last[0].start() if last and text.startswith(rendered[: last[0].start()]) else None
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools | None, **given: object) -> str:
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        try:
+            text = self._template.render(messages=plain, tools=tools, documents=None, **self._special_tokens, **given)
+            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
+            return text
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
+
+    def _render_marked(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[Span]]:
+        if not self.has_generation_markers:
+            return self.render(messages, tools=tools), []
+        before, *blocks = self._rendered(messages, tools, add_generation_prompt=False, **_MARKS).split(
+            _MARKS[OPEN_MARK]
+        )
+        pieces, spans, at = [before], [], len(before)
+        for block in blocks:
+            generated, closed, behind = block.partition(_MARKS[CLOSE_MARK])
+            if not closed:
+                raise InvalidData("the model's chat template leaves a generation block before its end")
+            pieces += (generated, behind)
+            spans.append((at, at + len(generated)))
+            at += len(generated) + len(behind)
+        text = "".join(pieces)
+        if not self._blocks_reach_the_text and self.render(messages, tools=tools) != text:
+            raise InvalidData("the model's chat template changes the text inside its generation markers")
+        return text, spans
+
+    def _span_by_prefixes(self, messages: Sequence[Message], tools: Tools | None, index: int, text: str) -> Span:
+        cue = self.render(messages[:index], tools=tools, add_generation_prompt=True)
         if not text.startswith(cue):
             raise InvalidData(
-                f"the model's chat template renders messages[0] to messages[{index - 1}] with the assistant's cue to text that the "
-                "whole chat does not begin with, so the trained part cannot be found; add {% generation %} markers to the template"
+                f"the model's chat template renders what precedes messages[{index}] with the assistant's cue to text that the "
+                f"whole chat does not begin with, so the trained part cannot be found; {_ADD_MARKERS}"
             )
-        closed = self.render(messages[: index + 1])
-        if text.startswith(closed) and len(closed) > len(cue):
-            return len(cue), self._trim_after_end_of_turn(text, len(cue), len(closed))
-        return len(cue), self._end_after_content(messages[index]["content"], index, text, len(cue))
+        closed = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
+        end = self._end_of_turn(closed, len(cue))
+        if end > len(cue) and text.startswith(closed[:end]):
+            return len(cue), end
+        return len(cue), self._end_by_token(messages[index], index, text, len(cue))
 
-    def _trim_after_end_of_turn(self, text: str, start: int, end: int) -> int:
-        # Generation stops at the end-of-turn token; a line break that the template adds behind it is never generated.
-        ends = [match.end() for match in self._marker_pattern.finditer(text, start, end)]
-        return ends[-1] if ends and not text[ends[-1] : end].strip() else end
+    def _end_of_turn(self, closed: str, start: int) -> int:
+        # Generation stops at the token that closes the turn; a line break or an end of text behind it is never generated.
+        end = len(closed)
+        closing: list[re.Match[str]] = []
+        for marker in reversed([*self._end_marker.finditer(closed, start)]):
+            if closed[marker.end() : end].strip():
+                break
+            end = marker.start()
+            closing.insert(0, marker)
+        usual = [marker for marker in closing if marker.group() == self._usual_end]
+        return (usual or closing)[0].end() if closing else len(closed)
 
-    def _end_after_content(self, content: str, index: int, text: str, start: int) -> int:
-        # Some templates write a reply differently once others follow it (they drop its reasoning). The text is right; its end is
-        # where the content ends, plus the end-of-turn token.
-        stripped = content.strip()
-        at = start + len(text[start:]) - len(text[start:].lstrip())
-        if not text.startswith(stripped, at):
+    @cached_property
+    def _usual_end(self) -> str:
+        """The token behind a reply of plain text, or nothing where that cannot be told."""
+        try:
+            text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+        except InvalidData:
+            return ""
+        at = text.find(_PROBE)
+        marker = self._end_marker.match(text, _after_space(text, at + len(_PROBE))) if at >= 0 else None
+        return marker.group() if marker else ""
+
+    def _end_by_token(self, message: Message, index: int, text: str, start: int) -> int:
+        # Some templates write a reply differently once others follow it (they drop its reasoning). What the model reads there is what
+        # it would have generated, up to the token that ends every turn.
+        end = text.find(self._usual_end, start) if self._usual_end else -1
+        if end < 0 or self._usual_end in str(message):
             raise InvalidData(
-                f"the model's chat template rewrites messages[{index}].content when other messages follow, so the trained part "
-                "cannot be found; add {% generation %} markers to the template"
+                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special token tells where it "
+                f"ends, so the trained part cannot be found; {_ADD_MARKERS}"
             )
-        end = at + len(stripped)
-        behind = re.compile(r"\s*").match(text, end)
-        marker = self._marker_pattern.match(text, behind.end() if behind else end)
-        return marker.end() if marker else end
+        return end + len(self._usual_end)
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders its body, between marks while spans are sought."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-    marks = ("", "")
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_between_marks"), [], [], body).set_lineno(line)
-
-    def _between_marks(self, caller: Callable[[], str]) -> str:
-        return f"{self.marks[0]}{caller()}{self.marks[1]}"
-
-
-class _SafeNamespace(Namespace):
-    """Jinja's namespace object, without the underscored attributes through which a template could reach Python."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for name in dict(*args, **kwargs):
-            _refuse_reserved(name)
-        super().__init__(*args, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_reserved(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_reserved(name: object) -> None:
-    if str(name).startswith("_"):
-        raise TemplateError(f"a namespace may not hold {name!r}: names with a leading underscore are reserved")
-
-
-def _sandbox() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _SafeNamespace
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
 
 
 def _any_of(literals: Sequence[str]) -> re.Pattern[str]:

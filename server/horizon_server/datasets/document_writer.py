@@ -1,4 +1,4 @@
-"""Documents to disk: raw planes that grow row by row, then one safetensors file, then one rename.
+"""Documents to disk: raw planes that grow batch by batch, then safetensors files, then one rename.
 
 Owns the folder's layout, as the engine reads it. Must not know how documents were made. Memory is bounded: no plane is ever held.
 """
@@ -9,80 +9,111 @@ import array
 import contextlib
 import errno
 import json
-import mmap
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
-from horizon_server.datasets.preparation import REPORT_FILE, TOKENS_FILE
-from horizon_server.datasets.tokenization import Document
+from horizon_server.datasets.preparation import EVALUATION_FOLDER, REPORT_FILE, TOKENS_FILE
+from horizon_server.datasets.token_batch import DocumentColumns
 from horizon_server.errors import DiskFull
-from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
+from horizon_server.store.safetensors_writer import file_header
 
 # Wide elements first, so that each plane stays aligned in the file.
 _PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
+_COPY_BYTES = 16 * 1024 * 1024
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class DocumentWriter:
+class DocumentPlanes:
+    """The documents of one folder, and how many there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._raw = {name: (folder / f"{name}.raw").open("wb") for name in _PLANES}
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.num_targets = 0
+        self.longest_document = 0
+        self._raw["document_starts"].write(_little_endian(array.array("q", [0])))
+
+    def add(self, documents: DocumentColumns) -> None:
+        """Append documents."""
+        if not documents.lengths:
+            return
+        starts = array.array("q", accumulate(documents.lengths, initial=self.num_tokens))[1:]
+        self._raw["document_starts"].write(_little_endian(starts))
+        self._raw["input_ids"].write(_little_endian(documents.ids))
+        self._raw["trained"].write(documents.trained)
+        self.num_documents += len(documents.lengths)
+        self.num_tokens = starts[-1]
+        self.num_targets += documents.num_targets
+        self.longest_document = max(self.longest_document, *documents.lengths)
+
+    def finish(self, report: Mapping[str, object]) -> None:
+        """Assemble the folder's files and sync them."""
+        self.close()
+        lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
+        raw = {name: self._folder / f"{name}.raw" for name in _PLANES}
+        header = [(name, _PLANES[name], (lengths[name],), raw[name].stat().st_size) for name in _PLANES]
+        with (self._folder / TOKENS_FILE).open("wb") as whole:
+            whole.write(file_header(header))
+            for plane in raw.values():
+                with plane.open("rb") as stream:
+                    shutil.copyfileobj(stream, whole, _COPY_BYTES)
+                plane.unlink()
+        (self._folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="ascii")
+        for path in (self._folder / TOKENS_FILE, self._folder / REPORT_FILE, self._folder):
+            _sync(path)
+
+    def close(self) -> None:
+        """Close the raw files."""
+        for stream in self._raw.values():
+            stream.close()
+
+
+class PreparedFolder:
     """Writes a prepared dataset beside `target` and renames it into place when it is complete.
 
     Leaving the context without `publish` removes what was written. Raises: DiskFull when there is no space left.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, *, with_evaluation: bool) -> None:
         self._target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=target.parent))
-        self._raw = {name: (self._folder / f"{name}.raw").open("wb") for name in _PLANES}
-        self.num_documents = 0
-        self.num_tokens = 0
-        self.num_trained_tokens = 0
-        self.longest_document = 0
-        self._append("document_starts", _little_endian("q", [0]))
+        self.train = DocumentPlanes(self._folder)
+        self.evaluation: DocumentPlanes | None = None
+        if with_evaluation:
+            (self._folder / EVALUATION_FOLDER).mkdir()
+            self.evaluation = DocumentPlanes(self._folder / EVALUATION_FOLDER)
 
-    def __enter__(self) -> DocumentWriter:
+    def __enter__(self) -> PreparedFolder:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stream in self._raw.values():
+        for planes in (self.train, self.evaluation):
             # What could not be written is thrown away anyway.
             with contextlib.suppress(OSError):
-                stream.close()
+                if planes is not None:
+                    planes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
             raise DiskFull(
                 f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
             ) from error
 
-    def add(self, document: Document) -> None:
-        """Append one document."""
-        self.num_documents += 1
-        self.num_tokens += len(document.ids)
-        self.num_trained_tokens += document.num_targets
-        self.longest_document = max(self.longest_document, len(document.ids))
-        self._append("input_ids", _little_endian("i", document.ids))
-        self._append("trained", b"\0" + document.trained[1:])
-        self._append("document_starts", _little_endian("q", [self.num_tokens]))
-
     def publish(self, report: Mapping[str, object]) -> None:
-        """Assemble the files, sync them and give the folder its name; a folder that is there already is kept as it is."""
-        for stream in self._raw.values():
-            stream.close()
-        lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
-        tensors = [_plane(self._folder / f"{name}.raw", name, lengths[name]) for name in _PLANES]
-        write_sharded(self._folder, "tokens", tensors, shard_bytes=sys.maxsize, on_bytes=lambda _: None)
-        for name in _PLANES:
-            (self._folder / f"{name}.raw").unlink()
-        (self._folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="ascii")
-        for path in (self._folder / TOKENS_FILE, self._folder / REPORT_FILE, self._folder):
-            _sync(path)
+        """Finish the files and give the folder its name; a folder that is there already is kept as it is."""
+        if self.evaluation is not None:
+            self.evaluation.finish(report)
+        self.train.finish(report)
         try:
             self._folder.rename(self._target)
         except OSError as error:
@@ -91,23 +122,12 @@ class DocumentWriter:
                 raise
         _sync(self._target.parent)
 
-    def _append(self, plane: str, content: bytes) -> None:
-        self._raw[plane].write(content)
 
-
-def _little_endian(code: str, values: object) -> bytes:
-    elements = array.array(code, values)  # type: ignore[call-overload]
+def _little_endian(elements: array.array[int]) -> bytes:
     if sys.byteorder == "big":
+        elements = elements[:]
         elements.byteswap()
-    return bytes(elements.tobytes())
-
-
-def _plane(path: Path, name: str, length: int) -> TensorBytes:
-    def load() -> memoryview:
-        with path.open("rb") as stream:
-            return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-
-    return TensorBytes(name=name, dtype=_PLANES[name], shape=(length,), size_bytes=path.stat().st_size, load=load)
+    return elements.tobytes()
 
 
 def _sync(path: Path) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec, NotAvailableYet
+from horizon_server.datasets.values import listed
+from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec
 
 
 class DatasetFormat(StrEnum):
@@ -35,28 +36,26 @@ class _Fields:
 
 
 _FIELDS = {
-    DatasetFormat.MESSAGES: _Fields(required=("messages",)),
+    DatasetFormat.MESSAGES: _Fields(required=("messages",), optional=("tools",)),
     DatasetFormat.PROMPT_COMPLETION: _Fields(required=("prompt", "completion")),
     DatasetFormat.ALPACA: _Fields(required=("instruction", "output"), optional=("input", "system", "history")),
-    DatasetFormat.SHAREGPT: _Fields(required=("conversations",)),
+    DatasetFormat.SHAREGPT: _Fields(required=("conversations",), optional=("system", "tools")),
     DatasetFormat.TEXT: _Fields(required=("text",)),
-    DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels",)),
+    DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),
 }
-_AVAILABLE = (DatasetFormat.MESSAGES, DatasetFormat.PROMPT_COMPLETION, DatasetFormat.TEXT)
 
 
 def parse_format(name: str) -> DatasetFormat:
     """Return the format of that wire name.
 
-    Raises: InvalidSpec for an unknown name, NotAvailableYet for one that this version does not read.
+    Raises: InvalidSpec for an unknown name.
     """
     try:
-        dataset_format = DatasetFormat(name)
+        return DatasetFormat(name)
     except ValueError:
         allowed = ", ".join(DatasetFormat)
         sentence = f"format is {name!r}; it must be one of {allowed}"
         raise InvalidSpec(sentence, violations=[FieldViolation(field="format", description=sentence)]) from None
-    return _require_available(dataset_format)
 
 
 def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> None:
@@ -88,21 +87,42 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
 def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> DatasetFormat:
     """Return the one format that a row with these columns fits.
 
-    Raises: InvalidData when no format or more than one fits, NotAvailableYet when the one is not read by this version.
+    Raises: InvalidData when no format or more than one fits.
     """
     fitting = [name for name, fields in _FIELDS.items() if _fits(fields, columns, field_map)]
-    shown = ", ".join(f"{column:.40}" for column in sorted(columns)[:12]) or "none"
-    if len(fitting) > 1:
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = listed(columns, none="none")
+    if fitting:
         raise InvalidData(
             f"the columns ({shown}) fit the formats {' and '.join(fitting)}; say which one with --format {fitting[0]}"
         )
-    if not fitting:
-        needs = "; ".join(f"{name} needs {' and '.join(_FIELDS[name].required)}" for name in _AVAILABLE)
-        raise InvalidData(
-            f"the columns ({shown}) fit no known format: {needs}; "
-            "rename columns with --map, as in --map prompt=question"
-        )
-    return _require_available(fitting[0])
+    needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
+    raise InvalidData(
+        f"the columns ({shown}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
+    )
+
+
+def require_columns(
+    dataset_format: DatasetFormat, columns: Collection[str], field_map: Mapping[str, str], name: str
+) -> None:
+    """Refuse a table that lacks a column, once for all its rows.
+
+    Raises: InvalidData.
+    """
+    for field in _FIELDS[dataset_format].names:
+        column = field_map.get(field, field)
+        if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
+            shown = listed(columns, none="none")
+            raise InvalidData(
+                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are {shown}; "
+                "name another column with --map"
+            )
+
+
+def columns_of(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> frozenset[str]:
+    """Return the columns that rows of this format are made of, under the names that the file gives them."""
+    return frozenset(field_map.get(field, field) for field in _FIELDS[dataset_format].names)
 
 
 def _fits(fields: _Fields, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
@@ -114,11 +134,3 @@ def _known_fields(dataset_format: DatasetFormat) -> tuple[str, ...]:
     if dataset_format is not DatasetFormat.AUTO:
         return _FIELDS[dataset_format].names
     return tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))
-
-
-def _require_available(dataset_format: DatasetFormat) -> DatasetFormat:
-    if dataset_format is not DatasetFormat.AUTO and dataset_format not in _AVAILABLE:
-        raise NotAvailableYet(
-            f"format {dataset_format} is not read by this version; convert the file to one of {', '.join(_AVAILABLE)}"
-        )
-    return dataset_format

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.rows import DataFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 
-PREPARATION_VERSION = 1
+PREPARATION_VERSION = 2
 """Raised whenever the same request would give other tokens or masks, so that no old result is found again."""
 
 TOKENS_FILE = "tokens.safetensors"
 REPORT_FILE = "report.json"
+EVALUATION_FOLDER = "evaluation"
+"""Within a prepared folder: the rows held out, where some are."""
 
 METHODS = ("sft", "pretrain")
 TRAIN_ON = ("assistant", "last-assistant", "all")
@@ -43,6 +45,7 @@ class PrepareOptions:
     method: str = "sft"
     sequence_length: int = 1024
     train_on: str = "assistant"
+    eval_fraction: float = 0.0
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data, with the names that the request carries."""
@@ -52,6 +55,7 @@ class PrepareOptions:
             "method": self.method,
             "sequence_length": self.sequence_length,
             "train_on": self.train_on,
+            "eval_fraction": self.eval_fraction,
         }
 
 
@@ -85,6 +89,7 @@ class PrepareRequest:
                 method=_choice("method", plain.pop("method", "sft"), METHODS),
                 sequence_length=int(plain.pop("sequence_length")),
                 train_on=_choice("train_on", plain.pop("train_on", "assistant"), TRAIN_ON),
+                eval_fraction=float(plain.pop("eval_fraction", 0.0)),
             )
             return cls(
                 dataset_files=tuple(_data_file(entry) for entry in plain.pop("dataset_files")),
@@ -99,9 +104,11 @@ class PrepareRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What came out. `trained_tokens` counts targets: the first token of a document is never one.
+    """What came out. A long text is split into several documents; every other row is one.
 
-    A long text is split into several documents; every other row is one.
+    `documents`, `tokens` and `trained_tokens` are those to train on; `eval_*` are those held out. Trained tokens are targets: the first
+    token of a document is never one. `error_rows` were left out, as nothing of them is trained within the sequence length;
+    `errors` says so of the first hundred.
     """
 
     rows: int
@@ -109,12 +116,23 @@ class PrepareReport:
     tokens: int
     trained_tokens: int
     truncated_rows: int
+    truncated_tokens: int
+    error_rows: int
+    eval_rows: int
+    eval_documents: int
+    eval_tokens: int
+    eval_trained_tokens: int
     longest_document: int
     sequence_length: int
+    errors: tuple[str, ...] = ()
 
-    def to_mapping(self) -> dict[str, int]:
+    def to_mapping(self) -> dict[str, Any]:
         """Return plain data."""
         return dataclasses.asdict(self)
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers alone."""
+        return {name: value for name, value in self.to_mapping().items() if isinstance(value, int)}
 
 
 def preparation_key(dataset_digest: str, tokenizer_digest: str, options: PrepareOptions) -> str:
@@ -128,9 +146,15 @@ def preparation_key(dataset_digest: str, tokenizer_digest: str, options: Prepare
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def is_prepared(folder: Path) -> bool:
+def evaluation_folder(folder: Path, options: PrepareOptions) -> Path | None:
+    """Return where the rows held out lie in a prepared folder, or None where none are."""
+    return folder / EVALUATION_FOLDER if options.eval_fraction else None
+
+
+def is_prepared(folder: Path, options: PrepareOptions) -> bool:
     """Whether the folder is there with all its files."""
-    return all((folder / name).is_file() for name in (TOKENS_FILE, REPORT_FILE))
+    folders = [folder, evaluation_folder(folder, options)]
+    return all((place / name).is_file() for place in folders if place for name in (TOKENS_FILE, REPORT_FILE))
 
 
 def tokenizer_digest(model_dir: Path) -> str:

@@ -8,31 +8,29 @@ every bad row. Exit code 0 or 1. Must not know jobs or databases.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from horizon_server.datasets.document_writer import DocumentWriter
+from horizon_server.datasets.batches import Batches
+from horizon_server.datasets.document_writer import PreparedFolder
 from horizon_server.datasets.formats import check_field_map
 from horizon_server.datasets.preparation import PrepareReport, PrepareRequest
-from horizon_server.datasets.rows import Container, DataFile, Row, read_rows, read_text, resolve_format
 from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.tokenization import Document, RowTokenizer, TextSplitter, text_blocks
 from horizon_server.datasets.violations import ViolationTally
-from horizon_server.errors import FieldViolation, HorizonError, InvalidData
+from horizon_server.errors import HorizonError, InvalidData
 from horizon_server.events import AttemptEnded, PrepareProgress, encode
+from horizon_server.store.cpus import available_cpus
 
 OnProgress = Callable[[int], None]
 """Called with the number of rows done."""
 
-_ROWS_AT_ONCE = 256
-_BYTES_AT_ONCE = 4 * 1024 * 1024
-_TEXT_BLOCKS_AT_ONCE = 8
 _PROGRESS_EVERY_S = 0.25
+_MAX_PROCESSES = 16
+"""Reading and writing is one process's work; it cannot keep more than about so many busy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.prepare", description=__doc__)
     parser.add_argument("request", nargs="?", type=Path, help="file with the request; stdin without it")
     parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write events to")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(available_cpus(), _MAX_PROCESSES),
+        help="tokenise in so many; all cores by default",
+    )
     options = parser.parse_args(arguments)
     # An orderly end, so that half-written files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -47,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = options.request.read_bytes() if options.request else sys.stdin.buffer.read()
         request = PrepareRequest.from_json(text)
-        report = prepare(request, on_progress=lambda done: events.progress(done, request.num_rows))
+        report = prepare(
+            request,
+            on_progress=lambda done: events.progress(done, request.num_rows),
+            num_processes=options.processes,
+        )
     except HorizonError as error:
         details = tuple(violation.description for violation in error.violations)
         events.write(AttemptEnded(outcome="failed", reason=error.reason, message=error.message, details=details))
@@ -57,110 +65,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         events.write(AttemptEnded(outcome="failed", reason="IO_ERROR", message=str(error)))
         return 1
-    events.write(PrepareProgress(done_rows=report.rows, total_rows=report.rows, report=report.to_mapping()))
+    events.write(PrepareProgress(done_rows=report.rows, total_rows=report.rows, report=report.counts()))
     events.write(AttemptEnded(outcome="succeeded"))
     return 0
 
 
-def prepare(request: PrepareRequest, *, on_progress: OnProgress) -> PrepareReport:
-    """Tokenise every row into `request.output_dir` and return what came out.
+def prepare(request: PrepareRequest, *, on_progress: OnProgress, num_processes: int = 1) -> PrepareReport:
+    """Tokenise every row into `request.output_dir` and return what came out: the same bytes for any number of processes.
 
-    Raises: InvalidData with every bad row (the first 100 and their number), InvalidModel for an unusable tokenizer, DiskFull,
-    NotAvailableYet for formats of later versions.
+    Raises: InvalidData with every bad row (the first 100 and their number), or where a side of `eval_fraction` is empty; InvalidModel
+    for an unusable tokenizer; DiskFull.
     """
-    check_field_map(request.options.format, request.options.field_map)
-    codec = TextCodec.from_folder(request.model_dir)
-    tally = ViolationTally()
-    rows = truncated = 0
-    with DocumentWriter(request.output_dir) as writer:
-        for file in request.dataset_files:
-            for num_rows, documents, violations in _prepare_file(file, codec, request):
-                rows += num_rows
-                tally.add(_of_file(file, violations) if len(request.dataset_files) > 1 else violations)
-                for document in documents:
-                    truncated += document.truncated
-                    writer.add(document)
-                on_progress(rows)
+    options = request.options
+    check_field_map(options.format, options.field_map)
+    batches = Batches(TextCodec.from_folder(request.model_dir), options, num_processes=num_processes)
+    bad, left_out = ViolationTally(), ViolationTally()
+    rows = eval_rows = truncated_rows = cut_tokens = 0
+    with PreparedFolder(request.output_dir, with_evaluation=options.eval_fraction > 0) as folder:
+        for batch in batches.of_files(request.dataset_files):
+            rows += batch.num_rows
+            eval_rows += batch.num_eval_rows
+            truncated_rows += batch.num_truncated_rows
+            cut_tokens += batch.num_cut_tokens
+            bad.add(batch.violations)
+            left_out.add(batch.left_out)
+            folder.train.add(batch.train)
+            if folder.evaluation is not None:
+                folder.evaluation.add(batch.evaluation)
+            on_progress(rows)
         names = ", ".join(file.name for file in request.dataset_files)
-        tally.refuse(names)
-        if not writer.num_trained_tokens:
-            raise InvalidData(f"{names} gives no trainable token; the dataset must hold at least one row to learn from")
+        bad.refuse(names)
+        _refuse_empty_sides(folder, names, options.eval_fraction, left_out)
         report = PrepareReport(
             rows=rows,
-            documents=writer.num_documents,
-            tokens=writer.num_tokens,
-            trained_tokens=writer.num_trained_tokens,
-            truncated_rows=truncated,
-            longest_document=writer.longest_document,
-            sequence_length=request.options.sequence_length,
+            documents=folder.train.num_documents,
+            tokens=folder.train.num_tokens,
+            trained_tokens=folder.train.num_targets,
+            truncated_rows=truncated_rows,
+            truncated_tokens=cut_tokens,
+            error_rows=left_out.total,
+            eval_rows=eval_rows,
+            eval_documents=folder.evaluation.num_documents if folder.evaluation else 0,
+            eval_tokens=folder.evaluation.num_tokens if folder.evaluation else 0,
+            eval_trained_tokens=folder.evaluation.num_targets if folder.evaluation else 0,
+            longest_document=folder.train.longest_document,
+            sequence_length=options.sequence_length,
+            errors=tuple(violation.description for violation in left_out.kept),
         )
-        writer.publish(report.to_mapping())
+        folder.publish(report.to_mapping())
     return report
 
 
-Prepared = tuple[int, list[Document], list[FieldViolation]]
-"""Rows read since the last one, their documents, and what is wrong with them."""
-
-
-def _prepare_file(file: DataFile, codec: TextCodec, request: PrepareRequest) -> Iterator[Prepared]:
-    options = request.options
-    dataset_format, container = resolve_format(file, options.format, options.field_map)
-    if container is Container.PLAIN_TEXT:
-        yield from _prepare_text(file, codec, options.sequence_length)
+def _refuse_empty_sides(folder: PreparedFolder, names: str, eval_fraction: float, left_out: ViolationTally) -> None:
+    if folder.train.num_documents and (folder.evaluation is None or folder.evaluation.num_documents):
         return
-    check_field_map(dataset_format, options.field_map)
-    tokenizer = RowTokenizer(codec, options, dataset_format)
-    for batch in _batches(read_rows(file)):
-        documents: list[Document] = []
-        violations: list[FieldViolation] = []
-        for row in tokenizer.tokenize(batch):
-            documents += row.documents
-            violations += row.violations
-        yield len(batch), documents, violations
-
-
-def _prepare_text(file: DataFile, codec: TextCodec, sequence_length: int) -> Iterator[Prepared]:
-    splitter = TextSplitter(sequence_length)
-    violations: list[FieldViolation] = []
-
-    def readable() -> Iterator[str]:
-        for piece in read_text(file):
-            violations.extend([piece.violation] if piece.violation else [])
-            yield piece.text
-
-    yield 0, list(splitter.add(codec.leading_ids)), []
-    blocks = text_blocks(readable())
-    while some := list(itertools.islice(blocks, _TEXT_BLOCKS_AT_ONCE)):
-        documents: list[Document] = []
-        for encoded in codec.encode(some):
-            codec.check_ids(encoded.ids)
-            documents += splitter.add(encoded.ids)
-        num_rows = sum(1 for block in some for line in block.split("\n") if line.strip())
-        yield num_rows, documents, violations[:]
-        violations.clear()
-    last = [] if codec.eos_id is None else [codec.eos_id]
-    yield 0, [*splitter.add(last), *splitter.finish()], violations
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Group rows so that neither many nor long ones are held at once."""
-    batch: list[Row] = []
-    num_bytes = 0
-    for row in rows:
-        batch.append(row)
-        num_bytes += row.num_bytes
-        if len(batch) >= _ROWS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _of_file(file: DataFile, violations: Iterable[FieldViolation]) -> list[FieldViolation]:
-    return [
-        FieldViolation(field=f"{file.name}.{item.field}", description=f"{file.name}: {item.description}")
-        for item in violations
-    ]
+    if not folder.train.num_documents and (folder.evaluation is None or not folder.evaluation.num_documents):
+        left_out.refuse(names)
+        raise InvalidData(f"{names} gives no trainable token; the dataset must hold at least one row to learn from")
+    empty = "evaluation" if folder.train.num_documents else "training"
+    raise InvalidData(
+        f"eval_fraction {eval_fraction:g} leaves no row of {names} for {empty}; use another fraction, or push an eval_dataset"
+    )
 
 
 class _EventLines:

@@ -1,7 +1,7 @@
 """Datasets from announcement to READY: who may see them, when they may be used, when they may go.
 
-Contents arrive through `blobs.uploads`; rows are checked by `datasets.validation`; records are kept behind the `DatasetStore` port. Knows
-neither the wire nor the database.
+Contents arrive through `blobs.uploads`; rows are checked by the child of `datasets.checking`; records are kept behind the `DatasetStore`
+port. Knows neither the wire nor the database.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
+import structlog
+
 from horizon_server.accounts.lookup import check_name, choose, page_limit
 from horizon_server.accounts.principal import Principal, require_change, require_create
 from horizon_server.blobs.manifest import BlobFile, check_files, digest
 from horizon_server.blobs.shared_calls import SharedCalls
-from horizon_server.blobs.store import BlobStore
-from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
+from horizon_server.datasets.checking import check_dataset
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import check_field_map, parse_format
 from horizon_server.datasets.records import DatasetRecord
-from horizon_server.datasets.rows import DataFile
-from horizon_server.datasets.validation import inspect_file
-from horizon_server.datasets.violations import ViolationTally
-from horizon_server.errors import FieldViolation, InUse, InvalidData, NotFound
+from horizon_server.errors import InUse, NotFound
+
+log = structlog.get_logger(__name__)
 
 DatasetPage = tuple[list[DatasetRecord], str]
 """Some datasets, and the token of the next page; empty on the last."""
@@ -171,7 +172,8 @@ class DatasetService:
 
     def data_files(self, record: DatasetRecord) -> tuple[DataFile, ...]:
         """Return where the files of a dataset lie, with the names their owner gave them."""
-        return _data_files(record, self._uploads.store)
+        store = self._uploads.store
+        return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized; return how many."""
@@ -187,9 +189,17 @@ class DatasetService:
 
     async def _finalize(self, record: DatasetRecord) -> DatasetRecord:
         await self._uploads.require_all(record.owner, record.files)
-        found, num_rows = await in_thread(lambda: _validate(record, self._uploads.store))
-        content = _digest(found, record.field_map, record.files)
-        ready = await self._store.mark_ready(record.dataset_id, format=found, num_rows=num_rows, digest=content)
+        found = await check_dataset(
+            self.data_files(record),
+            name=record.name,
+            dataset_format=parse_format(record.format),
+            field_map=record.field_map,
+        )
+        log.info("dataset checked", dataset=record.dataset_id, rows=found.num_rows, blank_lines=found.num_blank_lines)
+        content = _digest(found.format, record.field_map, record.files)
+        ready = await self._store.mark_ready(
+            record.dataset_id, format=found.format.value, num_rows=found.num_rows, digest=content
+        )
         await self._uploads.release(record.owner, record.files)
         return ready
 
@@ -206,33 +216,3 @@ class DatasetService:
 
 def _digest(dataset_format: str, field_map: Mapping[str, str], files: Sequence[BlobFile]) -> str:
     return digest(files, dataset_format, dict(field_map))
-
-
-def _data_files(record: DatasetRecord, store: BlobStore) -> tuple[DataFile, ...]:
-    return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
-
-
-def _validate(record: DatasetRecord, store: BlobStore) -> tuple[str, int]:
-    """Return the format that was found and the number of rows over all files."""
-    dataset_format = parse_format(record.format)
-    tally = ViolationTally()
-    num_rows = 0
-    formats: dict[str, str] = {}
-    for file in _data_files(record, store):
-        report = inspect_file(file, dataset_format=dataset_format, field_map=record.field_map)
-        num_rows += report.num_rows
-        formats.setdefault(report.format.value, file.name)
-        tally.add(_named(report.violations, file.name, alone=len(record.files) == 1))
-        tally.total += report.num_violations - len(report.violations)
-    tally.refuse(record.name)
-    if len(formats) > 1:
-        found = ", ".join(f"{path} is {name}" for name, path in formats.items())
-        raise InvalidData(f"the files of one dataset must have one format, but {found}; push them as separate datasets")
-    return next(iter(formats)), num_rows
-
-
-def _named(violations: Sequence[FieldViolation], path: str, *, alone: bool) -> Sequence[FieldViolation]:
-    """Say in which file a violation is, where there are several."""
-    if alone:
-        return violations
-    return [FieldViolation(field=f"{path}:{v.field}", description=f"{path}: {v.description}") for v in violations]

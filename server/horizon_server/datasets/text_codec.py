@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: text to token ids, and the characters that each token stands for.
+"""A model folder's tokenizer: text to token ids, and back to the characters that each stands for.
 
 Owns the choice of loader. Folders whose tokenizer.json says everything are read by `tokenizers` alone, which starts at once; all others
 go through transformers, which knows what their class adds. Only the preparation child imports this: it may reach transformers.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ _PLAIN_SETTINGS = frozenset(
         *("padding_side", "truncation_side", "is_local", "local_files_only"),
     )
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedText:
-    """Token ids, and for each the index of the first character it stands for."""
-
-    ids: list[int]
-    starts: list[int]
 
 
 class TextCodec:
@@ -60,8 +51,11 @@ class TextCodec:
             self.leading_ids.pop()
         # A post-processor may trim offsets to exclude spaces; without it, they are the characters themselves.
         tokenizer.post_processor = None
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        """The library's own; adds no special tokens by itself."""
         self.vocab_size = vocab_size
+        highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self._ids_may_be_too_high = vocab_size is not None and highest_id >= vocab_size
         self.chat_template = None if chat_template is None else _compile(chat_template, special_tokens, tokenizer)
 
     @classmethod
@@ -74,20 +68,32 @@ class TextCodec:
         tokenizer, special_tokens, chat_template = _load(folder, settings)
         return cls(tokenizer, special_tokens=special_tokens, chat_template=chat_template, vocab_size=vocab_size)
 
-    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Encode texts as they are: special tokens that they spell out are recognised, none are added."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            EncodedText(ids=encoding.ids, starts=[start for start, _ in encoding.offsets]) for encoding in encodings
-        ]
+    def encode(self, text: str) -> Any:
+        """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_all(self, texts: Sequence[str]) -> list[Any]:
+        """Return `encode` of each text, a little faster."""
+        encodings: list[Any] = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return encodings
+
+    def encode_ids(self, text: str) -> list[int]:
+        """Return the ids that `encode` gives, faster: which characters they stand for is not kept."""
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones spelled out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse tokens that the model has no embedding for.
 
         Raises: InvalidModel.
         """
-        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
-            token = self._tokenizer.id_to_token(max(ids))
+        if self._ids_may_be_too_high and ids and max(ids) >= (self.vocab_size or 0):
+            token = self.tokenizer.id_to_token(max(ids))
             raise InvalidModel(
                 f"the tokenizer gives {token!r} the id {max(ids)}, but config.json has vocab_size {self.vocab_size}; "
                 "the tokenizer belongs to another model"

@@ -1,231 +1,278 @@
-"""Rows to documents: token ids, and which of them are trained.
+"""Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come from here.
 
-Owns the loss masks, truncation and the splitting of long texts. Must not know files or folders.
+Owns truncation, and the sentence for a row that cannot be used. Must not know files or folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import array
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from horizon_server.datasets.chat_template import ChatTemplate, Span
+from horizon_server.datasets.chat_template import Span
+from horizon_server.datasets.data_file import Row
+from horizon_server.datasets.documents import Document, Ids, split
 from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.held_out import is_held_out, row_content
+from horizon_server.datasets.masks import token_mask
+from horizon_server.datasets.normalise import NormalRow, Tokens, normalise
 from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.row_checks import check_row, is_trainable
-from horizon_server.datasets.rows import Row
-from horizon_server.datasets.text_codec import EncodedText, TextCodec
+from horizon_server.datasets.rendering import RenderedRow, RowRenderer
+from horizon_server.datasets.row_checks import UNTRAINED, check_row
+from horizon_server.datasets.text_blocks import blocks_of
+from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.errors import FieldViolation, InvalidData
 
-# A long text is encoded in blocks of about this many characters, cut where a tokenizer would cut too.
-TEXT_BLOCK_CHARACTERS = 64 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """Tokens that are trained together; `trained[t]` is 1 where token t is a target."""
-
-    ids: Sequence[int]
-    trained: bytes
-    truncated: bool = False
-
-    @property
-    def num_targets(self) -> int:
-        """Targets; the first token is never one, as nothing precedes it."""
-        return sum(self.trained[1:])
+_CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedRow:
-    """What became of one row: documents, or what is wrong with it."""
+    """What became of one row: documents, or why there are none.
+
+    `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
+    `sequence_length`. `num_cut_tokens` were beyond it.
+    """
 
     documents: Sequence[Document] = ()
+    num_cut_tokens: int = 0
     violations: Sequence[FieldViolation] = ()
+    left_out: FieldViolation | None = None
+    held_out: bool = False
+    """Whether the row is on the evaluation side of `eval_fraction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RenderedRow:
-    """Texts that are encoded apart and laid end to end, and the trained characters of each."""
+class TextSpan:
+    """Text whose tokens are all trained, or all not."""
 
-    parts: list[tuple[str, list[Span]]]
-    leading_ids: list[int]
-    trailing_ids: list[int]
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRow:
+    """A row as the model will see it. The texts of `spans` laid end to end are what it reads, up to where the row is cut.
+
+    A row that cannot be used has `violations` and, where it could be rendered, spans all the same.
+    """
+
+    number: int
+    spans: tuple[TextSpan, ...] = ()
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_cut_tokens: int = 0
+    num_documents: int = 0
+    violations: tuple[FieldViolation, ...] = ()
+
+
+class _Part(NamedTuple):
+    """Consecutive tokens of a row, and the text they were made from where there is one."""
+
+    ids: Ids[int]
+    trained: bytes
+    text: str = ""
+    starts: Sequence[int] = ()
+
+
+class _ReadRow(NamedTuple):
+    """A row that was checked and rendered (tokens are not), or what is wrong with it."""
+
+    normal: NormalRow | None = None
+    rendered: RenderedRow | None = None
+    violations: Sequence[FieldViolation] = ()
+
+    @property
+    def masked_texts(self) -> list[str]:
+        """The texts of which some characters are not trained."""
+        return [text.text for text in self.rendered.texts if not text.trained_throughout] if self.rendered else []
 
 
 class RowTokenizer:
-    """Turns rows of one format into documents of at most `sequence_length` tokens."""
+    """Turns rows of one format into documents of at most `sequence_length` tokens.
+
+    Raises: InvalidData for messages and a model without a chat template.
+    """
 
     def __init__(self, codec: TextCodec, options: PrepareOptions, dataset_format: DatasetFormat) -> None:
         self._codec = codec
         self._options = options
         self._format = dataset_format
-        self._train_all = options.method == "pretrain" or options.train_on == "all"
-        self._end = [] if codec.eos_id is None else [codec.eos_id]
-        if dataset_format is DatasetFormat.MESSAGES and codec.chat_template is None:
+        self._renderer = RowRenderer(codec.chat_template, options)
+        if dataset_format in _CHATS and codec.chat_template is None:
             raise InvalidData(
-                "the dataset holds messages, but the model has no chat template; add chat_template.jinja to the model or use a "
-                "prompt-completion dataset"
+                f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to the model "
+                "or use a prompt-completion dataset"
             )
+        self._end = [] if codec.eos_id is None else [codec.eos_id]
 
     def tokenize(self, rows: Sequence[Row]) -> Iterator[TokenizedRow]:
-        """Yield for each row its documents, or what is wrong with it."""
-        rendered = [self._render(row) for row in rows]
-        texts = [text for item in rendered if isinstance(item, _RenderedRow) for text, _ in item.parts]
-        encoded = iter(self._codec.encode(texts))
-        for row, item in zip(rows, rendered, strict=True):
-            if not isinstance(item, _RenderedRow):
-                yield TokenizedRow(violations=item)
-                continue
-            whole = self._assemble(item, [next(encoded) for _ in item.parts])
-            self._codec.check_ids(whole.ids)
-            yield self._fit(row, whole)
+        """Yield for each row its documents, or why there are none.
 
-    def _render(self, row: Row) -> _RenderedRow | list[FieldViolation]:
+        Raises: InvalidModel where the tokenizer belongs to another model.
+        """
+        read = [self._read(row) for row in rows]
+        encodings = iter(self._codec.encode_all([text for item in read for text in item.masked_texts]))
+        for row, item in zip(rows, read, strict=True):
+            own = iter([next(encodings) for _ in item.masked_texts])
+            yield self._tokenized(row, item, own)
+
+    def _tokenized(self, row: Row, item: _ReadRow, encodings: Iterator[Any]) -> TokenizedRow:
+        if item.normal is None:
+            return TokenizedRow(violations=item.violations)
+        try:
+            fitted = self._fit(row, _joined(self._parts(item, lambda _: next(encodings), with_starts=False)))
+        except InvalidData as error:
+            return TokenizedRow(violations=[_unusable(row, error)])
+        if not self._options.eval_fraction:
+            return fitted
+        return replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
+
+    def show(self, row: Row) -> ShownRow:
+        """Return the row as `tokenize` hands it to training, for people to read."""
+        item = self._read(row)
+        if item.normal is None:
+            return ShownRow(number=row.number, violations=tuple(item.violations))
+        try:
+            parts = self._parts(item, self._codec.encode, with_starts=True)
+        except InvalidData as error:
+            return ShownRow(number=row.number, violations=(_unusable(row, error),))
+        whole = _joined(parts)
+        fitted = self._fit(row, whole)
+        problems = [*fitted.violations, *([fitted.left_out] if fitted.left_out else [])]
+        mask = b"".join(b"\0" + piece.trained[1:] for piece in self._pieces(whole))
+        return ShownRow(
+            number=row.number,
+            spans=tuple(_merged(self._spans(parts, mask))),
+            num_tokens=len(mask),
+            num_trained_tokens=mask.count(1),
+            num_cut_tokens=len(whole.ids) - len(mask),
+            num_documents=len(fitted.documents),
+            violations=tuple(problems),
+        )
+
+    def _read(self, row: Row) -> _ReadRow:
         problems = check_row(row, self._format, self._options.field_map)
         if problems:
-            return problems
+            return _ReadRow(violations=problems)
+        normal = normalise(row.columns, self._format, self._options.field_map)
+        if isinstance(normal, Tokens):
+            return _ReadRow(normal=normal)
         try:
-            return self._render_checked(row)
+            return _ReadRow(normal=normal, rendered=self._renderer.render(normal))
         except InvalidData as error:
-            return [_violation(row, f"cannot be rendered: {error.message:.400}")]
+            return _ReadRow(violations=[_unusable(row, error)])
 
-    def _render_checked(self, row: Row) -> _RenderedRow:
-        template = self._codec.chat_template
-        if self._format is DatasetFormat.MESSAGES:
-            assert template is not None
-            return self._render_chat(template, self._value(row, "messages"))
-        if self._format is DatasetFormat.TEXT:
-            text = self._value(row, "text")
-            return _RenderedRow(
-                parts=[(text, [(0, len(text))])], leading_ids=self._codec.leading_ids, trailing_ids=self._end
-            )
-        prompt, completion = self._value(row, "prompt"), self._value(row, "completion")
-        if template is not None:
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return self._render_chat(template, turns)
-        # Encoded apart: at generation time the prompt ends where the model starts.
-        prompt_spans = [(0, len(prompt))] if self._train_all else []
-        parts: list[tuple[str, list[Span]]] = [(prompt, prompt_spans), (completion, [(0, len(completion))])]
-        return _RenderedRow(parts=parts, leading_ids=self._codec.leading_ids, trailing_ids=self._end)
+    def _parts(self, item: _ReadRow, encode: Callable[[str], Any], *, with_starts: bool) -> list[_Part]:
+        """Return the tokens of a row in parts that are laid end to end."""
+        if isinstance(item.normal, Tokens):
+            return [self._given_tokens(item.normal)]
+        assert item.rendered is not None, "what is no tokens is rendered"
+        parts: list[_Part] = []
+        for text in item.rendered.texts:
+            if text.trained_throughout:
+                parts += self._throughout(text.text, with_starts=with_starts)
+            else:
+                parts.append(_masked(text.text, encode(text.text), text.spans, with_starts=with_starts))
+        for part in parts:
+            self._codec.check_ids(part.ids)
+        if not item.rendered.bare:
+            return parts
+        leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._end)
+        return [
+            _Part(ids=leading, trained=bytes(len(leading))),
+            *parts,
+            _Part(ids=trailing, trained=b"\1" * len(trailing)),
+        ]
 
-    def _render_chat(self, template: ChatTemplate, messages: list[dict[str, Any]]) -> _RenderedRow:
-        if self._train_all:
-            text = template.render(messages)
-            return _RenderedRow(parts=[(text, [(0, len(text))])], leading_ids=[], trailing_ids=[])
-        text, found = template.assistant_spans(messages)
-        replies = [(message, span) for message, span in zip(messages, found, strict=True) if span is not None]
-        if self._options.train_on == "last-assistant":
-            replies = replies[-1:]
-        spans = [span for message, span in replies if is_trainable(message)]
-        return _RenderedRow(parts=[(text, spans)], leading_ids=[], trailing_ids=[])
+    def _throughout(self, text: str, *, with_starts: bool) -> Iterator[_Part]:
+        for block in blocks_of(text):
+            if with_starts:
+                yield _masked(block, self._codec.encode(block), [(0, len(block))], with_starts=True)
+            else:
+                ids = array.array("i", self._codec.encode_ids(block))
+                yield _Part(ids=ids, trained=b"\1" * len(ids))
 
-    def _value(self, row: Row, field: str) -> Any:
-        return row.columns[self._options.field_map.get(field, field)]
-
-    def _assemble(self, row: _RenderedRow, encoded: Sequence[EncodedText]) -> Document:
-        ids = list(row.leading_ids)
-        trained = bytearray(len(ids))
-        for (_, spans), part in zip(row.parts, encoded, strict=True):
-            ids += part.ids
-            trained += _mask(part.starts, spans)
-        ids += row.trailing_ids
-        trained += b"\1" * len(row.trailing_ids)
-        return Document(ids=ids, trained=bytes(trained))
+    def _given_tokens(self, tokens: Tokens) -> _Part:
+        size = self._codec.vocab_size
+        highest = max(tokens.input_ids, default=0)
+        if size is not None and highest >= size:
+            raise InvalidData(f"input_ids holds {highest}, but the model's vocab_size is {size}")
+        trained = bytes(label != UNTRAINED for label in tokens.labels)
+        return _Part(ids=array.array("i", tokens.input_ids), trained=trained)
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
             problem = "has no trainable token; check its text, roles and weights, and train.train_on"
-            return TokenizedRow(violations=[_violation(row, problem)])
+            return TokenizedRow(violations=[row.refusal(problem)])
+        if len(whole.ids) <= self._options.sequence_length:
+            return TokenizedRow(documents=(whole,))
+        kept = [piece for piece in self._pieces(whole) if piece.num_targets]
+        if kept:
+            return TokenizedRow(documents=kept, num_cut_tokens=len(whole.ids) - sum(len(piece.ids) for piece in kept))
+        problem = (
+            f"has {len(whole.ids)} tokens, and within sequence_length {self._options.sequence_length} none is trained; raise "
+            "train.sequence_length or shorten the row"
+        )
+        return TokenizedRow(left_out=row.refusal(problem))
+
+    def _pieces(self, whole: Document) -> list[Document]:
         limit = self._options.sequence_length
-        if self._format is DatasetFormat.TEXT:
-            splitter = TextSplitter(limit)
-            return TokenizedRow(documents=[*splitter.add(whole.ids), *splitter.finish()])
         if len(whole.ids) <= limit:
-            return TokenizedRow(documents=[whole])
-        cut = Document(ids=whole.ids[:limit], trained=whole.trained[:limit], truncated=True)
-        if not cut.num_targets:
-            problem = (
-                f"has {len(whole.ids)} tokens, and within sequence_length {limit} none is trained; "
-                "raise train.sequence_length or shorten the row"
-            )
-            return TokenizedRow(violations=[_violation(row, problem)])
-        return TokenizedRow(documents=[cut])
+            return [whole]
+        if self._options.method == "pretrain" or self._format is DatasetFormat.TEXT:
+            return split(whole, limit)
+        return [Document(ids=whole.ids[:limit], trained=whole.trained[:limit])]
+
+    def _spans(self, parts: Sequence[_Part], mask: bytes) -> Iterator[TextSpan]:
+        """Yield the text of the masked tokens, in runs of equal mask."""
+        at = 0
+        for part in parts:
+            here = mask[at : at + len(part.ids)]
+            for begin, end in _runs(here):
+                yield TextSpan(text=self._text_of(part, begin, end), trained=here[begin] == 1)
+            at += len(part.ids)
+
+    def _text_of(self, part: _Part, begin: int, end: int) -> str:
+        if not part.starts:
+            return self._codec.decode(part.ids[begin:end])
+        until = part.starts[end] if end < len(part.starts) else len(part.text)
+        return part.text[part.starts[begin] if begin else 0 : until]
 
 
-class TextSplitter:
-    """Cuts a growing list of tokens into documents of `sequence_length`, all trained. No document has one token only."""
-
-    def __init__(self, sequence_length: int) -> None:
-        self._sequence_length = sequence_length
-        self._pending: list[int] = []
-
-    def add(self, ids: Iterable[int]) -> Iterator[Document]:
-        """Take more tokens and yield the documents that are full."""
-        self._pending += ids
-        begin, size = 0, self._sequence_length
-        # Two tokens stay behind, so that the last document can be given a second one.
-        while len(self._pending) - begin >= size + 2:
-            yield _trained_throughout(self._pending[begin : begin + size])
-            begin += size
-        del self._pending[:begin]
-
-    def finish(self) -> Iterator[Document]:
-        """Yield the rest."""
-        size = self._sequence_length
-        if len(self._pending) > size:
-            size -= 1
-        for begin in range(0, len(self._pending), size):
-            yield _trained_throughout(self._pending[begin : begin + size])
-        self._pending = []
+def _masked(text: str, encoding: Any, spans: Sequence[Span], *, with_starts: bool) -> _Part:
+    return _Part(
+        ids=array.array("i", encoding.ids),
+        trained=bytes(token_mask(text, encoding, spans)),
+        text=text,
+        starts=[start for start, _ in encoding.offsets] if with_starts else (),
+    )
 
 
-def text_blocks(pieces: Iterable[str], block_characters: int = TEXT_BLOCK_CHARACTERS) -> Iterator[str]:
-    """Join the pieces of a text to blocks that encode, one by one, to the tokens of the whole.
-
-    The cut is before a line break that follows a letter: all tokenizers in use that split words start a new piece there.
-    """
-    pending: list[str] = []
-    size = 0
-    for piece in pieces:
-        pending.append(piece)
-        size += len(piece)
-        if size < block_characters:
-            continue
-        text = "".join(pending)
-        cut = _last_cut(text)
-        yield text[:cut]
-        pending, size = [text[cut:]], len(text) - cut
-    if size:
-        yield "".join(pending)
+def _unusable(row: Row, error: InvalidData) -> FieldViolation:
+    return row.refusal(f"cannot be used: {error.message:.400}")
 
 
-def _last_cut(text: str) -> int:
-    end = len(text)
-    for _ in range(100):
-        end = text.rfind("\n", 1, end)
-        if end < 0:
-            break
-        if text[end - 1].isalpha():
-            return end
-    any_break = text.rfind("\n", 1)
-    return any_break if any_break > 0 else len(text)
+def _joined(parts: Sequence[_Part]) -> Document:
+    if len(parts) == 1:
+        return Document(ids=parts[0].ids, trained=parts[0].trained)
+    ids = array.array("i")
+    for part in parts:
+        ids += part.ids
+    return Document(ids=ids, trained=b"".join(part.trained for part in parts))
 
 
-def _mask(starts: Sequence[int], spans: Sequence[Span]) -> bytes:
-    mask = bytearray(len(starts))
-    remaining = iter(sorted(spans))
-    begin, end = next(remaining, (0, -1))
-    for index, start in enumerate(starts):
-        while start >= end >= 0:
-            begin, end = next(remaining, (0, -1))
-        mask[index] = begin <= start < end
-    return bytes(mask)
+def _merged(spans: Iterable[TextSpan]) -> Iterator[TextSpan]:
+    for trained, run in itertools.groupby(spans, key=lambda span: span.trained):
+        yield TextSpan(text="".join(span.text for span in run), trained=trained)
 
 
-def _trained_throughout(ids: list[int]) -> Document:
-    return Document(ids=ids, trained=b"\1" * len(ids))
-
-
-def _violation(row: Row, problem: str) -> FieldViolation:
-    path = f"line[{row.number}]"
-    return FieldViolation(field=path, description=f"{path} {problem}")
+def _runs(mask: bytes) -> Iterator[tuple[int, int]]:
+    begin = 0
+    while begin < len(mask):
+        end = mask.find(1 - mask[begin], begin)
+        end = len(mask) if end < 0 else end
+        yield begin, end
+        begin = end

@@ -17,6 +17,7 @@ from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
 from horizon_server.jobs.job import JobPlan, JobRecord, JobState, may_move
 from horizon_server.spec import parse_job_spec
+from horizon_server.store.roofline import StepPrediction
 
 _PLAIN = (
     "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "wanted", "step", "num_steps", "attempt",
@@ -48,6 +49,7 @@ class JobStore:
                 queued_s=job.created_s,
                 last_step="",
                 plan=_plan_document(job.plan),
+                data_report=job.data_report or None,
             )
             session.add(row)
             await session.flush()
@@ -145,6 +147,8 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name == "plan":
             row.plan = _plan_document(value)
+        elif name == "data_report":
+            row.data_report = value
         elif name == "last_step":
             row.last_step = "" if value is None else encode(value)
         else:
@@ -167,16 +171,23 @@ def _plan_document(plan: JobPlan | None) -> dict[str, Any] | None:
     return None if plan is None else dataclasses.asdict(plan)
 
 
+def _plan(document: dict[str, Any] | None) -> JobPlan | None:
+    if not document:
+        return None
+    prediction = document.get("prediction")
+    return JobPlan(**{**document, "prediction": StepPrediction(**prediction) if prediction else None})
+
+
 def _record_with(row: JobRow, event: JobEvent) -> tuple[JobRecord, JobEvent]:
     return _record(row), event
 
 
 def _record(row: JobRow) -> JobRecord:
-    plan: Any = row.plan
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
         spec=parse_job_spec(row.spec),
         job_state=JobState(row.job_state),
         last_step=decode(row.last_step) if row.last_step else None,
-        plan=JobPlan(**plan) if plan else None,
+        plan=_plan(row.plan),
+        data_report=row.data_report or {},
     )

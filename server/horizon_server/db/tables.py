@@ -107,6 +107,8 @@ class JobRow(Table):
     ended_s: Mapped[float] = mapped_column(Float)
     last_step: Mapped[str] = mapped_column(Text)
     plan: Mapped[dict[str, object] | None] = mapped_column(JSON)
+    data_report: Mapped[dict[str, int] | None] = mapped_column(JSON)
+    """Null for jobs of before there was one, and until the data is prepared."""
     last_sequence: Mapped[int] = mapped_column(BigInteger)
 
 

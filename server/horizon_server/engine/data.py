@@ -1,8 +1,7 @@
 """From a prepared dataset on disk to the micro-batches of step i: order, packing and labels.
 
-Owns the order in which documents are seen and how they share rows. Must not know how they were tokenised, what a job
-is or how a step is computed. Everything follows from (dataset, arguments, i): there is no cursor, so a resume asks for
-the next i.
+Owns the order in which documents are seen. Must not know how they were tokenised, what a job is or how a step is computed. Everything
+follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
 
 Shapes: N tokens of the dataset, D documents, T tokens of one row.
 """
@@ -13,7 +12,6 @@ import bisect
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
+from horizon_server.engine.packing import PackedRows, Rows, SingleRows
+from horizon_server.engine.permutation import Keys, permutation_keys, permuted
 from horizon_server.errors import InvalidData
 
 TOKENS_FILE = "tokens.safetensors"
 REPORT_FILE = "report.json"
 
-# Documents are packed best-fit among this many neighbours of the permutation: enough to fill rows, few enough to stay
-# random.
-PACKING_WINDOW = 512
+# What is permuted; part of the key of its permutation.
+_ROWS, _DOCUMENTS = 1, 2
+_ROWS_AT_ONCE = 1 << 16
 
 _DTYPES = {"input_ids": np.dtype(np.int32), "trained": np.dtype(np.uint8), "document_starts": np.dtype(np.int64)}
 
@@ -110,14 +110,17 @@ class PreparedDataset:
 class StepPlan:
     """Which documents make up step i, for every i of a run.
 
-    Each epoch is its own seeded permutation, packed into rows of at most `sequence_length` tokens, the rows grouped
-    into steps of at most `tokens_per_step` real tokens (a single longer row makes a step of its own). The last step of
-    an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
+    Each epoch is its own seeded order: documents are packed into rows of at most `sequence_length` tokens, the rows follow a
+    permutation and are grouped into steps of at most `tokens_per_step` real tokens (a single longer row makes a step of its own). The
+    last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
     the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps.
 
     `packing=False` gives every document its own row. `shuffle=False` keeps the order of the file: for evaluation.
     Thread: not thread-safe; a plan caches the epoch it is in.
     """
+
+    ORDER = 2
+    """Raised whenever the same arguments would give another order, so that no checkpoint goes on in one it did not begin in."""
 
     def __init__(
         self,
@@ -141,18 +144,24 @@ class StepPlan:
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
         self._row_limit = min(sequence_length, tokens_per_step)
         self._tokens_per_step = tokens_per_step
-        self._packing = packing
+        lengths = dataset.document_lengths
+        self._rows: Rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)
         self._seed = seed
         self._shuffle = shuffle
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
-        self._epoch_plan: tuple[int, _EpochPlan] | None = None
+        self._epoch: tuple[int, list[int]] | None = None  # the one at hand, and the first row of each of its steps
         self.num_steps = max_steps if max_steps is not None else self._steps_of_epochs(epochs or 0)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return self._rows.num_rows
+
+    @property
     def packing_efficiency(self) -> float:
-        """Share of the first epoch's rows that holds tokens, were every row padded to its limit; 1 = full rows."""
-        lengths = self._plan_of(0).row_tokens
-        return float(lengths.sum()) / (len(lengths) * max(self._row_limit, int(lengths.max())))
+        """Share of an epoch's rows that holds tokens, were every row padded to its limit; 1 = full rows."""
+        longest = int(self._dataset.document_lengths.max())
+        return self._dataset.num_tokens / (self._rows.num_rows * max(self._row_limit, longest))
 
     def step(self, i: int) -> list[MicroBatch]:
         """Return the micro-batches of step i (from 0); the same in any order of calls and in any process."""
@@ -161,12 +170,14 @@ class StepPlan:
     def documents_of(self, i: int) -> list[list[int]]:
         """Return the document numbers of step i, row by row."""
         epoch, within = self._locate(i)
-        return self._plan_of(epoch).rows_of_step(within)
+        starts = self._step_starts(epoch)
+        rows = self._row_order(epoch, starts[within], starts[within + 1])
+        return self._rows.documents_of(rows, self._keys(epoch, _DOCUMENTS))
 
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""
         epoch, within = self._locate(i)
-        return epoch + (within + 1) / self._plan_of(epoch).num_steps
+        return epoch + (within + 1) / self._steps_in(epoch)
 
     def _locate(self, i: int) -> tuple[int, int]:
         assert 0 <= i < self.num_steps, f"step {i} is outside 0..{self.num_steps - 1}"
@@ -179,81 +190,51 @@ class StepPlan:
         # A fraction takes that share of the last epoch's steps, at least one.
         whole = int(epochs)
         steps = self._steps_before(whole)
-        return steps if epochs == whole else steps + math.ceil((epochs - whole) * self._plan_of(whole).num_steps)
+        return steps if epochs == whole else steps + math.ceil((epochs - whole) * self._steps_in(whole))
 
     def _steps_before(self, epoch: int) -> int:
         while len(self._first_steps) <= epoch:
-            self._first_steps.append(self._first_steps[-1] + self._plan_of(len(self._first_steps) - 1).num_steps)
+            self._first_steps.append(self._first_steps[-1] + self._steps_in(len(self._first_steps) - 1))
         return self._first_steps[epoch]
 
-    def _plan_of(self, epoch: int) -> _EpochPlan:
-        if self._epoch_plan is None or self._epoch_plan[0] != epoch:
-            self._epoch_plan = (epoch, self._build_plan(epoch))
-        return self._epoch_plan[1]
+    def _steps_in(self, epoch: int) -> int:
+        return len(self._step_starts(epoch)) - 1
 
-    def _build_plan(self, epoch: int) -> _EpochPlan:
-        lengths = self._dataset.document_lengths
-        order = np.arange(len(lengths))
-        random = np.random.default_rng((self._seed, epoch))
-        if self._shuffle:
-            order = random.permutation(order)
-        rows = _pack(order, lengths, self._row_limit) if self._packing else [[int(document)] for document in order]
-        if self._shuffle:
-            # Best-fit puts a window's long documents into its first rows; steps must not inherit that pattern.
-            rows = [rows[index] for index in random.permutation(len(rows))]
-        row_tokens = np.array([int(lengths[row].sum()) for row in rows], dtype=np.int64)
-        return _EpochPlan(rows=rows, row_tokens=row_tokens, step_starts=_group(row_tokens, self._tokens_per_step))
+    def _step_starts(self, epoch: int) -> list[int]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self._grouped(epoch))
+        return self._epoch[1]
 
+    def _grouped(self, epoch: int) -> list[int]:
+        """Return the first row of each step of an epoch, and the number of its rows."""
+        starts, filled = [0], 0
+        for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
+            order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
+            filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
+        return [*starts, self.num_rows]
 
-@dataclass(frozen=True, kw_only=True)
-class _EpochPlan:
-    """Rows of one epoch in order; step k holds rows step_starts[k] to step_starts[k + 1]."""
+    def _row_order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
+        places = np.arange(begin, end)
+        keys = self._keys(epoch, _ROWS)
+        return places if keys is None else permuted(places, self.num_rows, keys)
 
-    rows: list[list[int]]
-    row_tokens: NDArray[np.int64]
-    step_starts: list[int]
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.step_starts) - 1
-
-    def rows_of_step(self, k: int) -> list[list[int]]:
-        return self.rows[self.step_starts[k] : self.step_starts[k + 1]]
+    def _keys(self, epoch: int, what: int) -> Keys | None:
+        return permutation_keys(self._seed, epoch, what) if self._shuffle else None
 
 
-def _pack(order: NDArray[np.int64], lengths: NDArray[np.int64], row_limit: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    for begin in range(0, len(order), PACKING_WINDOW):
-        rows += _pack_window(order[begin : begin + PACKING_WINDOW], lengths, row_limit)
-    return rows
-
-
-def _pack_window(window: NDArray[np.int64], lengths: NDArray[np.int64], row_limit: int) -> list[list[int]]:
-    # Best-fit decreasing: the longest document first, each into the row that it leaves fullest.
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for document in window[np.argsort(-lengths[window], kind="stable")]:
-        length = int(lengths[document])
-        slot = bisect.bisect_left(open_rows, (length, -1))
-        if slot < len(open_rows):
-            free, row = open_rows.pop(slot)
-        else:
-            free, row = row_limit, len(rows)
-            rows.append([])
-        rows[row].append(int(document))
-        bisect.insort(open_rows, (free - length, row))
-    return rows
-
-
-def _group(row_tokens: NDArray[np.int64], tokens_per_step: int) -> list[int]:
-    starts = [0]
-    filled = 0
-    for row, tokens in enumerate(row_tokens.tolist()):
-        if filled and filled + tokens > tokens_per_step:
-            starts.append(row)
-            filled = 0
-        filled += tokens
-    return [*starts, len(row_tokens)]
+def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.int64], limit: int) -> int:
+    """Go on filling steps with rows of so many `tokens`, the first of which is row `begin`; returns what the open step holds."""
+    ends = np.cumsum(tokens)
+    before = -filled
+    while (row := int(np.searchsorted(ends, before + limit, side="right"))) < len(ends):
+        if begin + row == starts[-1]:
+            # The row alone is longer than a step.
+            row += 1
+            if row == len(ends):
+                break
+        starts.append(begin + row)
+        before = int(ends[row - 1]) if row else 0
+    return int(ends[-1]) - before
 
 
 def _labels(input_ids: NDArray[np.int64], trained: NDArray[np.uint8]) -> NDArray[np.int64]:

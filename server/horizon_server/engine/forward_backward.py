@@ -164,31 +164,34 @@ class ForwardBackward:
 
     def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
         for index in range(len(current.tokens.spans)):
-            self._device.compute.submit(partial(self._embed, current, index, flat))
+            self._device.compute.submit(partial(self._embed, current, index, flat), label="forward 0")
 
     def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
         for index in range(len(current.tokens.spans)):
-            self._device.compute.submit(partial(self._layer, current, index, layer, source, output, flat))
+            work = partial(self._layer, current, index, layer, source, output, flat)
+            self._device.compute.submit(work, label=f"forward {layer + 1}")
 
     def _enqueue_layer_forward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         for index, span in enumerate(current.tokens.spans):
             if layer == 0:
                 self._activations.produced(0, span)
             self._activations.before_write(layer + 1, span)
-            self._device.compute.submit(partial(self._layer, current, index, layer, layer, layer + 1, flat))
+            work = partial(self._layer, current, index, layer, layer, layer + 1, flat)
+            self._device.compute.submit(work, label=f"forward {layer + 1}")
             self._activations.produced(layer + 1, span)
 
     def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
         for chunk in self._chunks(current.tokens):
-            self._device.compute.submit(partial(self._head_loss, current, chunk, flat))
+            self._device.compute.submit(partial(self._head_loss, current, chunk, flat), label="head loss")
         self._sink.send_loss(current.loss)
 
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
         unit_index = self._head_request.unit_index
         slot = self._sink.open(unit_index)
-        self._device.compute.submit(partial(_zero, self._activations.gradient))
+        self._device.compute.submit(partial(_zero, self._activations.gradient), label="zero hidden gradient")
         for chunk in self._chunks(current.tokens):
-            self._device.compute.submit(partial(self._head_gradients, current, chunk, flat, slot.flat))
+            work = partial(self._head_gradients, current, chunk, flat, slot.flat)
+            self._device.compute.submit(work, label=f"backward {unit_index}")
         self._sink.send_loss(current.loss)
         self._sink.send(unit_index, slot)
         for span in current.tokens.spans:
@@ -198,7 +201,8 @@ class ForwardBackward:
         slot = self._sink.open(layer + 1)
         for index, span in enumerate(current.tokens.spans):
             self._activations.await_input(layer, span)
-            self._device.compute.submit(partial(self._layer_backward, current, index, layer, flat, slot.flat))
+            work = partial(self._layer_backward, current, index, layer, flat, slot.flat)
+            self._device.compute.submit(work, label=f"backward {layer + 1}")
             self._activations.consumed(layer, span)
         self._sink.send(layer + 1, slot)
 
@@ -212,7 +216,8 @@ class ForwardBackward:
         rows_R = None if by_rows else tokens.placed_rows_R
         accumulate = partial(_add_rows, table, rows_R, padding_row)
         for index in range(len(tokens.spans)):
-            self._device.compute.submit(partial(self._embed_backward, current, index, flat, gradient, accumulate))
+            work = partial(self._embed_backward, current, index, flat, gradient, accumulate)
+            self._device.compute.submit(work, label="backward 0")
         if template.tied:
             sink.send_table(slot)
         elif by_rows:
@@ -285,7 +290,7 @@ class ForwardBackward:
         leaves = _leaves(self._template.places(layer + 1), flat, gradient)
         self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
-            output_1TD = self._template.layer(layer, leaves, hidden_1TD, current.calls[index][layer])
+            output_1TD = self._template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
             _backward(output_1TD, gradient_TD[None])
         assert hidden_1TD.grad is not None
         gradient_TD.copy_(hidden_1TD.grad[0])

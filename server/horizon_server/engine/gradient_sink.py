@@ -65,7 +65,7 @@ class GradientSink:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
         ring = self._ring(unit_index)
         slot = ring.take(self._device.compute)
-        self._device.compute.submit(lambda: _zero(slot.flat))
+        self._device.compute.submit(lambda: _zero(slot.flat), label=f"zero gradient {unit_index}")
         return slot
 
     def send_loss(self, loss: Tensor) -> None:
@@ -119,7 +119,8 @@ class GradientSink:
         device, unit = self._device, self._template.layout.units[unit_index]
         target = self._landing.open(unit_index)
         device.d2h.wait(device.compute.record())
-        device.download_unit(flat[: unit.num_elements], target, self.square_sums[unit_index])
+        square_sum = self.square_sums[unit_index]
+        device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")
         self._landing.landed(unit_index, self._finiteness(unit_index))
 
     def _finiteness(self, unit_index: int) -> IsFinite:

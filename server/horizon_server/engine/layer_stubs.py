@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from horizon_server.errors import InvalidModel
 
@@ -42,6 +43,11 @@ class LayerCall:
         if self.keyword is None:
             return (hidden, *self.args), dict(self.kwargs)
         return self.args, {**self.kwargs, self.keyword: hidden}
+
+    def without_storage(self) -> LayerCall:
+        """The same call on the meta device."""
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (self.args, dict(self.kwargs)))
+        return LayerCall(args=args, kwargs=kwargs, keyword=self.keyword)
 
 
 class Tape:

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 
 from horizon_server.errors import InvalidModel
+from horizon_server.store.model_folder import CONFIG_FILE, read_config
 
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
@@ -47,17 +56,17 @@ def load_config(folder: Path) -> PretrainedConfig:
     Raises:
         InvalidModel: no config.json there, or not one of a model that transformers knows.
     """
-    if not (folder / "config.json").is_file():
+    model_type = read_config(folder).get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InvalidModel(
-            f"{folder} holds no config.json; a model folder has config.json, tokenizer and *.safetensors"
+            f"{folder / CONFIG_FILE}: model_type is {model_type!r}, which is no architecture that transformers {__version__} "
+            "knows; models that bring their own code are not supported"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise InvalidModel(
-            f"{folder / 'config.json'} is not the config of a model that transformers knows ({error}); "
-            "models that bring their own code are not supported"
-        ) from error
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        what = " ".join(str(error).split())
+        raise InvalidModel(f"{folder / CONFIG_FILE} is not the config of a {model_type} model: {what}") from error
     return config
 
 

@@ -57,8 +57,8 @@ def check_micro_batches(
     """Hold the micro-batches of a step against the model, before anything is queued.
 
     Raises:
-        InvalidData: a token or label is none of the vocabulary, or a document is longer than the model has positions for; the
-            violations name the fields.
+        InvalidData: a token or label is none of the vocabulary, a document is longer than the model has positions for, or no token
+            of all the rows is trained; the violations name the fields.
     """
     if not micro_batches:
         raise _refused("micro_batches", "is empty; a step needs at least one micro-batch")
@@ -76,6 +76,11 @@ def check_micro_batches(
             if wrong.numel():
                 what = f"holds token {int(wrong[0])}; the model's vocabulary has {vocab_size} tokens, from 0"
                 raise _refused(f"{field}.{name}", what)
+    if not any(row.num_targets for row in micro_batches):
+        raise _refused(
+            "micro_batches.labels_T",
+            f"hold no trained token, only {IGNORED_LABEL}; a batch needs at least one, so look at how its rows were masked",
+        )
 
 
 def _refused(field: str, description: str) -> InvalidData:

@@ -42,7 +42,7 @@ class Optimizer:
         """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated."""
         for unit in self._store.layout.units:
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads)
-            self.queue.submit(work)
+            self.queue.submit(work, label=f"update {unit.index}")
             self._updated[unit.index] = self.queue.record()
 
     def begin(self, hyper: AdamWStep) -> None:
@@ -53,7 +53,8 @@ class Optimizer:
         """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`."""
         assert self._in_backward is not None, "begin comes first"
         self.queue.wait(landed)
-        self.queue.submit(partial(self._in_backward.update, unit_index, gradient, is_finite))
+        work = partial(self._in_backward.update, unit_index, gradient, is_finite)
+        self.queue.submit(work, label=f"update {unit_index}")
         self._updated[unit_index] = self.queue.record()
 
     def updated(self, unit_index: int) -> Event | None:

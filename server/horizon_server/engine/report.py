@@ -29,8 +29,8 @@ class TransferReport:
 class StepReport:
     """One call of `Trainer.train_step`.
 
-    `step` counts from 1. `skipped` says why not every weight was updated, or None: `no_targets` and `non_finite_gradient` touched
-    nothing, `partly_non_finite_gradient` only the units that an update in backward had reached. The optimizer's seconds are those
+    `step` counts from 1. `skipped` says why not every weight was updated, or None: `non_finite_gradient` touched nothing,
+    `partly_non_finite_gradient` only the units that an update in backward had reached. The optimizer's seconds are those
     spent since the previous report: the update of a step runs during the next one. `device_memory` holds each component's peak so far.
     """
 
@@ -61,10 +61,19 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """Mean loss over the supervised tokens of an evaluation."""
+    """One call of `Trainer.evaluate`: the mean loss over its supervised tokens, and what the queues did for it.
+
+    The optimizer's seconds are the rest of the last step's update, which runs ahead of the evaluation's own reads.
+    """
 
     loss: float
+    num_tokens: int
     num_targets: int
+    duration_s: float
+    transfer: Mapping[str, TransferReport]
+    compute_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
 
 
 def overlap_ratio(*, busy_s: float, exposed_s: float) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,7 @@ from horizon_server.engine.meta_model import (
 )
 from horizon_server.engine.pieces import Piece, Strided
 from horizon_server.engine.template_trial import try_embedding
+from horizon_server.engine.unseen_product import find_unseen_products
 from horizon_server.errors import InvalidModel
 from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
 from horizon_server.store.model_folder import open_model_folder
@@ -99,7 +101,13 @@ class Template:
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
         self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
-        try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
+        calls = try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
+        # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
+        self.train(True)
+        self._unseen_products = find_unseen_products(
+            {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
+        )
+        self.train(False)
 
     @classmethod
     def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
@@ -115,6 +123,11 @@ class Template:
     def from_config(cls, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> Template:
         """The template of a transformers config. Raises like `from_folder`."""
         return cls(config, layout=layout)
+
+    @property
+    def num_unseen_parameters(self) -> int:
+        """Parameters of all layers whose product a layer's recompute leaves out."""
+        return sum(self._unseen_products[g].num_parameters for g in self.layer_groups if g in self._unseen_products)
 
     @property
     def head_elements(self) -> int:
@@ -186,6 +199,14 @@ class Template:
             name = f"{self._prefixes['layer']}{index}"
             raise InvalidModel(f"layer {name} does not answer with a hidden state alone, which is not supported")
         return hidden
+
+    def layer_for_gradients(
+        self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
+    ) -> Tensor:
+        """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is exact."""
+        unseen = self._unseen_products.get(self.layer_groups[index])
+        with unseen.skipped() if unseen else nullcontext():
+            return self.layer(index, parameters, hidden_1TD, call)
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and whatever scaling follows, for tokens that need not be neighbours. Shapes: [C, V]."""

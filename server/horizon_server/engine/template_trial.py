@@ -20,11 +20,13 @@ from horizon_server.errors import InvalidModel
 
 Embed = Callable[[Mapping[str, Tensor], Tensor, Tensor], tuple[Tensor, list[LayerCall]]]
 
-_NUM_TOKENS = 4
+NUM_TRIAL_TOKENS = 4
 
 
-def try_embedding(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Settle `tape.answer` for the model. `shapes` are the parameters of `embed`.
+def try_embedding(
+    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
+) -> list[LayerCall]:
+    """Settle `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of `embed`.
 
     Raises:
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
@@ -32,17 +34,20 @@ def try_embedding(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapp
     refusals = []
     for answer in ANSWERS:
         tape.answer = answer
-        refusal = _refusal(model, tape, embed, shapes)
-        if refusal is None:
-            return
-        refusals.append(refusal)
+        calls = _try(model, tape, embed, shapes)
+        if not isinstance(calls, str):
+            return calls
+        refusals.append(calls)
     raise InvalidModel(f"model_type {model.config.model_type!r}: {refusals[0]}")
 
 
-def _refusal(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _try(
+    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
+) -> list[LayerCall] | str:
+    """The layers' calls, or why there are none."""
     zero = torch.zeros((), requires_grad=True)
     parameters = {name: zero.expand(shape) for name, shape in shapes.items()}
-    ids_T, positions_T = torch.zeros(_NUM_TOKENS, dtype=torch.int64), torch.arange(_NUM_TOKENS)
+    ids_T, positions_T = torch.zeros(NUM_TRIAL_TOKENS, dtype=torch.int64), torch.arange(NUM_TRIAL_TOKENS)
     foreign = _ForeignParameters(model, tape)
     try:
         with foreign:
@@ -56,7 +61,7 @@ def _refusal(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[s
     for index, call in enumerate(calls):
         if any(tensor.requires_grad for tensor in call.tensors()):
             return f"layer {index} gets more from the embedding than the hidden state, which is not supported"
-    return None
+    return calls
 
 
 class _ForeignParameters(TorchFunctionMode):

@@ -23,7 +23,6 @@ from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
-from horizon_server.engine.model_flops import FlopsCount
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
 from horizon_server.engine.random_keys import StepKey
@@ -34,6 +33,7 @@ from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.ledger import logits_chunk_tokens
+from horizon_server.store.model_flops import FlopsCount
 
 _STATE_VERSION = 1
 
@@ -121,31 +121,27 @@ class Trainer:
         """One optimizer step over all micro-batches, which together are the batch.
 
         When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
-        `flush` does. A step whose loss or gradients are not finite, or that has nothing to train on, touches nothing.
+        `flush` does. A step whose loss or gradients are not finite touches nothing.
 
         A store without a `grad` plane has no room to wait for the last gradient: each unit is updated as its own lands. Then a loss
         that is not finite still touches nothing; if it is finite and a gradient is not, that unit and all that backward reaches
         after it keep their weights, and the report says `partly_non_finite_gradient`.
 
         Raises:
-            InvalidData: the micro-batches are not for this model; nothing has been touched.
+            InvalidData: the micro-batches are not for this model, or have no trained token; nothing has been touched.
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
         start_s = time.perf_counter()
         self._check(micro_batches)
         rows = self._rows(micro_batches)
-        num_targets = sum(row.num_targets for row in rows)
         learning_rate = self._learning_rate()
-        loss, grad_norm = math.nan, math.nan
-        num_updated = 0
-        if num_targets:
-            if self._updates_in_backward:
-                self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-            loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
-            grad_norm = global_norm(self._sink.square_sums)
-            num_updated = self._update(loss, grad_norm, learning_rate)
-        skipped = _reason_to_skip(num_targets, num_updated, num_units=len(self._template.layout.units))
+        if self._updates_in_backward:
+            self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
+        loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
+        grad_norm = global_norm(self._sink.square_sums)
+        num_updated = self._update(loss, grad_norm, learning_rate)
+        skipped = _reason_to_skip(num_updated, num_units=len(self._template.layout.units))
         self._step += 1
         self._num_updates += num_updated > 0
         self._num_skipped += skipped is not None
@@ -156,19 +152,31 @@ class Trainer:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalReport:
         """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training.
 
+        It need not wait for the last update: each unit is read after its own.
+
         Raises:
             InvalidData: as `train_step`.
         """
+        start_s = time.perf_counter()
         self._check(micro_batches)
-        self.flush()
+        rows = self._rows(micro_batches)
         total, num_targets = 0.0, 0
-        for group in _groups(self._rows(micro_batches), max_tokens=self._forward_backward.capacity_tokens):
+        for group in _groups(rows, max_tokens=self._forward_backward.capacity_tokens):
             group_targets = sum(row.num_targets for row in group)
             if group_targets:
                 total += self._forward_backward.loss(group) * group_targets
                 num_targets += group_targets
-        self._device.take_use()
-        return EvalReport(loss=total / num_targets if num_targets else math.nan, num_targets=num_targets)
+        use = self._device.take_use()
+        return EvalReport(
+            loss=total / num_targets,
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_targets=num_targets,
+            duration_s=time.perf_counter() - start_s,
+            transfer={"h2d": _transfer(use.h2d), "d2h": _transfer(use.d2h)},
+            compute_s=use.compute_s,
+            optimizer_s=use.optimizer_s,
+            optimizer_exposed_s=use.optimizer_exposed_s,
+        )
 
     def flush(self) -> None:
         """Block until the store holds the result of every step taken; before saving, exporting or pausing."""
@@ -236,10 +244,10 @@ class Trainer:
     def _stop_if_diverged(self, loss: float, skipped: str | None) -> None:
         if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
             return
-        what = {"no_targets": "they had no trained token"}.get(skipped or "", f"the last one's loss is {loss:.4g}")
         raise Diverged(
-            f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: {what}), so training "
-            "stops; go on from an earlier checkpoint with a lower train.learning_rate, or look for bad rows in the data"
+            f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
+            f"loss is {loss:.4g}), so training stops; go on from an earlier checkpoint with a lower train.learning_rate, or look for "
+            "bad rows in the data"
         )
 
     def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -293,15 +301,13 @@ class Trainer:
             compute_s=use.compute_s,
             optimizer_s=use.optimizer_s,
             optimizer_exposed_s=use.optimizer_exposed_s,
-            model_flops=self._flops.of(rows),
+            model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
             device_memory=self._device.peak_bytes(),
             host_memory={**self._store.host_bytes(), **self._device.host_peak_bytes()},
         )
 
 
-def _reason_to_skip(num_targets: int, num_updated: int, *, num_units: int) -> str | None:
-    if not num_targets:
-        return "no_targets"
+def _reason_to_skip(num_updated: int, *, num_units: int) -> str | None:
     if num_updated == num_units:
         return None
     return "partly_non_finite_gradient" if num_updated else "non_finite_gradient"

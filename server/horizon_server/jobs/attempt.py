@@ -33,7 +33,7 @@ from horizon_server.jobs.job import JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import oom_kills
 from horizon_server.jobs.plan import Planner, WorkerMemory
-from horizon_server.jobs.ports import DatasetFiles, Resources
+from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
 from horizon_server.jobs.preparation import Preparation
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,7 @@ class WorkerOptions:
 
     num_threads: int
     environment: dict[str, str]
+    trace: bool = False
 
 
 class Attempt:
@@ -138,22 +139,24 @@ class Attempt:
     async def _prepare_and_train(self) -> None:
         folder = await self._resources.model_folder(self.job.model_id)
         prepared = await self._prepare(await self._resources.dataset_by_id(self.job.dataset_id), folder)
-        evaluation: Path | None = None
+        evaluation = prepared.evaluation if prepared else None
         if prepared and self.job.eval_dataset_id:
-            evaluation = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+            held_out = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+            evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
             await self._finish(AttemptEnded(outcome="stopped"))
             return
         memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, folder)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
-        if not await self._advance(JobState.STARTING, plan=memory.plan):
+        known = {"plan": memory.plan, "data_report": prepared.report}
+        if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        await self._train(memory, model=folder, prepared=prepared, evaluation=evaluation)
+        await self._train(memory, model=folder, prepared=prepared.folder, evaluation=evaluation)
 
-    async def _prepare(self, dataset: DatasetFiles, model: Path) -> Path | None:
-        """Return the prepared folder, or None when the preparation was stopped."""
+    async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
+        """Return what was prepared, or None when that was stopped."""
 
         async def tell(payload: PrepareProgress | Message) -> None:
             await self._journal.append(self.job.job_id, payload)
@@ -201,6 +204,7 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
+            "trace": self._options.trace,
         }
 
     @asynccontextmanager
@@ -227,7 +231,10 @@ class Attempt:
         job_id = self.job.job_id
         match line:
             case AttemptReady():
-                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps)
+                assert self.job.plan is not None, "STARTING sets it"
+                plan = self.job.plan.with_steps(line.num_steps)
+                known = {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
+                await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
             case StepDone():
                 await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():

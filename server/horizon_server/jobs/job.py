@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from horizon_server.events import StepDone
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 
 
 class JobState(StrEnum):
@@ -59,6 +61,8 @@ class JobPlan:
     device: str
     message: str = ""
     """When it does not fit: the numbers and the smallest change that would make it fit."""
+    prediction: StepPrediction | None = None
+    """None while the machine's speed has not been measured."""
 
     @property
     def host_total_bytes(self) -> int:
@@ -72,8 +76,25 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing speaks against starting it."""
+        """Whether nothing speaks against starting it; slowness never does."""
         return not self.message
+
+    def with_steps(self, num_steps: int) -> JobPlan:
+        """The plan of a job whose number of steps has become known."""
+        if self.prediction is None:
+            return self
+        total_s = num_steps * self.prediction.step_s
+        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
+
+    @property
+    def summary(self) -> str:
+        """One sentence for people."""
+        on_device = f" and {_gib(self.device_total_bytes)} GiB on the device" if self.device != "host" else ""
+        planned = f"planned {_gib(self.host_total_bytes)} GiB on the host{on_device}"
+        if self.prediction is None:
+            return planned
+        speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"
+        return f"{planned}, predicted {speed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +121,26 @@ class JobRecord:
     ended_s: float = 0.0
     last_step: StepDone | None = None
     plan: JobPlan | None = None
+    data_report: dict[str, int] = field(default_factory=dict)
+    """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
     last_sequence: int = 0
     queue_position: int = 0
     """From 1 while queued; 0 otherwise. Filled in by the service, not stored."""
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end of a job on the device: from its last steps' pace, before the first one from the plan's prediction."""
+        if self.job_state not in ON_DEVICE:
+            return None
+        if self.last_step is not None:
+            return self.last_step.eta_s
+        num_steps = self.num_steps or self.spec.train.max_steps
+        prediction = self.plan.prediction if self.plan else None
+        return num_steps * prediction.step_s if num_steps and prediction else None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)

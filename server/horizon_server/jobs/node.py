@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import shutil
 import socket
 import sys
@@ -18,6 +19,7 @@ from horizon_server.jobs.ports import JobStore
 from horizon_server.version import VERSION
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CPU_INFO = Path("/proc/cpuinfo")
 _PROBE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _PROBE_TIMEOUT_S = 120.0
 _NO_LIMIT = 2**60
@@ -116,6 +118,12 @@ def _read(path: Path) -> str:
 def num_cpus() -> int:
     """Return the processors this process may use: its affinity mask, which containers and systemd set."""
     return len(os.sched_getaffinity(0))
+
+
+def cpu_model() -> str:
+    """Return the processor's name as the kernel has it, or the architecture's where it has none."""
+    names = [line.partition(":")[2].strip() for line in _read(_CPU_INFO).splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 async def find_accelerators() -> tuple[Accelerator, ...]:

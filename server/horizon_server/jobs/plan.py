@@ -9,17 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.jobs.job import JobPlan
 from horizon_server.jobs.node import Accelerator, HostMemory
+from horizon_server.jobs.rates import RatesByDevice
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import (
     StoreLayout,
     plane_sizes,
 )
 from horizon_server.store.ledger import ActivationPlacement, DeviceKind, MemoryPlan, ModelShape, plan_memory
-from horizon_server.store.model_folder import open_model_folder
+from horizon_server.store.model_folder import ModelFolder, open_model_folder
 from horizon_server.store.planes import create_memory_file
+from horizon_server.store.roofline import StepPrediction, predict_step, work_of_step
 
 _GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """The host device keeps gradients in fp32; over a link they travel in bf16."""
@@ -67,7 +69,8 @@ class _Choice:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use."""
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` tells how fast it is,
+    where that is known."""
 
     def __init__(
         self,
@@ -78,9 +81,11 @@ class Planner:
         arena_limit_bytes: int,
         num_threads: int,
         accelerators: Sequence[Accelerator] = (),
+        rates: Callable[[], RatesByDevice] = dict,
     ) -> None:
         self._memory = memory
         self._accelerators = tuple(accelerators)
+        self._rates = rates
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
         self._arena_limit_bytes = arena_limit_bytes
@@ -117,10 +122,9 @@ class Planner:
         found = open_model_folder(folder)
         model, layout = found.shape, found.layout
         if spec.train.sequence_length > model.max_position_embeddings:
-            longest = model.max_position_embeddings
-            raise InvalidSpec(
-                f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
-            )
+            field, longest = "train.sequence_length", model.max_position_embeddings
+            what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
+            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
@@ -130,8 +134,23 @@ class Planner:
             num_parameters=layout.num_parameters,
             device=choice.device_kind,
             message=self._complaint(spec, model, layout, ledger, limit_bytes, choice),
+            prediction=self._prediction(spec, found, choice),
         )
         return plan, layout, choice
+
+    def _prediction(self, spec: JobSpec, folder: ModelFolder, choice: _Choice) -> StepPrediction | None:
+        rates = self._rates().get(choice.device_kind)
+        if rates is None:
+            return None
+        work = work_of_step(
+            folder,
+            tokens_per_step=spec.train.tokens_per_step,
+            sequence_length=spec.train.sequence_length,
+            device_kind=choice.device_kind,
+            grad_bytes=choice.grad_bytes,
+            activation_placement=choice.activation_placement,
+        )
+        return predict_step(work, rates, device_kind=choice.device_kind, max_steps=spec.train.max_steps)
 
     def _choice(self, spec: JobSpec) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:

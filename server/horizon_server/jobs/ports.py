@@ -73,11 +73,24 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationCall:
-    """What the preparation child is to do: the folder it makes, whether that is there already, and its request as JSON."""
+    """What the preparation child is to do: the folder it makes, whether that is there already, and its request as JSON.
+
+    `evaluation` is where the rows held out will lie, or None where none are.
+    """
 
     target: Path
+    evaluation: Path | None
     is_whole: bool
     request: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What was prepared: the folder, that of the rows held out (None where none are), and the counts of the report."""
+
+    folder: Path
+    evaluation: Path | None
+    report: dict[str, int]
 
 
 class PreparationRecipe(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 from horizon_server.errors import InvalidData, WorkerFailed
 from horizon_server.events import AttemptEnded, Message, PrepareProgress
 from horizon_server.jobs.child import Child, exit_reason
-from horizon_server.jobs.ports import DatasetFiles, PreparationRecipe
+from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
 
 Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
@@ -37,8 +37,8 @@ class Preparation:
         log: Path,
         environment: Mapping[str, str],
         tell: Tell,
-    ) -> Path | None:
-        """Return the prepared folder, or None when `stop` came first.
+    ) -> PreparedData | None:
+        """Return what was done, or None when `stop` came first.
 
         Raises:
             InvalidData: when rows cannot be used; each was told with file, line and field.
@@ -53,11 +53,10 @@ class Preparation:
             path = log.with_name("preparation.json")
             path.write_text(call.request, "utf-8")
             await self._run_child(path, log, environment, tell)
-        elif not self._stopped:
-            report = json.loads((call.target / "report.json").read_text("utf-8"))
-            counts = {name: value for name, value in report.items() if isinstance(value, int)}
-            await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
-        return None if self._stopped else call.target
+        if self._stopped:
+            return None
+        report = await _tell_report(call, tell)
+        return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
 
     def stop(self) -> None:
         """End it; what was half-written has another name and is never taken for whole."""
@@ -73,7 +72,7 @@ class Preparation:
             async for line in child.lines():
                 if isinstance(line, AttemptEnded):
                     ended = line
-                elif isinstance(line, PrepareProgress):
+                elif isinstance(line, PrepareProgress) and not line.report:
                     await tell(line)
             code = await child.wait()
         finally:
@@ -89,3 +88,15 @@ class Preparation:
         error = InvalidData(ended.message)
         error.reason = ended.reason or InvalidData.reason
         raise error
+
+
+async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:
+    report = json.loads(await asyncio.to_thread((call.target / "report.json").read_text, "utf-8"))
+    counts = {name: value for name, value in report.items() if isinstance(value, int)}
+    await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
+    if report["errors"]:
+        count = report["error_rows"]
+        first = f", the first {len(report['errors'])}" if count > len(report["errors"]) else ""
+        head = f"{count} of {report['rows']} rows are left out{first}:"
+        await tell(Message(level="warning", text="\n".join([head, *report["errors"]])))
+    return counts

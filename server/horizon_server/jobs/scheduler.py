@@ -7,7 +7,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
@@ -41,6 +42,7 @@ class Scheduler:
         make_attempt: Callable[[JobRecord], Attempt],
         max_attempts: int,
         orphan_grace_s: float,
+        when_idle: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._journal = journal
         self._observer = observer
@@ -48,6 +50,7 @@ class Scheduler:
         self._make_attempt = make_attempt
         self._max_attempts = max_attempts
         self._orphan_grace_s = orphan_grace_s
+        self._when_idle = when_idle
         self._news = asyncio.Event()
         self._draining = False
         self._idle = asyncio.Event()
@@ -65,7 +68,7 @@ class Scheduler:
             if self._draining:
                 return
             if not queued:
-                await self._news.wait()
+                await self._idle_until_news()
                 continue
             self.current = self._make_attempt(queued[0])
             self._idle.clear()
@@ -79,6 +82,16 @@ class Scheduler:
             finally:
                 self.current = None
                 self._idle.set()
+
+    async def _idle_until_news(self) -> None:
+        """Do what is only done when nobody waits for the device; a job ends it at once."""
+        chore = asyncio.create_task(self._when_idle(), name="idle")
+        try:
+            await self._news.wait()
+        finally:
+            chore.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await chore
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""

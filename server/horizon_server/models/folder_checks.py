@@ -21,7 +21,7 @@ from horizon_server.store.layout import (
     parameter_shapes,
     read_safetensors_headers,
 )
-from horizon_server.store.model_folder import stored_shapes
+from horizon_server.store.model_folder import check_edges, stored_shapes
 
 CONFIG_FILE = "config.json"
 
@@ -151,6 +151,7 @@ def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
 def _count_parameters(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
     projections = [name for name in shapes if is_output_projection(name)]
     tied = config.get("tie_word_embeddings", not projections) is True
+    check_edges(config, shapes, tied=tied)
     num_layers = config.get("num_hidden_layers")
     if isinstance(num_layers, int) and not isinstance(num_layers, bool) and num_layers > 0:
         return build_layout(shapes, num_layers=num_layers, tied=tied).num_parameters

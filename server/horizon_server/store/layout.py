@@ -29,6 +29,7 @@ __all__ = [
     "UnitKind",
     "UnitLayout",
     "build_layout",
+    "is_input_table",
     "is_output_projection",
     "natural_order",
     "parameter_shapes",
@@ -194,6 +195,11 @@ def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int
 def is_output_projection(name: str) -> bool:
     """Whether a name is that of the projection onto the vocabulary, which tied models share with the embedding."""
     return any(name == known or name.endswith("." + known) for known in _OUTPUT_PROJECTIONS) and not _is_numbered(name)
+
+
+def is_input_table(name: str) -> bool:
+    """Whether a name is that of a table of token embeddings."""
+    return any(name == known or name.endswith("." + known) for known in _INPUT_TABLES) and not _is_numbered(name)
 
 
 def natural_order(name: str) -> tuple[tuple[int, str], ...]:

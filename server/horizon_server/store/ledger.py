@@ -58,6 +58,8 @@ _MIN_CHUNK_TOKENS = 256
 """Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
 _MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
+_ROUTING_ELEMENTS = 10
+"""Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +194,44 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     """
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
-    per_token = 5 * model.hidden_size + 4 * model.intermediate_size + 6 * query + 2 * key + row_tokens
+    per_token = 5 * model.hidden_size + _inner_saved_elements(model) + 6 * query + 2 * key + row_tokens
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
     return per_token * row_tokens
+
+
+def _inner_saved_elements(model: ModelShape) -> int:
+    """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
+
+    Every expert that a token visits keeps what a feed-forward part of its size would, its input and output, and where it went.
+    A model that has experts in some layers only is as large as its largest layer.
+    """
+    dense = 4 * model.intermediate_size
+    experts = model.experts
+    if experts is None:
+        return dense
+    per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
+    shared = 4 * experts.shared_intermediate_size
+    return max(dense, experts.num_experts_per_token * per_visit + shared + experts.num_experts)
+
+
+def _inner_backward_elements(model: ModelShape) -> int:
+    """Gradients on their way through the widest part of a layer, for one token."""
+    dense = 3 * model.intermediate_size
+    experts = model.experts
+    if experts is None:
+        return dense
+    per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
+    return max(dense, experts.num_experts_per_token * per_visit + 3 * experts.shared_intermediate_size)
+
+
+def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
+    """The largest parameter of a layer as the model sees it: the first projections of all experts are one."""
+    largest = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    experts = model.experts
+    if experts is None:
+        return largest
+    return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
 
 
 def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
@@ -209,8 +245,8 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
     a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
     """
-    backward_elements = (3 * model.intermediate_size + 2 * model.hidden_size) * row_tokens
-    largest_weight = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
+    largest_weight = _largest_weight_elements(layout, model)
     layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
     head_bytes = (
@@ -228,8 +264,8 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     embedding rows in both directions.
     """
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
-    backward_elements = (3 * model.intermediate_size + 2 * model.hidden_size + scores) * row_tokens
-    largest_weight = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
+    largest_weight = _largest_weight_elements(layout, model)
     layer_elements = _layer_saved_elements(model, row_tokens) + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))

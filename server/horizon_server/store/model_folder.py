@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.layout import StoreLayout, build_layout, is_output_projection, parameter_shapes
+from horizon_server.store.layout import (
+    StoreLayout,
+    build_layout,
+    is_input_table,
+    is_output_projection,
+    parameter_shapes,
+)
 from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
 
 _PREDICTION_HEAD = "mtp"
+
+_TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
+"""What configs call the columns of the embedding, the special names first."""
 
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
@@ -46,6 +55,16 @@ COMPANION_FILES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Feed-forward layers of many experts, of which each token visits a few, and shared ones that every token visits."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder that memory depends on, under one name each whatever its config calls them."""
 
@@ -59,6 +78,7 @@ class ModelShape:
     max_position_embeddings: int
     softcaps_attention: bool
     tied: bool
+    experts: ExpertShape | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -69,7 +89,7 @@ class ModelShape:
         Raises:
             InvalidModel: a size is missing or no positive integer; the message names it.
         """
-        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        text = _text_config(config)
         hidden_size = _size(text, "hidden_size", "n_embd", "d_model")
         num_heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
         return cls(
@@ -84,6 +104,7 @@ class ModelShape:
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=_is_tied(config, names),
+            experts=_experts(text),
         )
 
 
@@ -114,13 +135,40 @@ def open_model_folder(folder: Path) -> ModelFolder:
             f"{folder}: config.json says tie_word_embeddings = false, but no tensor is the output projection "
             f"(lm_head.weight); copy the folder again or correct the config"
         )
-    layout = build_layout(stored_shapes(config, headers), num_layers=shape.num_hidden_layers, tied=shape.tied)
+    shapes = stored_shapes(config, headers)
+    check_edges(config, shapes, tied=shape.tied)
+    layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
 
 
 def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that go into the store: a folder's parameters without its heads that predict further tokens."""
     return {name: shape for name, shape in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
+
+
+def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+    """Hold the tables at both ends of the model against the sizes in its config, where it names them.
+
+    The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
+
+    Raises:
+        InvalidModel: a table has other rows than the vocabulary, or other columns than the hidden state; it is named.
+    """
+    text = _text_config(config)
+    sizes = _count(text, "vocab_size"), _count(text, *_TABLE_WIDTHS)
+    inputs = [name for name in shapes if is_input_table(name)]
+    outputs = [name for name in shapes if is_output_projection(name) and not tied]
+    for names in (inputs, outputs):
+        # Where there are several, they may belong to other parts than the decoder.
+        if len(names) != 1:
+            continue
+        found = shapes[names[0]]
+        if len(found) != len(sizes) or any(size not in (0, side) for size, side in zip(sizes, found, strict=True)):
+            wanted = " x ".join(str(size or "any") for size in sizes)
+            raise InvalidModel(
+                f"{names[0]} has shape {list(found)}, the sizes in config.json ask for {wanted}; "
+                "config and weights must belong together"
+            )
 
 
 def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
@@ -157,18 +205,43 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A multimodal config's text part, else the whole."""
     text = config.get("text_config")
-    for source in (config, text if isinstance(text, dict) else {}):
+    return text if isinstance(text, dict) else config
+
+
+def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    for source in (config, _text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     return names is not None and not any(is_output_projection(name) for name in names)
+
+
+def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
+    num_experts = _count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if not num_experts:
+        return None
+    inner_size = _count(text, "moe_intermediate_size", "intermediate_size", "ffn_dim")
+    num_shared = _count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return ExpertShape(
+        num_experts=num_experts,
+        num_experts_per_token=_count(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k") or 1,
+        intermediate_size=inner_size,
+        shared_intermediate_size=_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
+    )
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:
     kinds = config.get("layers_block_type")
     default = len(kinds) if isinstance(kinds, list) and kinds else None
     return _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default)
+
+
+def _count(config: Mapping[str, Any], *names: str) -> int:
+    """The first positive integer under one of these names, 0 where none is."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

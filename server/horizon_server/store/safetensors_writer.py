@@ -63,6 +63,20 @@ def write_text(file: Path, text: str) -> FileRecord:
     return FileRecord(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
 
 
+def file_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Return what a file begins with, for tensors given as (name, dtype, shape, size in bytes); their bytes follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, size_bytes in tensors:
+        end = offset + size_bytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    # Padded with spaces to 8 bytes, so that the data that follows is aligned in a mapped file.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _shards(tensors: Sequence[TensorBytes], shard_bytes: int) -> Iterator[list[TensorBytes]]:
     shard: list[TensorBytes] = []
     for tensor in tensors:
@@ -74,7 +88,7 @@ def _shards(tensors: Sequence[TensorBytes], shard_bytes: int) -> Iterator[list[T
 
 
 def _write_file(file: Path, tensors: Sequence[TensorBytes], on_bytes: Callable[[int], None]) -> FileRecord:
-    header = _header(tensors)
+    header = file_header([(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors])
     digest = hashlib.sha256(header)
     size_bytes = len(header)
     with file.open("wb") as stream:
@@ -91,16 +105,3 @@ def _write_file(file: Path, tensors: Sequence[TensorBytes], on_bytes: Callable[[
                 on_bytes(piece.nbytes)
             size_bytes += view.nbytes
     return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def _header(tensors: Sequence[TensorBytes]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.size_bytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
-    # Padded with spaces to 8 bytes, so that the data that follows is aligned in a mapped file.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -70,8 +70,9 @@ class Metrics:
                 self._show_plan(job)
         elif isinstance(payload, CheckpointWritten):
             self._training.on_checkpoint(job, payload, self._clock(), shown=shown)
-        elif isinstance(payload, EvalDone) and shown:
-            self._training.on_eval(job, payload)
+        elif isinstance(payload, EvalDone):
+            self._transfer.on_eval(job, payload)
+            self._training.on_eval(job, payload, shown=shown)
 
     def on_job_state(self, job: JobRecord, old: str | None) -> None:
         """Take a change of state in; `old` is None for a job just submitted, and `job` holds the new state."""

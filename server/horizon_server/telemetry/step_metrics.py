@@ -82,12 +82,7 @@ class TransferMetrics:
 
     def on_step(self, job: JobRecord, step: StepDone, *, shown: bool) -> None:
         """Count a step's transfers; update the ratio when the job's series are `shown`."""
-        figures = {"h2d": step.h2d, "d2h": step.d2h}
-        for direction, moved in figures.items():
-            labels = (device_of(job), direction)
-            self._bytes.labels(*labels).inc(max(0, moved.bytes))
-            self._busy.labels(*labels).inc(max(0.0, moved.busy_s))
-            self._exposed.labels(*labels).inc(max(0.0, moved.exposed_s))
+        figures = self._count(job, step)
         if not shown:
             return
         window = self._windows.setdefault(job.job_id, deque(maxlen=OVERLAP_WINDOW_STEPS))
@@ -95,9 +90,22 @@ class TransferMetrics:
         for direction in figures:
             self._overlap.set(job.job_id, direction, value=_hidden_share([f[direction] for f in window]))
 
+    def on_eval(self, job: JobRecord, done: EvalDone) -> None:
+        """Count an evaluation's transfers; the ratio is about training."""
+        self._count(job, done)
+
     def drop(self, job_id: str) -> None:
         """Forget the job's last steps."""
         self._windows.pop(job_id, None)
+
+    def _count(self, job: JobRecord, done: StepDone | EvalDone) -> Mapping[str, TransferFigures]:
+        figures = {"h2d": done.h2d, "d2h": done.d2h}
+        for direction, moved in figures.items():
+            labels = (device_of(job), direction)
+            self._bytes.labels(*labels).inc(max(0, moved.bytes))
+            self._busy.labels(*labels).inc(max(0.0, moved.busy_s))
+            self._exposed.labels(*labels).inc(max(0.0, moved.exposed_s))
+        return figures
 
 
 class TrainingMetrics:
@@ -111,7 +119,9 @@ class TrainingMetrics:
             "horizon_optimizer_exposed_seconds_total", [], "Seconds of optimizer work that nothing hid."
         )
         self._tokens = counter("horizon_tokens_total", ["project"], "Real tokens trained on.")
-        self._gpu = counter("horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps that ran on a GPU.")
+        self._gpu = counter(
+            "horizon_gpu_seconds_total", ["project", "user"], "Seconds of steps and evaluations that ran on a GPU."
+        )
         self._skipped = counter(
             "horizon_steps_skipped_total", ["reason"], "Steps whose update was dropped, wholly or in part."
         )
@@ -122,6 +132,11 @@ class TrainingMetrics:
             "horizon_checkpoint_duration_seconds", [], "Duration of writing a checkpoint.", _CHECKPOINT_BUCKETS_S
         )
         self._tokens_per_second = job_gauge("horizon_tokens_per_second", [], "Real tokens per second in the last step.")
+        self._utilization = job_gauge(
+            "horizon_model_flops_utilization_ratio",
+            [],
+            "The model's own FLOPs per second in the last step, of what the device's matrix products were measured to reach.",
+        )
         self._loss = job_gauge("horizon_train_loss", [], "Token-weighted mean loss of the last step.")
         self._eval_loss = job_gauge("horizon_eval_loss", [], "Token-weighted mean loss of the last evaluation.")
         self._grad_norm = job_gauge("horizon_grad_norm", [], "Global gradient norm of the last step before clipping.")
@@ -135,18 +150,17 @@ class TrainingMetrics:
 
     def on_step(self, job: JobRecord, step: StepDone, *, shown: bool) -> None:
         """Count a step; update the job's own series when they are `shown`."""
-        device = device_of(job)
-        self._compute.labels(device).inc(max(0.0, step.compute_s))
-        self._optimizer.inc(max(0.0, step.optimizer_s))
-        self._optimizer_exposed.inc(max(0.0, step.optimizer_exposed_s))
+        self._count(job, step)
         self._tokens.labels(project_of(job)).inc(max(0, step.num_tokens))
-        self._gpu.labels(project_of(job), job.owner).inc(0.0 if device == _HOST else max(0.0, step.duration_s))
         self._duration.observe(step.duration_s)
         if step.skipped:
             self._skipped.labels(step.skipped).inc()
         if not shown:
             return
         self._tokens_per_second.set(job.job_id, value=step.tokens_per_second)
+        if job.plan is not None and job.plan.prediction is not None and step.duration_s > 0:
+            utilization = step.model_flops / step.duration_s / job.plan.prediction.peak_flops_per_s
+            self._utilization.set(job.job_id, value=utilization)
         self._loss.set(job.job_id, value=step.loss)
         self._grad_norm.set(job.job_id, value=step.grad_norm)
         self._learning_rate.set(job.job_id, value=step.learning_rate)
@@ -157,15 +171,24 @@ class TrainingMetrics:
         if num_steps > 0:
             self._progress.set(job_id, value=min(1.0, step / num_steps))
 
-    def on_eval(self, job: JobRecord, done: EvalDone) -> None:
-        """Show a finished evaluation."""
-        self._eval_loss.set(job.job_id, value=done.eval_loss)
+    def on_eval(self, job: JobRecord, done: EvalDone, *, shown: bool) -> None:
+        """Count an evaluation; show its loss when the job's series are `shown`."""
+        self._count(job, done)
+        if shown:
+            self._eval_loss.set(job.job_id, value=done.eval_loss)
 
     def on_checkpoint(self, job: JobRecord, written: CheckpointWritten, now_s: float, *, shown: bool) -> None:
         """Count a checkpoint; show its time when the job's series are `shown`."""
         self._checkpoint.observe(written.duration_s)
         if shown:
             self._last_checkpoint.set(job.job_id, value=now_s)
+
+    def _count(self, job: JobRecord, done: StepDone | EvalDone) -> None:
+        device = device_of(job)
+        self._compute.labels(device).inc(max(0.0, done.compute_s))
+        self._optimizer.inc(max(0.0, done.optimizer_s))
+        self._optimizer_exposed.inc(max(0.0, done.optimizer_exposed_s))
+        self._gpu.labels(project_of(job), job.owner).inc(0.0 if device == _HOST else max(0.0, done.duration_s))
 
 
 def _hidden_share(figures: list[TransferFigures]) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.ledger import ActivationPlacement, DeviceKind
 
+TRACE_FILE = "trace.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
@@ -29,6 +31,8 @@ class WorkerRequest:
     device: DeviceKind
     device_limit_bytes: int
     activation_placement: ActivationPlacement
+    trace: Path | None = None
+    """Where to leave what ran when on the device's queues, beside the request."""
 
 
 def read_request(path: Path) -> WorkerRequest:
@@ -49,4 +53,5 @@ def read_request(path: Path) -> WorkerRequest:
         device=plain["device"],
         device_limit_bytes=plain["device_limit_bytes"],
         activation_placement=plain["activation_placement"],
+        trace=path.with_name(TRACE_FILE) if plain.get("trace") else None,
     )

@@ -5,16 +5,17 @@ Owns the loop over steps, evaluations, checkpoints and the orders of the daemon.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
-from horizon_server.engine.report import StepReport, TransferReport
+from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidSpec
@@ -62,8 +63,12 @@ class Training:
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )
         self._resumed_state = self._load()
+        self._trace = Trace() if request.trace else None
         self._device = device_for(
-            request.device, limit_bytes=request.device_limit_bytes, num_threads=request.num_threads
+            request.device,
+            limit_bytes=request.device_limit_bytes,
+            num_threads=request.num_threads,
+            trace=self._trace,
         )
         dataset = PreparedDataset.open(request.prepared)
         packing_wanted = self._spec.train.packing != "false"
@@ -73,12 +78,20 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         if packing_wanted and not self._trainer.supports_packing:
             self._tell_unpacked()
+        self._events.send(Message(level="info", text=_told(self._plan, dataset)))
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
         """Train to the end. Returns False when an order stopped it before."""
         step = self._restore()
-        self._events.send(AttemptReady(step=step, num_steps=self._plan.num_steps, device=self._device.name))
+        self._events.send(
+            AttemptReady(
+                step=step,
+                num_steps=self._plan.num_steps,
+                device=self._device.name,
+                packed_rows=self._plan.num_rows,
+            )
+        )
         if step == 0 and self._evaluation is not None:
             self._evaluate(0)
         saved = step
@@ -104,10 +117,12 @@ class Training:
         return True
 
     def close(self) -> None:
-        """Give everything back; the planes' memory stays with the daemon."""
+        """Give everything back; the planes' memory stays with the daemon. Leaves the trace, where one was wanted."""
         self._trainer.close()
         self._device.close()
         self._store.close()
+        if self._trace is not None and self._request.trace is not None:
+            self._trace.write(self._request.trace)
 
     def _load(self) -> dict[str, Any] | None:
         if self._request.resume_from is None:
@@ -167,17 +182,14 @@ class Training:
             epochs=1,
             shuffle=False,
         )
-        total, num_targets = 0.0, 0
+        reports = []
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL:
                 return
-            report = self._trainer.evaluate(plan.step(i))
-            if report.num_targets:
-                total += report.loss * report.num_targets
-                num_targets += report.num_targets
-        loss = total / num_targets if num_targets else math.nan
-        self._last_eval = (step, loss)
-        self._events.send(EvalDone(step=step, eval_loss=loss, num_targets=num_targets))
+            reports.append(self._trainer.evaluate(plan.step(i)))
+        done = _eval_done(step, reports)
+        self._last_eval = (step, done.eval_loss)
+        self._events.send(done)
 
     def _due(self, step: int, every: int) -> bool:
         return self._evaluation is not None and every > 0 and step % every == 0
@@ -198,6 +210,7 @@ class Training:
             "prepared": self._request.prepared.name,
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
+            "order": StepPlan.ORDER,
         }
 
     def _step_done(self, report: StepReport) -> StepDone:
@@ -228,8 +241,29 @@ class Training:
         )
 
 
-def _figures(transfer: TransferReport) -> TransferFigures:
-    return TransferFigures(bytes=transfer.bytes, busy_s=transfer.busy_s, exposed_s=transfer.exposed_s)
+def _eval_done(step: int, reports: Sequence[EvalReport]) -> EvalDone:
+    """An evaluation from its parts, weighted by their targets."""
+    num_targets = sum(report.num_targets for report in reports)
+    return EvalDone(
+        step=step,
+        eval_loss=sum(report.loss * report.num_targets for report in reports) / num_targets,
+        num_targets=num_targets,
+        num_tokens=sum(report.num_tokens for report in reports),
+        duration_s=sum(report.duration_s for report in reports),
+        h2d=_figures(*(report.transfer["h2d"] for report in reports)),
+        d2h=_figures(*(report.transfer["d2h"] for report in reports)),
+        compute_s=sum(report.compute_s for report in reports),
+        optimizer_s=sum(report.optimizer_s for report in reports),
+        optimizer_exposed_s=sum(report.optimizer_exposed_s for report in reports),
+    )
+
+
+def _figures(*transfers: TransferReport) -> TransferFigures:
+    return TransferFigures(
+        bytes=sum(transfer.bytes for transfer in transfers),
+        busy_s=sum(transfer.busy_s for transfer in transfers),
+        exposed_s=sum(transfer.exposed_s for transfer in transfers),
+    )
 
 
 def _grad_dtype(num_bytes: int) -> torch.dtype | None:
@@ -249,6 +283,13 @@ def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> Ste
     )
 
 
+def _told(plan: StepPlan, dataset: PreparedDataset) -> str:
+    return (
+        f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {plan.num_rows} rows, which are "
+        f"{100 * plan.packing_efficiency:.1f} % full; {plan.num_steps} steps"
+    )
+
+
 def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
     train = request.spec.train
     return TrainConfig(
@@ -260,6 +301,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         betas=train.betas,
         eps=train.eps,
         max_grad_norm=train.max_grad_norm,
+        max_skipped_steps=train.max_skipped_steps,
         seed=train.seed,
         optimizer_threads=request.num_threads,
         tokens_per_step=train.tokens_per_step,

@@ -10,14 +10,16 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from horizon_server.blobs import part_writer
 from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.manifest import EMPTY_SHA256, BlobRef
 from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
-from horizon_server.blobs.turns import Turns
-from horizon_server.errors import DiskFull, InvalidUpload, UploadInProgress
+from horizon_server.blobs.turns import MAX_TURNS_EACH, Turns
+from horizon_server.errors import DiskFull, InvalidUpload, Stalled, UploadInProgress
 
 CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
 
@@ -172,10 +174,11 @@ async def test_a_full_disk_keeps_what_is_durable_and_a_retry_goes_on(tmp_path: P
     full = BlobStore(tmp_path, disk=FullDisk(room))
     with pytest.raises(DiskFull, match="disk is full"):
         await full.write("ann", REF, 500_000, pieces(CONTENT[500_000:]))
+    kept = 500_000 + room // MAX_CHUNK_BYTES * MAX_CHUNK_BYTES
     status = await store.status("ann", REF)
-    assert status.committed_bytes == 500_000
-    assert [path.stat().st_size for path in files_below(tmp_path)] == [500_000]
-    assert (await store.write("ann", REF, 500_000, pieces(CONTENT[500_000:]))).complete
+    assert status.committed_bytes == kept, "all whole pieces"
+    assert [path.stat().st_size for path in files_below(tmp_path)] == [kept]
+    assert (await store.write("ann", REF, kept, pieces(CONTENT[kept:]))).complete
 
 
 async def test_a_full_disk_at_the_first_byte_leaves_no_file(tmp_path: Path) -> None:
@@ -214,6 +217,75 @@ async def test_a_busy_writer_keeps_its_turn_and_a_silent_one_loses_it(tmp_path: 
         await first
 
 
+async def test_what_has_arrived_is_told_while_a_dead_connection_still_holds_the_upload(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    waiting = asyncio.Event()
+
+    async def then_silence() -> AsyncIterator[bytes]:
+        yield CONTENT[:1000]
+        waiting.set()
+        await asyncio.Event().wait()
+
+    first = asyncio.create_task(store.write("ann", REF, 0, then_silence()))
+    await waiting.wait()
+    status = await store.status("ann", REF)
+    assert (status.committed_bytes, status.complete) == (1000, False)
+    first.cancel()
+    assert (await store.status("ann", REF)).committed_bytes == 1000
+
+
+async def test_a_silent_stream_is_ended_and_what_it_sent_is_kept(tmp_path: Path) -> None:
+    async def then_silence() -> AsyncIterator[bytes]:
+        yield CONTENT[:1000]
+        await asyncio.Event().wait()
+
+    store = BlobStore(tmp_path, silence_limit_s=0.01)
+    with pytest.raises(Stalled, match=r"nothing came for 0\.01 s"):
+        await store.write("ann", REF, 0, then_silence())
+    assert (await store.write("ann", REF, 1000, pieces(CONTENT[1000:]))).complete
+
+
+async def test_one_user_cannot_take_all_streams(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    refs = [ref_of(b"%d" % number) for number in range(MAX_TURNS_EACH + 1)]
+    num_waiting = 0
+    all_wait = asyncio.Event()
+
+    async def silence() -> AsyncIterator[bytes]:
+        nonlocal num_waiting
+        num_waiting += 1
+        if num_waiting == MAX_TURNS_EACH:
+            all_wait.set()
+        await asyncio.Event().wait()
+        yield b""
+
+    held = [asyncio.create_task(store.write("ann", ref, 0, silence())) for ref in refs[:-1]]
+    await all_wait.wait()
+    with pytest.raises(UploadInProgress, match="16 uploads of yours"):
+        await store.write("ann", refs[-1], 0, pieces(b"16"))
+    assert (await store.write("bob", refs[-1], 0, pieces(b"16"))).complete
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert (await store.write("ann", refs[-1], 0, pieces(b"16"))).complete
+
+
+async def test_a_disk_that_fails_to_sync_behind_the_writing_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    class FailingDisk(SystemDisk):
+        num_syncs = 0
+
+        def sync(self, descriptor: int) -> None:
+            if self.num_syncs == 0:
+                self.num_syncs += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(part_writer, "SYNC_EVERY_BYTES", 2**20)
+    with pytest.raises(DiskFull):
+        await BlobStore(tmp_path, disk=FailingDisk()).write("ann", REF, 0, pieces(CONTENT))
+    assert files_below(tmp_path) == [], "the second sync succeeds, but knows nothing of what the first has lost"
+    assert (await BlobStore(tmp_path).write("ann", REF, 0, pieces(CONTENT))).complete
+
+
 async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
     class HeldDisk(SystemDisk):
         started, go_on = threading.Event(), threading.Event()
@@ -234,7 +306,7 @@ async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     arrived = (await store.status("ann", REF)).committed_bytes
-    assert arrived == MAX_CHUNK_BYTES, "the piece that was being written is kept"
+    assert arrived == 2 * MAX_CHUNK_BYTES, "the piece that was being written is kept, and the one behind it"
     assert (await store.write("ann", REF, arrived, pieces(CONTENT[arrived:]))).complete
 
 

@@ -161,7 +161,14 @@ def test_a_plan_names_the_folder_it_looks_in(command: Command, tmp_path: Path) -
     assert (code, "holds no config.json; name the model's folder with --model-dir" in told) == (4, True)
 
 
-def test_the_doctor_measures(command: Command) -> None:
+def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(SPEC)
+    plan_of = ("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))
+    _, out, told = command(*plan_of, "-o", "json")
+    assert json.loads(out)["prediction"] is None
+    assert "run 'horizond doctor' once" in told
+
     code, out, _ = command("doctor", "-o", "json")
     facts = json.loads(out)
     assert code == 0
@@ -169,3 +176,13 @@ def test_the_doctor_measures(command: Command) -> None:
     assert facts["disk_free_bytes"] > 0
     assert facts["adamw_kernel"]
     assert facts["num_cpus"] >= 1
+    assert facts["host_peak_flops_per_s"] >= facts["host_layer_of_256_flops_per_s"] / 2 > 0
+    for rate in ("attention_flops", "h2d_bytes", "d2h_bytes", "adamw_bytes", "head_of_256_flops"):
+        assert facts[f"host_{rate}_per_s"] > 0
+
+    _, out, told = command(*plan_of, "-o", "json")
+    prediction = json.loads(out)["prediction"]
+    assert prediction["step_s"] > 0
+    assert prediction["bound"] in ("compute", "h2d", "d2h", "host memory")
+    assert "doctor" not in told
+    assert "tokens/s" in command(*plan_of)[1]

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from tests.unit.client.fake_blobs import Blobs, Refusal
 
 from horizon_client.connection import RetryPolicy
 from horizon_proto.v1 import (
@@ -34,78 +34,6 @@ from horizon_proto.v1 import (
 
 TOKEN = "hzn-test-token"
 QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
-
-
-class Refusal(Exception):
-    """An error the fake daemon answers, with details as the real one sends them."""
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        sentence: str,
-        *,
-        reason: str = "",
-        violations: tuple[tuple[str, str], ...] = (),
-        retry_after_s: int = 0,
-    ) -> None:
-        super().__init__(sentence)
-        self.code, self.sentence = code, sentence
-        status = status_pb2.Status(code=code.value[0], message=sentence)
-        if reason:
-            status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="horizon"))
-        if violations:
-            bad_request = error_details_pb2.BadRequest()
-            for field, description in violations:
-                bad_request.field_violations.add(field=field, description=description)
-            status.details.add().Pack(bad_request)
-        if retry_after_s:
-            retry = error_details_pb2.RetryInfo()
-            retry.retry_delay.FromSeconds(retry_after_s)
-            status.details.add().Pack(retry)
-        self.trailing = (("grpc-status-details-bin", status.SerializeToString()),)
-
-
-class Blobs:
-    """Contents, complete and half. `cuts` are byte counts of single streams after which the stream is cut."""
-
-    def __init__(self) -> None:
-        self.contents: dict[str, bytearray] = {}
-        self.received_bytes = 0
-        self.chunk_sizes: list[int] = []
-        self.cuts: list[int] = []
-
-    def status(self, ref: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
-        arrived = self.contents.get(ref.sha256)
-        committed = len(arrived) if arrived is not None else -1
-        return blob_pb2.BlobStatus(blob=ref, committed_bytes=max(committed, 0), complete=committed == ref.size_bytes)
-
-    def missing(self, refs: Any) -> list[blob_pb2.BlobStatus]:
-        return [status for status in map(self.status, refs) if not status.complete]
-
-    async def write(self, requests: Any) -> blob_pb2.BlobStatus:
-        ref, arrived, in_stream = None, bytearray(), 0
-        cut_at = self.cuts.pop(0) if self.cuts else None
-        async for request in requests:
-            if ref is None:
-                ref = request.chunk.blob
-                arrived = self.contents.setdefault(ref.sha256, bytearray())
-                if request.chunk.offset != len(arrived):
-                    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "wrong offset", reason="INVALID_UPLOAD")
-            data = request.chunk.data
-            self.chunk_sizes.append(len(data))
-            if cut_at is not None and in_stream + len(data) >= cut_at:
-                kept = data[: cut_at - in_stream]
-                arrived += kept
-                self.received_bytes += len(kept)
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
-            arrived += data
-            in_stream += len(data)
-            self.received_bytes += len(data)
-        assert ref is not None
-        if len(arrived) == ref.size_bytes and hashlib.sha256(arrived).hexdigest() != ref.sha256:
-            del self.contents[ref.sha256]
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "other bytes arrived", reason="INVALID_UPLOAD")
-        return self.status(ref)
 
 
 class FakeDaemon:
@@ -299,8 +227,13 @@ class _Datasets(dataset_pb2_grpc.DatasetServiceServicer):
 
     async def PreviewDataset(self, request: Any, context: Any) -> Any:
         spans = [dataset_pb2.PreviewSpan(text="Q: 1+1?"), dataset_pb2.PreviewSpan(text=" 2", trained=True)]
-        row = dataset_pb2.PreviewRow(spans=spans, num_tokens=5, num_trained_tokens=1)
-        return dataset_pb2.PreviewDatasetResponse(rows=[row] * request.num_rows)
+        at = {"file": "a.jsonl", "unit": "line", "number": request.offset + 1}
+        row = dataset_pb2.PreviewRow(spans=spans, num_tokens=5, num_trained_tokens=1, **at)
+        options = {name: getattr(request, name) for name in ("train_on", "method", "sequence_length")}
+        wire_format = dataset_pb2.DATASET_FORMAT_MESSAGES
+        return dataset_pb2.PreviewDatasetResponse(
+            rows=[row] * request.num_rows, num_rows=1234, format=wire_format, **options
+        )
 
 
 class _Models(model_pb2_grpc.ModelServiceServicer):
@@ -375,6 +308,9 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             fits=True,
             num_parameters=1024,
             device="host",
+            prediction=job_pb2.StepPrediction(
+                step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
+            ),
         )
         return job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
 

@@ -139,7 +139,7 @@ def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: FakeDaemon)
 def rows(run: Run) -> Path:
     """A dataset file in the working folder."""
     path = Path("train.jsonl")
-    path.write_text('{"question": "1+1?", "answer": "2"}\n' * 3)
+    path.write_text('{"question": "1+1?", "answer": "2", "text": "1"}\n' * 3)
     return path
 
 
@@ -160,9 +160,9 @@ def test_dataset_life(run: Run, rows: Path) -> None:
     answer = json.loads(pushed.stdout)
     assert answer["dataset"]["field_map"] == {"prompt": "question", "completion": "answer"}
     assert answer["sent_bytes"] == rows.stat().st_size
-    assert "sent 108 B of 108 B" in pushed.stderr
+    assert "sent 147 B of 147 B" in pushed.stderr
     again = run("dataset", "push", "train.jsonl", "-o", "name")
-    assert (again.stdout, again.stderr.splitlines()[-1]) == ("train\n", "sent 0 B of 108 B")
+    assert (again.stdout, again.stderr.splitlines()[-1]) == ("train\n", "sent 0 B of 147 B")
     assert run("dataset", "list", "-o", "name").stdout == "sums\ntrain\n"
     assert yaml.safe_load(run("dataset", "get", "sums", "-o", "yaml").stdout)["num_rows"] == 7
     assert run("dataset", "delete", "sums").stdout == "deleted dataset sums\n"
@@ -177,7 +177,7 @@ def test_dataset_list_walks_all_pages(run: Run, daemon: FakeDaemon) -> None:
 
 
 def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, rows: Path) -> None:
-    rows.write_text('{"a": 1}\n{"a": 1\n')
+    rows.write_text('{"text": "a"}\n{"text": 1\n')
     result = run("dataset", "push", "train.jsonl", "--name", "x")
     assert result.exit_code == 2
     assert "Error: train.jsonl, line 2: not JSON" in result.stderr
@@ -185,8 +185,27 @@ def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, 
 
 
 def test_preview_marks_the_trained_part(run: Run) -> None:
-    result = run("dataset", "preview", "sums", "--model", "tiny", "--rows", "1")
-    assert "--- row 1: 5 tokens, 1 trained ---\nQ: 1+1?[[ 2]]" in result.stdout
+    result = run("dataset", "preview", "sums", "--model", "tiny", "-n", "2", "--offset", "6", "--train-on", "all")
+    assert result.stdout.splitlines() == [
+        "sums: 1,234 rows, messages; method sft, train_on all, sequence_length 1024",
+        "trained text stands between [[ and ]]",
+        *["", "--- a.jsonl line 7: 5 tokens, 1 trained ---", "Q: 1+1?[[ 2]]"] * 2,
+    ]
+
+
+def test_preview_in_full_for_programs(run: Run) -> None:
+    plain = json.loads(run("dataset", "preview", "sums", "--model", "tiny", "-n", "1", "-o", "json").stdout)
+    (row,) = plain["rows"]
+    assert row["spans"] == [{"text": "Q: 1+1?", "trained": False}, {"text": " 2", "trained": True}]
+    assert (row["file"], row["unit"], row["number"]) == ("a.jsonl", "line", 1)
+    assert (plain["num_rows"], plain["format"], plain["train_on"]) == (1234, "messages", "assistant")
+    assert run("dataset", "preview", "sums", "--model", "tiny", "-o", "name").stdout == "a.jsonl line 1\n" * 3
+
+
+def test_preview_refuses_what_is_out_of_range_before_it_asks(run: Run, daemon: FakeDaemon) -> None:
+    for flags in (["-n", "0"], ["-n", "101"], ["--offset", "-1"], ["--train-on", "user"], ["--sequence-length", "7"]):
+        assert run("dataset", "preview", "sums", "--model", "tiny", *flags).exit_code == 2
+    assert daemon.calls == []
 
 
 def _job_yaml(**fields: Any) -> str:
@@ -241,7 +260,9 @@ def test_plan(run: Run) -> None:
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
     assert "1,024 parameters, computed on host: it fits" in result.stdout
-    assert json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]["fits"] is True
+    assert "predicted: 2,048 tokens/s (bound by compute), 0.25 s a step, about 0:01:30 for all steps" in result.stdout
+    plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]
+    assert (plan["fits"], plan["prediction"]["total_s"]) == (True, 90)
 
 
 def test_steering(run: Run, daemon: FakeDaemon) -> None:

@@ -38,6 +38,7 @@ _train = st.fixed_dictionaries(
         "max_grad_norm": st.none() | _doubles,
         "seed": _int64,
         "train_on": st.sampled_from(["assistant", "last-assistant", "all"]),
+        "max_skipped_steps": _int64,
     },
 )
 _checkpoint = st.fixed_dictionaries(
@@ -54,6 +55,7 @@ _specs = st.fixed_dictionaries(
         "checkpoint": _checkpoint,
         "priority": st.integers(-(2**31), 2**31 - 1),
         "device": st.sampled_from(["auto", "cuda", "host"]),
+        "eval_fraction": _doubles,
     },
 )
 
@@ -86,11 +88,13 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "max_grad_norm": 1.0,
             "seed": 11,
             "train_on": "last-assistant",
+            "max_skipped_steps": 12,
         },
         "eval_every_steps": 12,
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False},
         "priority": 15,
         "device": "host",
+        "eval_fraction": 0.25,
     }
     wire = spec_to_proto(full)
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}

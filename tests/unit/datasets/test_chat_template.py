@@ -66,6 +66,15 @@ def test_a_reply_that_later_turns_render_differently_is_found_by_its_content() -
     assert trained(FORGETFUL, CHAT[1:]) == [" hello\n<eot>", "<think></think>bye<eot>"]
 
 
+def test_reasoning_that_is_dropped_from_earlier_replies_is_not_trained_there() -> None:
+    dropping = PLAIN.replace(
+        "message['content'] + '<|im_end|>'",
+        "(message['content'] if loop.last or message['role'] == 'user' else message['content'].split('</think>')[-1]) + '<|im_end|>'",
+    )
+    chat = [message | {"content": f"<think>hm</think>{message['content']}"} for message in CHAT[1:]]
+    assert trained(dropping, chat) == [" hello\n<|im_end|>", "<think>hm</think>bye<|im_end|>"]
+
+
 def test_a_template_without_end_tokens_trains_the_whole_turn() -> None:
     source = (
         "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
@@ -74,15 +83,41 @@ def test_a_template_without_end_tokens_trains_the_whole_turn() -> None:
     assert trained(source, CHAT[1:3]) == [" hello\n\n\n"]
 
 
+def test_an_end_of_text_behind_the_chat_is_not_generated() -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eot>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}"
+    )
+    assert trained(source) == [" hello\n<eot>", "bye<eot>"]
+    template = ChatTemplate(source, SPECIAL, end_markers=END_MARKERS)
+    text = template.render(CHAT)
+    turns = [text[slice(*template.turn_span(CHAT, index, text))] for index in range(len(CHAT))]
+    assert turns[1:3] == ["<user>hi<eot>\n", "<assistant> hello\n<eot>\n"]
+    assert "".join(turns) == text
+
+
+def test_turns_that_are_not_rendered_one_after_the_other_are_refused() -> None:
+    backwards = "{% for m in messages | reverse %}{{ m.content }}<eot>{% endfor %}"
+    template = ChatTemplate(backwards, SPECIAL, end_markers=END_MARKERS)
+    with pytest.raises(
+        InvalidData, match=r"does not render the chat turn by turn, so messages\[1\] cannot be left out"
+    ):
+        template.turn_span(CHAT, 1, template.render(CHAT))
+
+
 def test_templates_that_cannot_be_masked_are_refused_with_the_reason() -> None:
     cue_differs = PLAIN.replace("'<|im_start|>assistant\n' }}{% endif", "'<|im_start|>model\n' }}{% endif")
     with pytest.raises(InvalidData, match=r"does not begin with, .* add \{% generation %\} markers"):
         trained(cue_differs)
-    shouting = FORGETFUL.replace(
-        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
-    )
-    with pytest.raises(InvalidData, match=r"rewrites messages\[1\]\.content when other messages follow"):
-        trained(shouting, CHAT[1:])
+    rewriting = FORGETFUL.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '...' }}")
+    no_end = rewriting.replace("<eot>", "")
+    with pytest.raises(
+        InvalidData, match=r"rewrites messages\[1\] when other messages follow, and no special token tells"
+    ):
+        trained(no_end, CHAT[1:])
+    holds_the_end = [CHAT[1], {"role": "assistant", "content": "a<eot>b"}, *CHAT[3:]]
+    with pytest.raises(InvalidData, match=r"rewrites messages\[1\] when other messages follow"):
+        trained(rewriting, holds_the_end)
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}"
     with pytest.raises(InvalidData, match="refuses this chat: start with the user"):
         trained(refusing)
@@ -97,9 +132,20 @@ def test_markers_survive_only_in_templates_that_leave_their_text_alone() -> None
     )
     with pytest.raises(InvalidData, match="changes the text inside its generation markers"):
         trained(trimmed, CHAT[:3])
-    reserved = [{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "x"}]
-    with pytest.raises(InvalidData, match=r"U\+FDD0"):
-        trained(MARKED, reserved)
+    leaving = "{% for m in messages %}{% generation %}{{ m.content }}{% break %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(InvalidData, match="leaves a generation block before its end"):
+        trained(leaving)
+
+
+def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
+    source = (
+        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}{{ m.content }}"
+        "{{ x }}{% endgeneration %}{% endif %}{{ x }}{% endfor %}"
+    )
+    assert trained(source) == [" hello\n2", "bye2"]
+    options: dict[str, Any] = {"chat_template": source, **SPECIAL}
+    (rendered,), _ = cast("tuple[list[str], list[object]]", render_jinja_template([CHAT], **options))
+    assert ChatTemplate(source, SPECIAL).assistant_spans(CHAT)[0] == rendered
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
-from horizon_server.datasets.rows import DataFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 
 
@@ -24,10 +24,11 @@ def test_every_part_changes_the_key_and_the_order_of_the_map_does_not() -> None:
         PrepareOptions(format=base.format, field_map=base.field_map, method="pretrain"),
         PrepareOptions(format=base.format, field_map=base.field_map, sequence_length=512),
         PrepareOptions(format=base.format, field_map=base.field_map, train_on="all"),
+        PrepareOptions(format=base.format, field_map=base.field_map, eval_fraction=0.5),
     ]
     keys = {preparation_key("d", "t", options) for options in [base, *others]}
     keys |= {preparation_key("d2", "t", base), preparation_key("d", "t2", base)}
-    assert len(keys) == 8
+    assert len(keys) == 9
 
 
 def test_the_tokenizer_digest_follows_the_files_that_matter(tmp_path: Path) -> None:
@@ -46,7 +47,9 @@ def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
         dataset_files=(DataFile.at(tmp_path / "00ff", name="chats.jsonl"),),
         model_dir=tmp_path / "model",
         output_dir=tmp_path / "out",
-        options=PrepareOptions(field_map={"prompt": "q"}, train_on="last-assistant", sequence_length=77),
+        options=PrepareOptions(
+            field_map={"prompt": "q"}, train_on="last-assistant", sequence_length=77, eval_fraction=0.1
+        ),
         num_rows=9,
     )
     assert PrepareRequest.from_json(request.to_json()) == request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -12,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from horizon_server.datasets.data_file import DataFile
+from horizon_server.datasets.documents import TextSplitter
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.rows import DataFile
-from horizon_server.datasets.tokenization import TextSplitter, text_blocks
+from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
-from horizon_server.errors import InvalidData, NotAvailableYet
+from horizon_server.errors import InvalidData
 from horizon_server.events import AttemptEnded, PrepareProgress, decode
 
 CHAT: list[dict[str, Any]] = [
@@ -53,7 +57,7 @@ def request_for(model: Path, *files: Path, output: Path | None = None, **options
 def run(request: PrepareRequest) -> tuple[PrepareReport, list[tuple[list[int], list[int]]]]:
     report = prepare(request, on_progress=lambda done: None)
     dataset = PreparedDataset.open(request.output_dir)
-    assert dataset.report == report.to_mapping()
+    assert dataset.report == json.loads(json.dumps(report.to_mapping()))
     rows = [dataset.micro_batch([document]) for document in range(dataset.num_documents)]
     assert report.trained_tokens == sum(row.num_targets for row in rows)
     assert report.tokens == dataset.num_tokens
@@ -153,12 +157,18 @@ def test_long_rows_are_cut_only_where_something_trained_is_left(demo_model: Path
     lost = {"prompt": "one two three four " * 30, "completion": "Hi"}
     report, [(ids, _)] = run(request_for(demo_model, write(tmp_path / "a.jsonl", fine)))
     assert (report.truncated_rows, len(ids), report.longest_document) == (1, 64, 64)
+    whole = run(request_for(demo_model, tmp_path / "a.jsonl", output=tmp_path / "whole", sequence_length=4096))[1][0][0]
+    assert (ids, report.truncated_tokens) == (whole[:64], len(whole) - 64)
+    mixed = write(tmp_path / "m.jsonl", fine, lost, fine)
+    report, documents = run(request_for(demo_model, mixed, output=tmp_path / "mixed"))
+    assert (report.rows, len(documents), report.error_rows) == (3, 2, 1)
+    assert report.errors[0].startswith("line[2] has ")
     with pytest.raises(
-        InvalidData, match=r"line\[2\] has \d+ tokens, and within sequence_length 64 none is trained"
+        InvalidData, match=r"line\[1\] has \d+ tokens, and within sequence_length 64 none is trained"
     ) as caught:
-        prepare(request_for(demo_model, write(tmp_path / "b.jsonl", fine, lost, lost)), on_progress=lambda done: None)
+        prepare(request_for(demo_model, write(tmp_path / "b.jsonl", lost, lost)), on_progress=lambda done: None)
     assert caught.value.message.endswith("(the first of 2 problems)")
-    assert [violation.field for violation in caught.value.violations] == ["line[2]", "line[3]"]
+    assert [violation.field for violation in caught.value.violations] == ["line[1]", "line[2]"]
 
 
 def test_a_failed_preparation_leaves_nothing_behind(demo_model: Path, tmp_path: Path) -> None:
@@ -229,10 +239,10 @@ def test_text_is_cut_into_blocks_where_tokenizers_cut_too(demo_model: Path, qwen
     assert list(text_blocks(["x" * 30], block_characters=10)) == ["x" * 30]
 
 
-def child(request: PrepareRequest) -> tuple[int, list[Any], str]:
+def child(request: PrepareRequest, *flags: str) -> tuple[int, list[Any], str]:
     """Run the real child with a pipe for its events."""
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer)]
+    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer), *flags]
     process = subprocess.run(
         command, input=request.to_json(), pass_fds=[writer], capture_output=True, text=True, check=False
     )
@@ -286,6 +296,28 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    request = request_for(demo_model, many_rows(tmp_path / "chats.jsonl", 40_000), output=tmp_path / "work" / "out")
+    (tmp_path / "request.json").write_text(request.to_json())
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "horizon_server.datasets.prepare", "--events-fd", str(writer), "--processes", "2"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "request.json")], pass_fds=[writer], start_new_session=True
+    ) as process:
+        os.close(writer)
+        with os.fdopen(reader) as events:
+            # The first progress is told when tokens have come from the other processes.
+            assert isinstance(decode(events.readline()), PrepareProgress)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+            # The pipe ends when the last process that holds it is gone.
+            assert all(isinstance(decode(line), PrepareProgress) for line in events)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
 def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
@@ -299,10 +331,68 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_formats_of_later_versions_are_refused(demo_model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "t.jsonl", {"input_ids": [1, 2], "labels": [1, 2]})
-    with pytest.raises(NotAvailableYet, match="format tokens is not read"):
-        prepare(request_for(demo_model, file), on_progress=lambda done: None)
+def test_tokens_are_taken_as_they_are(demo_model: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "t.jsonl", {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [8, 9]})
+    _, documents = run(request_for(demo_model, file))
+    assert documents == [([5, 6, 7], [-100, 7, -100]), ([8, 9], [9, -100])]
+    beyond = write(tmp_path / "b.jsonl", {"input_ids": [1, 10**6]})
+    with pytest.raises(
+        InvalidData, match=r"line\[1\] cannot be used: input_ids holds 1000000, but .* vocab_size is 1024"
+    ):
+        run(request_for(demo_model, beyond, output=tmp_path / "b"))
+
+
+def test_every_container_gives_the_same_tokens(demo_model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "completion": f"{n}, yes.", "id": n} for n in range(40)]
+    lines = write(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(lines.read_bytes(), asbytes=True))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    _, expected = run(request_for(demo_model, lines, output=tmp_path / "lines"))
+    for name in ("a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+        _, documents = run(request_for(demo_model, tmp_path / name, output=tmp_path / f"out-{name}"))
+        assert documents == expected
+
+
+def test_every_chat_format_gives_the_same_tokens(demo_model: Path, tmp_path: Path) -> None:
+    pair = {"prompt": "Two?", "completion": "No."}
+    alpaca = {"instruction": "Two?", "output": "No."}
+    sharegpt = {"conversations": [{"from": "human", "value": "Two?"}, {"from": "gpt", "value": "No."}]}
+    rows = {"messages": {"messages": CHAT[2:]}, "pair": pair, "alpaca": alpaca, "sharegpt": sharegpt}
+    found = [
+        run(request_for(demo_model, write(tmp_path / f"{name}.jsonl", row), output=tmp_path / name))[1]
+        for name, row in rows.items()
+    ]
+    assert found == [found[0]] * 4
+    assert targets(demo_model, found[0][0][1]) == "No.<|im_end|>"
+
+
+def many_rows(path: Path, num_rows: int) -> Path:
+    chats = demo_chats()[:40]
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [*chats[number % 40], {"role": "user", "content": f"{number}"}]}) + "\n"
+            for number in range(num_rows)
+        )
+    )
+    return path
+
+
+def test_any_number_of_processes_writes_the_same_bytes(demo_model: Path, tmp_path: Path) -> None:
+    chats, play = many_rows(tmp_path / "chats.jsonl", 6000), tmp_path / "play.txt"
+    play.write_text("".join(f"{chat[-1]['content']} {n}\n" for n in range(400) for chat in demo_chats()[:40]))
+    assert min(chats.stat().st_size, play.stat().st_size) > 1024 * 1024
+    folders = []
+    for processes in (1, 3):
+        folders.append(tmp_path / f"with-{processes}")
+        request = request_for(demo_model, chats, play, output=folders[-1], eval_fraction=0.2)
+        code, events, _ = child(request, "--processes", str(processes))
+        assert (code, events[-1].outcome) == (0, "succeeded")
+        assert events[-2].report["rows"] == 6000 + 400 * 40
+    names = ("tokens.safetensors", "report.json", "evaluation/tokens.safetensors")
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
 def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) -> None:
@@ -316,3 +406,18 @@ def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) 
     assert begin == 0
     starts = np.frombuffer(raw[8 + header_bytes :][begin:end], dtype="<i8")
     assert starts.tolist() == [0, header["input_ids"]["shape"][0]]
+
+
+def test_a_text_of_one_token_is_told_not_dropped(bare_model: Path, tmp_path: Path) -> None:
+    """A tokenizer without an end-of-text token leaves it alone, and nothing precedes it."""
+    no_end = tmp_path / "no-end"
+    shutil.copytree(bare_model, no_end)
+    settings_file = no_end / "tokenizer_config.json"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"eos_token": None}))
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "more.txt").write_text("a b c d e f")
+    report, documents = run(request_for(no_end, tmp_path / "one.txt", tmp_path / "more.txt"))
+    assert (len(documents), report.error_rows) == (1, 1)
+    assert report.errors == ("one.txt: the text is one token only; nothing precedes it, so there is nothing to learn",)
+    with pytest.raises(InvalidData, match="the text is one token only"):
+        prepare(request_for(no_end, tmp_path / "one.txt", output=tmp_path / "o"), on_progress=lambda done: None)

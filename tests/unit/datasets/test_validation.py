@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
 from horizon_server.datasets.formats import DatasetFormat, check_field_map, parse_format
-from horizon_server.datasets.rows import MAX_LINE_BYTES, DataFile, read_text
+from horizon_server.datasets.rows import read_text
 from horizon_server.datasets.validation import ValidationReport, inspect_file, validate_file
-from horizon_server.errors import InvalidData, InvalidSpec, NotAvailableYet
+from horizon_server.errors import InvalidData, InvalidSpec
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 PAIR = {"prompt": "hi", "completion": "hello"}
@@ -33,7 +34,14 @@ def chat(*messages: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("row", "expected"),
-    [(CHAT, DatasetFormat.MESSAGES), (PAIR, DatasetFormat.PROMPT_COMPLETION), ({"text": "a b"}, DatasetFormat.TEXT)],
+    [
+        (CHAT, DatasetFormat.MESSAGES),
+        (PAIR, DatasetFormat.PROMPT_COMPLETION),
+        ({"text": "a b"}, DatasetFormat.TEXT),
+        ({"instruction": "add", "output": "2"}, DatasetFormat.ALPACA),
+        ({"conversations": CHAT["messages"]}, DatasetFormat.SHAREGPT),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, DatasetFormat.TOKENS),
+    ],
 )
 def test_auto_tells_formats_by_their_columns(tmp_path: Path, row: object, expected: DatasetFormat) -> None:
     file = write(tmp_path, row, "\n", row)
@@ -47,7 +55,7 @@ def test_a_mapping_names_the_users_columns(tmp_path: Path) -> None:
     report = inspect(file, prompt="question", completion="answer")
     assert report.format is DatasetFormat.PROMPT_COMPLETION
     assert [violation.field for violation in report.violations] == ["line[2].answer"]
-    assert "is missing (the line has question)" in report.violations[0].description
+    assert "is missing (the row has question)" in report.violations[0].description
 
 
 def test_a_file_that_fits_two_formats_or_none_is_refused_naming_them(tmp_path: Path) -> None:
@@ -58,22 +66,6 @@ def test_a_file_that_fits_two_formats_or_none_is_refused_naming_them(tmp_path: P
     with pytest.raises(InvalidData, match=r"fit no known format: messages needs messages; .*--map prompt=question"):
         inspect(write(tmp_path, {"question": "1+1?"}))
     assert inspect(write(tmp_path, CHAT | PAIR), "messages").num_violations == 0
-
-
-@pytest.mark.parametrize("name", ["alpaca", "sharegpt", "tokens"])
-def test_formats_of_later_versions_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotAvailableYet, match=f"format {name} is not read by this version"):
-        parse_format(name)
-
-
-def test_auto_refuses_what_it_recognises_but_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(NotAvailableYet, match="format alpaca is not read"):
-        inspect(write(tmp_path, {"instruction": "add", "output": "2"}))
-    with pytest.raises(NotAvailableYet, match="is a JSON array"):
-        inspect(write(tmp_path, [CHAT], name="chats.json"))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1....")
-    with pytest.raises(NotAvailableYet, match="is a Parquet file"):
-        inspect(DataFile.at(tmp_path / "a.parquet"))
 
 
 def test_unknown_format_names_and_mappings_say_what_is_allowed() -> None:
@@ -95,7 +87,7 @@ def test_every_bad_field_is_named_with_its_line(tmp_path: Path) -> None:
         chat(user, reply | {"weight": 0}),
         chat(),
         chat(user, "hello", reply),
-        {"messages": [user, reply | {"tool_calls": []}]},
+        {"messages": [user, reply | {"train": 1}]},
         {"prompt": "x"},
         "not json\n",
         "[1]\n",
@@ -110,14 +102,14 @@ def test_every_bad_field_is_named_with_its_line(tmp_path: Path) -> None:
         "line[5].messages",
         "line[6].messages",
         "line[7].messages[1]",
-        "line[8].messages[1].tool_calls",
+        "line[8].messages[1].train",
         "line[9].messages",
         "line[10]",
         "line[11]",
         "line[12].messages[0].content",
     ]
     assert described["line[2].messages[1].role"] == (
-        "line[2].messages[1].role is 'robot'; it must be one of system, user, assistant"
+        "line[2].messages[1].role is 'robot'; it must be one of system, user, assistant, tool"
     )
     assert "has nothing to learn" in described["line[5].messages"]
     assert "is not JSON: Expecting value at column 1" in described["line[10]"]
@@ -181,7 +173,7 @@ def test_a_byte_order_mark_is_not_data(tmp_path: Path) -> None:
 
 
 def test_a_line_over_the_limit_is_reported_and_the_next_one_is_read(tmp_path: Path) -> None:
-    long_row = json.dumps({"prompt": "x" * (MAX_LINE_BYTES + 3_000_000), "completion": "y"})
+    long_row = json.dumps({"prompt": "x" * (MAX_ROW_BYTES + 3_000_000), "completion": "y"})
     report = inspect(write(tmp_path, PAIR, long_row + "\n", {"prompt": 1, "completion": "y"}))
     assert [violation.field for violation in report.violations] == ["line[2]", "line[3].prompt"]
     assert "is longer than 16 MiB" in report.violations[0].description

@@ -16,6 +16,7 @@ from horizon_server.errors import WrongJobState
 from horizon_server.events import Message, StateChanged, StepDone
 from horizon_server.jobs.job import JobPlan, JobRecord, JobState
 from horizon_server.spec import parse_job_spec
+from horizon_server.store.roofline import StepPrediction
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
 PLAN = JobPlan(
@@ -25,6 +26,7 @@ PLAN = JobPlan(
     device_limit_bytes=9,
     num_parameters=1,
     device="host",
+    prediction=StepPrediction(step_s=0.5, tokens_per_second=64.0, bound="h2d", peak_flops_per_s=1e12, total_s=None),
 )
 STEP = StepDone(
     step=3, num_steps=9, loss=1.5, grad_norm=1.0, learning_rate=0.1, epoch=0.5, num_input_tokens_seen=5, num_tokens=5,
@@ -56,6 +58,13 @@ async def test_a_job_comes_back_as_it_was(store: JobStore) -> None:
     assert made == dataclasses.replace(job("j1"), last_sequence=1)
     assert await store.get("j1") == made
     assert await store.get("j2") is None
+
+
+async def test_what_the_data_became_is_kept(store: JobStore) -> None:
+    assert (await created(store, "j1")).data_report == {}
+    changed = await store.set("j1", data_report={"rows": 7, "packed_rows": 2})
+    assert changed.data_report == {"rows": 7, "packed_rows": 2}
+    assert await store.get("j1") == changed
 
 
 async def test_the_same_request_gives_the_same_job(store: JobStore) -> None:

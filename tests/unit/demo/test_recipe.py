@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.rows import DataFile
 from horizon_server.datasets.validation import validate_file
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import DEMO_PROMPTS, DEMO_SPEC, write_demo_dataset, write_demo_model

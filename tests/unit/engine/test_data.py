@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from horizon_server.engine import data
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.micro_batch import IGNORED_LABEL
 from horizon_server.errors import InvalidData
@@ -82,13 +84,13 @@ def test_labels_are_the_next_trained_token_of_the_same_document(lengths, options
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=lengths_lists, options=plans, data=st.data())
-def test_a_step_depends_on_its_number_only(lengths, options, data):  # type: ignore[no-untyped-def]
+@given(lengths=lengths_lists, options=plans, draw=st.data())
+def test_a_step_depends_on_its_number_only(lengths, options, draw):  # type: ignore[no-untyped-def]
     dataset = dataset_of(lengths)
     in_order = StepPlan(dataset, max_steps=12, **options)
     expected = [in_order.documents_of(i) for i in range(12)]
     jumping = StepPlan(dataset, max_steps=12, **options)
-    for i in data.draw(st.permutations(range(12))):
+    for i in draw.draw(st.permutations(range(12))):
         assert jumping.documents_of(i) == expected[i]
     assert [in_order.epoch_of(i) for i in range(12)] == sorted(in_order.epoch_of(i) for i in range(12))
 
@@ -113,6 +115,29 @@ def test_a_fraction_of_an_epoch_takes_that_share_of_its_steps() -> None:
         return StepPlan(dataset, sequence_length=3, tokens_per_step=12, epochs=epochs).num_steps
 
     assert [steps(epochs) for epochs in (0.01, 0.5, 1, 1.0, 2.5)] == [1, 5, 10, 10, 25]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, options=plans, at_once=st.integers(1, 9))
+def test_looking_at_few_rows_at_once_changes_nothing(lengths, options, at_once):  # type: ignore[no-untyped-def]
+    whole = StepPlan(dataset_of(lengths), epochs=2, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "_ROWS_AT_ONCE", at_once)
+        pieces = StepPlan(dataset_of(lengths), epochs=2, **options)
+        assert pieces.num_steps == whole.num_steps
+        assert [pieces.documents_of(i) for i in range(pieces.num_steps)] == [
+            whole.documents_of(i) for i in range(whole.num_steps)
+        ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, options=plans)
+def test_a_step_ends_only_where_the_next_row_does_not_fit(lengths, options):  # type: ignore[no-untyped-def]
+    plan = StepPlan(dataset_of(lengths), epochs=1, **options)
+    steps = [plan.step(i) for i in range(plan.num_steps)]
+    for step, following in itertools.pairwise(steps):
+        tokens = sum(row.num_tokens for row in step)
+        assert tokens + following[0].num_tokens > options["tokens_per_step"]
 
 
 def test_best_fit_fills_rows_nearly_full() -> None:

@@ -97,8 +97,23 @@ def test_a_folder_without_config_or_with_a_foreign_one_is_refused(tmp_path: Path
     foreign = {"model_type": "from-elsewhere", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(foreign))
     (tmp_path / "code.py").write_text("raise SystemExit('code of a model folder was run')")
-    with pytest.raises(InvalidModel, match="not the config of a model that transformers knows"):
+    with pytest.raises(
+        InvalidModel, match="model_type is 'from-elsewhere', which is no architecture that transformers"
+    ):
         Template.from_folder(tmp_path)
+    for config, words in (({}, "model_type is None"), ({"model_type": ["llama"]}, r"model_type is \['llama'\]")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InvalidModel, match=words):
+            Template.from_folder(tmp_path)
+
+
+def test_a_config_of_the_wrong_types_is_refused_by_field_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
+
+    with pytest.raises(InvalidModel, match=r"is not the config of a llama model: .*'hidden_size'") as caught:
+        Template.from_folder(tmp_path)
+
+    assert "\n" not in caught.value.message
 
 
 def test_a_model_that_is_no_language_model_is_refused() -> None:

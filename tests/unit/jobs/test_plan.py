@@ -66,6 +66,16 @@ def bytes_per_parameter(memory: WorkerMemory) -> float:
     return sum(memory.plane_bytes.values()) / (memory.plane_bytes["hi"] / 2)
 
 
+def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.sequence_length is 4097; the model allows at most 4096 positions"
+    ) as caught:
+        worker_memory(folder, spec_of(sequence_length=4097))
+
+    assert [violation.field for violation in caught.value.violations] == ["train.sequence_length"]
+    assert worker_memory(folder, spec_of(sequence_length=4096)).plan.num_parameters > 0
+
+
 @pytest.mark.parametrize(
     ("accelerators", "device", "wanted"),
     [

@@ -81,6 +81,50 @@ def test_configs_that_cannot_be_trained_are_refused(tmp_path: Path, change: dict
         check_folder(write(tmp_path / "m", config={**CONFIG, **change}))
 
 
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        ({"vocab_size": 33, "hidden_size": 8}, "model.embed_tokens.weight has shape [32, 8], .* ask for 33 x 8"),
+        ({"vocab_size": 32, "hidden_size": 9}, "model.embed_tokens.weight has shape [32, 8], .* ask for 32 x 9"),
+        ({"n_embd": 16}, "model.embed_tokens.weight has shape [32, 8], .* ask for any x 16"),
+        ({"vocab_size": 32, "text_config": {"vocab_size": 30}}, "model.embed_tokens.weight has shape .* 30 x any"),
+    ],
+)
+def test_tables_that_do_not_fit_the_config_are_named(tmp_path: Path, change: dict[str, Any], tensor: str) -> None:
+    pattern = tensor.replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(InvalidModel, match=pattern) as caught:
+        check_folder(write(tmp_path / "m", config={**CONFIG, **change}))
+    assert str(tmp_path) not in caught.value.message
+
+
+def test_an_untied_projection_that_does_not_fit_is_named_and_a_tied_one_is_left_out(tmp_path: Path) -> None:
+    weights = safetensors({**SHAPES, "lm_head.weight": (8, 32)})
+    config = {**CONFIG, "vocab_size": 32, "hidden_size": 8}
+    with pytest.raises(InvalidModel, match=r"lm_head\.weight has shape \[8, 32\], .* ask for 32 x 8"):
+        check_folder(write(tmp_path / "m", config=config, weights=weights))
+
+    check_folder(write(tmp_path / "n", config={**config, "tie_word_embeddings": True}, weights=weights))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vocab_size": 32, "hidden_size": 8},
+        {"vocab_size": 32, "hidden_size": 24, "word_embed_proj_dim": 8},
+        {"vocab_size": "32", "hidden_size": None},
+    ],
+)
+def test_tables_that_fit_or_cannot_be_judged_are_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert check_folder(write(tmp_path / "m", config={**CONFIG, **config})).num_parameters == NUM_PARAMETERS
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (4, 8, 8)])
+def test_a_table_of_another_rank_is_named(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    weights = safetensors({**SHAPES, "model.embed_tokens.weight": shape})
+    with pytest.raises(InvalidModel, match=r"model\.embed_tokens\.weight has shape"):
+        check_folder(write(tmp_path / "m", config={**CONFIG, "vocab_size": 32}, weights=weights))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_a_config_must_be_a_json_object(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path / "m")

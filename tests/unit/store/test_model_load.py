@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_tensors_larger_than_the_staging_buffer_arrive_whole(tmp_path: Path) -> 
     rows = STAGING_ELEMENTS // 1024 + 3
     weights = {"embed_tokens.weight": torch.randn(rows, 1024), "layers.0.a.weight": torch.ones(2, 2)}
     save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": True}))
+    sizes = {"num_hidden_layers": 1, "vocab_size": rows, "hidden_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes | {"tie_word_embeddings": True}))
     store = store_for(tmp_path)
     load_model(store, tmp_path)
     assert torch.equal(master(store, "embed_tokens.weight"), weights["embed_tokens.weight"])
@@ -160,6 +162,26 @@ def test_shape_is_read_under_the_names_of_other_families() -> None:
 def test_a_size_that_is_no_positive_integer_is_named(value: object) -> None:
     with pytest.raises(InvalidModel, match="hidden_size is"):
         ModelShape.from_config(CONFIG | {"hidden_size": value})
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2, 40, 0)),
+        ({"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 12}, (16, 4, 12, 0)),
+        ({"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}, (4, 1, 12, 20)),
+        ({"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 12}, (4, 1, 12, 24)),
+        ({"num_experts": 0, "moe_intermediate_size": 12}, None),
+        ({"n_routed_experts": None}, None),
+    ],
+)
+def test_experts_are_read_under_the_names_of_their_families(
+    config: dict[str, object], wanted: tuple[int, ...] | None
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4}
+    experts = ModelShape.from_config({**sizes, "intermediate_size": 40, **config}).experts
+
+    assert (None if experts is None else astuple(experts)) == wanted
 
 
 def test_a_missing_size_is_named() -> None:

@@ -10,6 +10,7 @@ import pytest
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone, TransferFigures
 from horizon_server.jobs.job import JobPlan, JobRecord, JobState
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
 NOW_S = 1_700_000_000.0
@@ -166,6 +167,16 @@ def test_series_of_a_job_vanish_when_it_leaves_the_device(metrics: Metrics, last
     assert _value(metrics, "horizon_checkpoint_duration_seconds_count") == 2
 
 
+def test_utilization_is_the_models_flops_of_the_measured_peak(metrics: Metrics) -> None:
+    name = "horizon_model_flops_utilization_ratio"
+    metrics.on_payload(_job(), _step(model_flops=1e12))
+    assert _value(metrics, name, job_id="job-1") is None, "nothing is known to compare with"
+    prediction = StepPrediction(step_s=1.0, tokens_per_second=64.0, bound="compute", peak_flops_per_s=2e12)
+    measured = dataclasses.replace(_job(), plan=dataclasses.replace(_plan(), prediction=prediction))
+    metrics.on_payload(measured, _step(model_flops=1e12))
+    assert _value(metrics, name, job_id="job-1") == 1e12 / 2.0 / 2e12
+
+
 def test_a_component_that_is_gone_loses_its_series(metrics: Metrics) -> None:
     metrics.on_payload(_job(), _step(host_memory_bytes={"weights": 1, "staging": 2}))
     metrics.on_payload(_job(), _step(2, host_memory_bytes={"weights": 3}))
@@ -180,6 +191,32 @@ def test_checkpoint_and_evaluation(metrics: Metrics, clock: Clock) -> None:
     assert _value(metrics, "horizon_eval_loss", job_id="job-1") == 1.25
     assert _value(metrics, "horizon_checkpoint_last_success_timestamp_seconds", job_id="job-1") == NOW_S + 5
     assert _value(metrics, "horizon_checkpoint_duration_seconds_sum") == 3.0
+
+
+def test_what_an_evaluation_moves_is_counted_and_is_no_part_of_the_overlap_ratio(metrics: Metrics) -> None:
+    job = _job(device="cuda")
+    metrics.on_payload(job, _step())
+    metrics.on_payload(
+        job,
+        EvalDone(
+            step=1,
+            eval_loss=1.25,
+            num_targets=9,
+            duration_s=4.0,
+            h2d=TransferFigures(bytes=7, busy_s=3.0, exposed_s=3.0),
+            compute_s=0.5,
+            optimizer_s=0.25,
+            optimizer_exposed_s=0.125,
+        ),
+    )
+    h2d = {"device": "cuda:0", "direction": "h2d"}
+    assert _value(metrics, "horizon_transfer_bytes_total", **h2d) == 1007
+    assert _value(metrics, "horizon_transfer_exposed_seconds_total", **h2d) == 3.25
+    assert _value(metrics, "horizon_compute_seconds_total", device="cuda:0") == 2.0
+    assert _value(metrics, "horizon_optimizer_seconds_total") == 0.75
+    assert _value(metrics, "horizon_optimizer_exposed_seconds_total") == 0.25
+    assert _value(metrics, "horizon_gpu_seconds_total", project="lab", user="ada") == 6.0
+    assert _value(metrics, "horizon_transfer_overlap_ratio", job_id="job-1", direction="h2d") == 0.75
 
 
 def test_a_skipped_step_is_counted_and_its_loss_shown(metrics: Metrics) -> None:

@@ -40,6 +40,9 @@ def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (request.job_id, request.attempt, request.spec.train.max_steps) == ("job_1", 2, 3)
     assert (request.evaluation, request.resume_from) == (None, Path("/checkpoints/step-00000002"))
     assert request.planes == {"hi": 7, "lo": 8}
+    assert request.trace is None
+    path.write_text(json.dumps(REQUEST | {"trace": True}))
+    assert read_request(path).trace == tmp_path / "trace.json"
 
 
 def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:

@@ -8,20 +8,23 @@ from typing import Any
 from horizon_proto.v1 import dataset_pb2, dataset_pb2_grpc
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.wire_blob import find_missing, from_files, query_status, to_files, write_blob
+from horizon_server.api.grpc.wire_preview import from_preview, preview_options
 from horizon_server.api.grpc.wire_time import to_timestamp
+from horizon_server.api.services import PreviewsPort
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.datasets.service import DatasetService
-from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
+from horizon_server.errors import FieldViolation, InvalidSpec
 
 _AUTO = "auto"
 
 
 class DatasetServicer(dataset_pb2_grpc.DatasetServiceServicer):
-    """Takes, lists and deletes datasets."""
+    """Takes, lists, shows and deletes datasets."""
 
-    def __init__(self, datasets: DatasetService, uploads: Uploads) -> None:
+    def __init__(self, datasets: DatasetService, previews: PreviewsPort, uploads: Uploads) -> None:
         self._datasets = datasets
+        self._previews = previews
         self._uploads = uploads
 
     async def CreateDataset(
@@ -75,7 +78,9 @@ class DatasetServicer(dataset_pb2_grpc.DatasetServiceServicer):
     async def PreviewDataset(
         self, request: dataset_pb2.PreviewDatasetRequest, context: Any
     ) -> dataset_pb2.PreviewDatasetResponse:
-        raise NotAvailableYet("previewing rendered rows is not available in this version; rows are checked when pushed")
+        options = preview_options(request)
+        preview = await self._previews.preview(caller(), request.name, request.model, options)
+        return from_preview(preview, format=_to_format(preview.format))
 
 
 def to_dataset(record: DatasetRecord) -> dataset_pb2.Dataset:

@@ -58,6 +58,9 @@ _OPTIONS = (
     # And the server finds out about laptops that were closed.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its reader by
+    # little more than the piece it waits for. By default the window grows to several MiB.
+    ("grpc.http2.bdp_probe", 0),
     # Two daemons on one port would share the calls between them, silently.
     ("grpc.so_reuseport", 0),
 )
@@ -97,7 +100,9 @@ async def start_grpc_server(
     )
     job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(services.jobs), server)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointServicer(services.jobs), server)
-    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(DatasetServicer(services.datasets, services.blobs), server)
+    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(
+        DatasetServicer(services.datasets, services.previews, services.blobs), server
+    )
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models, services.blobs), server)
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(services.node), server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it

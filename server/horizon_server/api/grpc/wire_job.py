@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from google.protobuf.duration_pb2 import Duration
 
 from horizon_proto.v1 import checkpoint_pb2, job_pb2, node_pb2
@@ -19,7 +21,7 @@ from horizon_server.events import (
     StepDone,
     TransferFigures,
 )
-from horizon_server.jobs.job import ON_DEVICE, CheckpointRecord, JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
 
 _STEP_FIELDS = (
@@ -53,6 +55,7 @@ def to_job(job: JobRecord) -> job_pb2.Job:
         plan=to_plan(job.plan) if job.plan else None,
         last_sequence=job.last_sequence,
         eta=_eta(job),
+        data_report=job.data_report,
     )
 
 
@@ -71,7 +74,8 @@ def from_job_state(number: int) -> JobState | None:
 
 def to_plan(plan: JobPlan) -> job_pb2.MemoryPlan:
     """Return a memory plan for an answer."""
-    return job_pb2.MemoryPlan(**{name: getattr(plan, name) for name in _PLAN_FIELDS})
+    prediction = None if plan.prediction is None else job_pb2.StepPrediction(**dataclasses.asdict(plan.prediction))
+    return job_pb2.MemoryPlan(**{name: getattr(plan, name) for name in _PLAN_FIELDS}, prediction=prediction)
 
 
 def to_event(event: JobEvent) -> job_pb2.JobEvent:
@@ -85,13 +89,23 @@ def to_event(event: JobEvent) -> job_pb2.JobEvent:
             wire.step.CopyFrom(_to_step(step))
         case PrepareProgress(done_rows=done, total_rows=total, report=report):
             wire.prepare.CopyFrom(job_pb2.PrepareEvent(done_rows=done, total_rows=total, report=report))
-        case EvalDone(step=number, eval_loss=eval_loss, num_targets=num_targets):
-            wire.eval.CopyFrom(job_pb2.EvalEvent(step=number, eval_loss=eval_loss, num_targets=num_targets))
+        case EvalDone() as done:
+            wire.eval.CopyFrom(_to_eval(done))
         case CheckpointWritten(step=number, duration_s=duration_s, size_bytes=size_bytes):
             wire.checkpoint.CopyFrom(job_pb2.CheckpointEvent(step=number, duration_s=duration_s, size_bytes=size_bytes))
         case Message(level=level, text=text):
             wire.message.CopyFrom(job_pb2.MessageEvent(level=level, text=text))
     return wire
+
+
+def _to_eval(done: EvalDone) -> job_pb2.EvalEvent:
+    return job_pb2.EvalEvent(
+        step=done.step,
+        eval_loss=done.eval_loss,
+        num_targets=done.num_targets,
+        num_tokens=done.num_tokens,
+        duration_s=done.duration_s,
+    )
 
 
 def to_checkpoint(checkpoint: CheckpointRecord) -> checkpoint_pb2.Checkpoint:
@@ -139,8 +153,8 @@ def _to_transfer(figures: TransferFigures) -> job_pb2.TransferFigures:
 
 
 def _eta(job: JobRecord) -> Duration | None:
-    if job.job_state not in ON_DEVICE or job.last_step is None or not 0 < job.last_step.eta_s < 1e9:
+    if job.eta_s is None or not 0 < job.eta_s < 1e9:
         return None
     eta = Duration()
-    eta.FromMilliseconds(round(job.last_step.eta_s * 1000))
+    eta.FromMilliseconds(round(job.eta_s * 1000))
     return eta

@@ -11,10 +11,11 @@ from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_sp
 
 _TRAIN_NUMBERS = (
     "epochs", "max_steps", "sequence_length", "tokens_per_step", "learning_rate", "warmup_steps", "weight_decay", "eps", "seed",
+    "max_skipped_steps",
 )  # fmt: skip
 _CHECKPOINT_FIELDS = ("every_steps", "keep_last", "keep_best")
 _JOB_TEXTS = ("name", "project", "model", "dataset", "eval_dataset")
-_JOB_NUMBERS = ("eval_every_steps", "priority")
+_JOB_NUMBERS = ("eval_every_steps", "eval_fraction", "priority")
 _JOB_ENUMS: Mapping[str, Any] = MappingProxyType({"method": job_pb2.Method, "device": job_pb2.DeviceChoice})
 _TRAIN_ENUMS: Mapping[str, Any] = MappingProxyType(
     {"packing": job_pb2.Packing, "lr_schedule": job_pb2.LrSchedule, "train_on": job_pb2.TrainOn}
@@ -29,7 +30,7 @@ def from_wire(wire: job_pb2.JobSpec) -> JobSpec:
         InvalidSpec: with one violation per offending field.
     """
     plain: dict[str, Any] = {name: getattr(wire, name) for name in _JOB_TEXTS if getattr(wire, name)}
-    plain |= _present(wire, _JOB_NUMBERS) | _from_enums(wire, _JOB_ENUMS)
+    plain |= _present(wire, _JOB_NUMBERS) | from_enums(wire, _JOB_ENUMS)
     plain["train"] = _train_from_wire(wire.train)
     plain["checkpoint"] = _present(wire.checkpoint, _CHECKPOINT_FIELDS)
     return parse_job_spec(plain)
@@ -44,16 +45,15 @@ def to_wire(spec: JobSpec) -> job_pb2.JobSpec:
         dataset=spec.dataset,
         eval_dataset=spec.eval_dataset or "",
         train=_train_to_wire(spec.train),
-        eval_every_steps=spec.eval_every_steps,
+        **{name: getattr(spec, name) for name in _JOB_NUMBERS},
         checkpoint=_checkpoint_to_wire(spec.checkpoint),
-        priority=spec.priority,
     )
-    _to_enums(spec, wire, _JOB_ENUMS)
+    to_enums(spec, wire, _JOB_ENUMS)
     return wire
 
 
 def _train_from_wire(wire: job_pb2.TrainSpec) -> dict[str, Any]:
-    plain = _present(wire, _TRAIN_NUMBERS) | _from_enums(wire, _TRAIN_ENUMS)
+    plain = _present(wire, _TRAIN_NUMBERS) | from_enums(wire, _TRAIN_ENUMS)
     if wire.betas:
         plain["betas"] = list(wire.betas)
     if wire.HasField("max_grad_norm"):
@@ -70,7 +70,7 @@ def _train_to_wire(train: TrainSpec) -> job_pb2.TrainSpec:
         wire.no_clipping = True
     else:
         wire.max_grad_norm = train.max_grad_norm
-    _to_enums(train, wire, _TRAIN_ENUMS)
+    to_enums(train, wire, _TRAIN_ENUMS)
     return wire
 
 
@@ -82,7 +82,7 @@ def _present(wire: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(wire, name) for name in names if wire.HasField(name)}
 
 
-def _from_enums(wire: Any, enums: Mapping[str, Any]) -> dict[str, str]:
+def from_enums(wire: Any, enums: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of those that are set; a number that a newer client sent is left to the parser to refuse."""
     plain: dict[str, str] = {}
     for name, enum in enums.items():
@@ -95,7 +95,8 @@ def _from_enums(wire: Any, enums: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in plain.items() if value != "unspecified"}
 
 
-def _to_enums(spec: Any, wire: Any, enums: Mapping[str, Any]) -> None:
+def to_enums(spec: Any, wire: Any, enums: Mapping[str, Any]) -> None:
+    """Set the fields of `wire` that are enumerations from the attributes of `spec` that have the same names."""
     for name, enum in enums.items():
         setattr(wire, name, enum.Value(_prefix(name) + getattr(spec, name).upper().replace("-", "_")))
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from horizon_server.accounts.principal import Principal, may_see
+from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import StepDone
 from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord
@@ -111,8 +112,20 @@ class StepBody(BaseModel):
     eta_s: float | None
 
 
+class PredictionBody(BaseModel):
+    """What an optimizer step is expected to take, from the node's measured speed."""
+
+    step_s: float
+    tokens_per_second: float
+    bound: str = Field(description="What takes the most of it: compute, h2d, d2h or host memory.")
+    total_s: float | None = Field(
+        description="Null where the number of steps is not known before the data is prepared."
+    )
+    peak_flops_per_s: float = Field(description="Of the device's matrix products, as measured.")
+
+
 class PlanBody(BaseModel):
-    """The memory ledger of a job."""
+    """The memory ledger of a job, and how fast it is expected to be."""
 
     host_bytes: dict[str, int]
     device_bytes: dict[str, int]
@@ -124,6 +137,7 @@ class PlanBody(BaseModel):
     device: str
     fits: bool
     message: str
+    prediction: PredictionBody | None = Field(description="Null while the node's speed has not been measured.")
 
 
 class JobBody(BaseModel):
@@ -148,6 +162,7 @@ class JobBody(BaseModel):
     last_sequence: int = Field(description="Number of the newest event.")
     last_step: StepBody | None
     plan: PlanBody | None
+    data_report: dict[str, int] = Field(description="Counts of the data preparation; empty until prepared.")
     spec: dict[str, Any] = Field(description="The job spec with every default filled in.")
 
 
@@ -253,6 +268,40 @@ class DatasetPage(BaseModel):
     next_page_token: str = Field(description="Empty on the last page.")
 
 
+class PreviewSpanBody(BaseModel):
+    """A piece of a rendered row."""
+
+    text: str
+    trained: bool
+
+
+class PreviewRowBody(BaseModel):
+    """One row as a model would see it."""
+
+    file: str
+    unit: str = Field(description="What `number` counts: line, row, or piece of a plain text.")
+    number: int
+    spans: list[PreviewSpanBody]
+    num_tokens: int
+    num_trained_tokens: int
+    num_cut_tokens: int = Field(description="Tokens beyond the sequence length, neither trained on nor shown.")
+    num_documents: int = Field(description="Documents that it is trained as.")
+    clipped: bool = Field(description="Whether the spans end before the row does, to keep the answer small.")
+    problems: list[str] = Field(description="Why nothing of it is trained, where that is so.")
+
+
+class PreviewBody(BaseModel):
+    """Some rows of a dataset as a model would see them, and the options they were rendered with."""
+
+    rows: list[PreviewRowBody]
+    num_rows: int = Field(description="Rows of the dataset.")
+    format: str
+    method: str
+    train_on: str
+    sequence_length: int
+    offset: int
+
+
 class ModelBody(BaseModel):
     """One pushed model."""
 
@@ -309,10 +358,11 @@ def job_body(job: JobRecord) -> JobBody:
         create_time=_time(job.created_s),
         start_time=_time(job.started_s),
         end_time=_time(job.ended_s),
-        eta_s=finite(step.eta_s) if step is not None and job.ended_s == 0.0 else None,
+        eta_s=finite(job.eta_s),
         last_sequence=job.last_sequence,
         last_step=_step_body(step) if step is not None else None,
         plan=_plan_body(job.plan) if job.plan is not None else None,
+        data_report=job.data_report,
         spec=finite(job.spec.to_mapping()),
     )
 
@@ -354,6 +404,12 @@ def dataset_body(dataset: DatasetRecord) -> DatasetBody:
         create_time=_time(dataset.created_s),
         digest=dataset.digest,
     )
+
+
+def preview_body(preview: DatasetPreview) -> PreviewBody:
+    """Return the body of a preview."""
+    plain = dataclasses.asdict(preview)
+    return PreviewBody.model_validate({**plain.pop("options"), **plain})
 
 
 def model_body(model: ModelRecord) -> ModelBody:

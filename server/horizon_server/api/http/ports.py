@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from horizon_server.accounts.principal import Principal
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import JobEvent
 from horizon_server.jobs.job import CheckpointRecord, JobRecord, JobState
@@ -62,6 +63,14 @@ class DatasetsPort(Protocol):
         ...
 
 
+class PreviewsPort(Protocol):
+    """Rows of a dataset as a model would see them."""
+
+    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
+        """Return some rows, rendered; raises NotFound, InvalidSpec, InvalidData, InvalidModel."""
+        ...
+
+
 class ModelsPort(Protocol):
     """Models as their service shows them to a caller."""
 
@@ -96,6 +105,11 @@ class HttpServices(Protocol):
     @property
     def datasets(self) -> DatasetsPort:
         """Datasets."""
+        ...
+
+    @property
+    def previews(self) -> PreviewsPort:
+        """Rendered rows."""
         ...
 
     @property

@@ -16,22 +16,31 @@ from horizon_server.api.http.bodies import (
     JobPage,
     ModelPage,
     NodeBody,
+    PreviewBody,
     QueueBody,
     checkpoint_body,
     dataset_body,
     job_body,
     model_body,
     node_body,
+    preview_body,
     queue_entry,
 )
 from horizon_server.api.http.caller import Caller, Services
 from horizon_server.api.http.curve import read_curve
 from horizon_server.api.http.event_stream import event_lines, resume_after
+from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.jobs.job import ENDED, JobState
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
     422: {"model": ErrorBody, "description": "A parameter is malformed."},
+}
+_PREVIEW_ERRORS = {
+    **_ERRORS,
+    400: {"model": ErrorBody, "description": "An option is out of range, or the model cannot render the dataset."},
+    404: {"model": ErrorBody, "description": "No such dataset or model, or not the caller's."},
+    408: {"model": ErrorBody, "description": "Rendering took too long."},
 }
 _JOB_ERRORS = {**_ERRORS, 404: {"model": ErrorBody, "description": "No such job, or not the caller's."}}
 
@@ -125,6 +134,27 @@ async def list_datasets(
     """List the caller's datasets, newest first."""
     datasets, following = await services.datasets.list(caller, page_size=page_size, page_token=page_token)
     return DatasetPage(datasets=[dataset_body(dataset) for dataset in datasets], next_page_token=following)
+
+
+@router.get("/datasets/{name}/preview", responses=_PREVIEW_ERRORS)
+async def preview_dataset(
+    services: Services,
+    caller: Caller,
+    name: Annotated[str, Path(max_length=63, description="The dataset's name or id.")],
+    model: Annotated[
+        str, Query(max_length=4096, description="The model whose template and tokenizer render the rows.")
+    ],
+    n: Annotated[int, Query(ge=1, le=MAX_ROWS, description="How many rows.")] = 3,
+    offset: Annotated[int, Query(ge=0, description="Rows to pass over first, counted over all files.")] = 0,
+    train_on: Annotated[str, Query(description="assistant, last-assistant or all.")] = "assistant",
+    method: Annotated[str, Query(description="sft or pretrain.")] = "sft",
+    sequence_length: Annotated[int, Query(description="Where a job would cut rows.")] = 1024,
+) -> PreviewBody:
+    """Show rows as the model will see them, with the trained part marked."""
+    options = PreviewOptions(
+        num_rows=n, offset=offset, train_on=train_on, method=method, sequence_length=sequence_length
+    )
+    return preview_body(await services.previews.preview(caller, name, model, options))
 
 
 @router.get("/models", responses=_ERRORS)

@@ -27,6 +27,7 @@ from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, DeviceUse, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice
+from horizon_server.engine.device.trace import Trace
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
@@ -54,6 +55,7 @@ class CudaDevice(QueuedDevice):
         poison_on_free: bool = False,
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
+        trace: Trace | None = None,
         runtime: Runtime | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
@@ -64,6 +66,7 @@ class CudaDevice(QueuedDevice):
             poison_on_free=poison_on_free,
             max_delay_s=max_delay_s,
             delay_seed=delay_seed,
+            trace=trace,
         )
         if limit_bytes is not None:
             self._runtime.limit_memory(limit_bytes)
@@ -149,29 +152,27 @@ class CudaDevice(QueuedDevice):
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
         """See `Device.upload_unit`: 2 bytes a parameter, no cast."""
-        self.upload(store.unit(index, "hi"), out)
+        self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """See `Device.upload_rows`."""
         work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
-        self._h2d.submit(work, num_bytes=_num_bytes(out_RD))
+        self._h2d.submit(work, num_bytes=_num_bytes(out_RD), label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
         """See `Device.upload`."""
-        direct = self._pinned.holds(source)
-        work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
-        self._h2d.submit(work, num_bytes=_num_bytes(out))
+        self._upload(source, out, label="layer input")
 
     def download(self, source: Tensor, target: Tensor) -> None:
         """See `Device.download`."""
         work = partial(self._send_home, source.view(-1), target.view(-1))
-        self._d2h.submit(work, num_bytes=_num_bytes(target))
+        self._d2h.submit(work, num_bytes=_num_bytes(target), label="layer input")
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         """See `Device.read_back`."""
-        self._d2h.submit(partial(_copy, source, target))
+        self._d2h.submit(partial(_copy, source, target), label="loss")
 
-    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         """See `Device.download_unit`.
 
         CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
@@ -182,7 +183,7 @@ class CudaDevice(QueuedDevice):
             _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
             self._send_home(gradient, target)
 
-        self._d2h.submit(work, num_bytes=_num_bytes(target))
+        self._d2h.submit(work, num_bytes=_num_bytes(target), label=label)
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
@@ -199,7 +200,8 @@ class CudaDevice(QueuedDevice):
             target.zero_()
             self._down.download(gradient_RD.view(-1), table_VD.dtype, land, multiple_of=width)
 
-        self._d2h.submit(work, num_bytes=gradient_RD.numel() * target.element_size())
+        num_bytes = gradient_RD.numel() * target.element_size()
+        self._d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
 
     def take_use(self) -> DeviceUse:
         """See `Device.take_use`. CUDA: waits for what the queues were given; between steps they are idle."""
@@ -221,6 +223,11 @@ class CudaDevice(QueuedDevice):
         if self._cast is not None:
             self.free(self._cast)
         self._cast = None
+
+    def _upload(self, source: Tensor, out: Tensor, *, label: str) -> None:
+        direct = self._pinned.holds(source)
+        work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
+        self._h2d.submit(work, num_bytes=_num_bytes(out), label=label)
 
     def _send_home(self, source: Tensor, target: Tensor) -> None:
         if not self._pinned.holds(target):

@@ -19,6 +19,7 @@ from horizon_server.engine.device.cuda_runtime import Mark, Runtime
 from horizon_server.engine.device.host_queue import Failure, HostQueue
 from horizon_server.engine.device.protocol import Event, Work
 from horizon_server.engine.device.timeline import Busy, Timeline, Wait
+from horizon_server.engine.device.trace import Trace
 from horizon_server.errors import DoesNotFit
 
 
@@ -50,19 +51,21 @@ class StreamTimeline(Timeline):
     def __init__(self, clock: StreamClock) -> None:
         super().__init__()
         self._clock = clock
-        self._pending: deque[tuple[Mark, Mark, int, str | None]] = deque()
+        self._pending: deque[tuple[Mark, Mark, int, str, str | None]] = deque()
 
-    def add_marks(self, start: Mark, end: Mark, *, num_bytes: int = 0, origin: str | None = None) -> None:
+    def add_marks(
+        self, start: Mark, end: Mark, *, num_bytes: int = 0, label: str = "", origin: str | None = None
+    ) -> None:
         """Log work between two marks, or a wait for `origin`. Thread: the queue's own."""
-        self._pending.append((start, end, num_bytes, origin))
+        self._pending.append((start, end, num_bytes, label, origin))
 
     def take(self) -> tuple[list[Busy], list[Wait]]:
         """See `Timeline.take`."""
         for _ in range(len(self._pending)):
-            start, end, num_bytes, origin = self._pending.popleft()
+            start, end, num_bytes, label, origin = self._pending.popleft()
             end.synchronize()
             start_s, end_s = self._clock.seconds(start), self._clock.seconds(end)
-            self.add(Busy(start_s, end_s, num_bytes) if origin is None else Wait(start_s, end_s, origin))
+            self.add(Busy(start_s, end_s, num_bytes, label) if origin is None else Wait(start_s, end_s, origin))
         return super().take()
 
 
@@ -119,6 +122,7 @@ class CudaQueue(HostQueue):
         num_threads: int,
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
+        trace: Trace | None = None,
     ) -> None:
         self.stream = stream
         self._runtime = runtime
@@ -129,6 +133,7 @@ class CudaQueue(HostQueue):
             max_delay_s=max_delay_s,
             delay_seed=delay_seed,
             timeline=StreamTimeline(clock),
+            trace=trace,
         )
 
     def record(self) -> Event:
@@ -137,7 +142,7 @@ class CudaQueue(HostQueue):
         self._executor.submit(event.issue, self.stream).add_done_callback(self._failure.collect)
         return event
 
-    def _execute(self, work: Work, num_bytes: int) -> None:
+    def _execute(self, work: Work, num_bytes: int, label: str) -> None:
         start, end = self._runtime.new_mark(), self._runtime.new_mark()
         with self._runtime.using(self.stream):
             start.record(self.stream)
@@ -146,7 +151,7 @@ class CudaQueue(HostQueue):
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(error) from error
             end.record(self.stream)
-        self.timeline.add_marks(start, end, num_bytes=num_bytes)
+        self.timeline.add_marks(start, end, num_bytes=num_bytes, label=label)
 
     def _wait(self, event: Event) -> None:
         if event.happened:

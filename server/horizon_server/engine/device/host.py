@@ -19,6 +19,7 @@ from horizon_server.engine.device.arena import Arena
 from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.host_queue import HostQueue
 from horizon_server.engine.device.queued_device import QueuedDevice
+from horizon_server.engine.device.trace import Trace
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -32,7 +33,7 @@ class HostDevice(QueuedDevice):
 
     `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
     process may use, unless given. `poison_on_free` fills freed slots with NaN; `max_delay_s` delays every piece of work at random.
-    Results do not depend on any of these but `num_threads`.
+    `trace` is shown what ran when on every queue. Results do not depend on any of these but `num_threads`.
     """
 
     name: DeviceKind = "host"
@@ -48,6 +49,7 @@ class HostDevice(QueuedDevice):
         poison_on_free: bool = False,
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__(
             arena=Arena(limit_bytes=limit_bytes),
@@ -55,6 +57,7 @@ class HostDevice(QueuedDevice):
             poison_on_free=poison_on_free,
             max_delay_s=max_delay_s,
             delay_seed=delay_seed,
+            trace=trace,
         )
         self._link_bytes_per_s = link_bytes_per_s
         self._workspace_bytes: dict[Hashable, int] = {}
@@ -97,7 +100,7 @@ class HostDevice(QueuedDevice):
             with self._link(num_bytes):
                 store.merge_master(index, out)
 
-        self.h2d.submit(copy, num_bytes=num_bytes)
+        self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """See `Device.upload_rows`."""
@@ -111,7 +114,7 @@ class HostDevice(QueuedDevice):
                     bits = (hi_VD[rows].view(torch.int16).int() << 16) + lo_VD[rows].int()
                     out_RD[start : start + _GATHER_ROWS].copy_(bits.view(torch.float32))
 
-        self.h2d.submit(copy, num_bytes=num_bytes)
+        self.h2d.submit(copy, num_bytes=num_bytes, label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
         """See `Device.upload`."""
@@ -123,9 +126,9 @@ class HostDevice(QueuedDevice):
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
         """See `Device.read_back`."""
-        self.d2h.submit(lambda: _copy(source, target))
+        self.d2h.submit(lambda: _copy(source, target), label="loss")
 
-    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         """See `Device.download_unit`."""
         num_bytes = target.numel() * target.element_size()
 
@@ -134,7 +137,7 @@ class HostDevice(QueuedDevice):
                 target.copy_(gradient)
             square_sum.fill_(sum_squares(gradient).value)
 
-        self.d2h.submit(copy, num_bytes=num_bytes)
+        self.d2h.submit(copy, num_bytes=num_bytes, label=label)
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
@@ -148,7 +151,7 @@ class HostDevice(QueuedDevice):
                 table_VD[rows_R] = gradient_RD.to(table_VD.dtype)
             square_sum.fill_(sum_squares(gradient_RD.view(-1)).value)
 
-        self.d2h.submit(copy, num_bytes=num_bytes)
+        self.d2h.submit(copy, num_bytes=num_bytes, label="gradient of rows")
 
     def _copy(self, queue: HostQueue, source: Tensor, target: Tensor) -> None:
         num_bytes = target.numel() * target.element_size()
@@ -157,7 +160,7 @@ class HostDevice(QueuedDevice):
             with self._link(num_bytes):
                 target.copy_(source)
 
-        queue.submit(copy, num_bytes=num_bytes)
+        queue.submit(copy, num_bytes=num_bytes, label="layer input")
 
     @contextmanager
     def _link(self, num_bytes: int) -> Iterator[None]:

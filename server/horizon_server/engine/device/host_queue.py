@@ -14,6 +14,7 @@ import torch
 
 from horizon_server.engine.device.protocol import Event, Work
 from horizon_server.engine.device.timeline import Busy, Timeline, Wait
+from horizon_server.engine.device.trace import Trace
 
 
 class Failure:
@@ -70,7 +71,7 @@ class HostQueue:
     """Runs work in order on a thread of its own.
 
     After a failure anywhere in the group the remaining work is skipped, while events still happen: nobody waits for ever.
-    `max_delay_s` puts a random pause before each piece of work, to bring races to light.
+    `max_delay_s` puts a random pause before each piece of work, to bring races to light. `trace` is shown what ran when.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class HostQueue:
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
         timeline: Timeline | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.name = name
         self.timeline = timeline or Timeline()
+        self.timeline.observer = trace.observer(name) if trace is not None else None
         self._failure = failure
         self._max_delay_s = max_delay_s
         self._random = random.Random(f"{delay_seed}-{name}")
@@ -96,9 +99,9 @@ class HostQueue:
         )
         self.record().wait()
 
-    def submit(self, work: Work, *, num_bytes: int = 0) -> None:
+    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
         """Append work; its error, if any, is kept in the group's `Failure`."""
-        self._executor.submit(self._run, work, num_bytes).add_done_callback(self._failure.collect)
+        self._executor.submit(self._run, work, num_bytes, label).add_done_callback(self._failure.collect)
 
     def wait(self, event: Event) -> None:
         """Let later work wait for the event."""
@@ -114,17 +117,17 @@ class HostQueue:
         """Let what was submitted end, then end the thread."""
         self._executor.shutdown(wait=True)
 
-    def _run(self, work: Work, num_bytes: int) -> None:
+    def _run(self, work: Work, num_bytes: int, label: str) -> None:
         if self._failure.happened:
             return
         if self._max_delay_s:
             time.sleep(self._random.random() * self._max_delay_s)
-        self._execute(work, num_bytes)
+        self._execute(work, num_bytes, label)
 
-    def _execute(self, work: Work, num_bytes: int) -> None:
+    def _execute(self, work: Work, num_bytes: int, label: str) -> None:
         start_s = time.perf_counter()
         work()
-        self.timeline.add(Busy(start_s, time.perf_counter(), num_bytes))
+        self.timeline.add(Busy(start_s, time.perf_counter(), num_bytes, label))
 
     def _wait(self, event: Event) -> None:
         if event.happened:

@@ -42,8 +42,8 @@ class Queue(Protocol):
 
     name: str
 
-    def submit(self, work: Work, *, num_bytes: int = 0) -> None:
-        """Append work; `num_bytes` is what it moves over the link."""
+    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+        """Append work; `num_bytes` is what it moves over the link, `label` what a trace calls it."""
 
     def wait(self, event: Event) -> None:
         """Let everything submitted later wait for the event. Does not block the caller."""
@@ -157,7 +157,7 @@ class Device(Protocol):
     def read_back(self, source: Tensor, target: Tensor) -> None:
         """Append the copy of a few numbers to d2h, too small to be part of the account."""
 
-    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor) -> None:
+    def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         """Append the copy of a unit's gradient to d2h, and the sum of its squares.
 
         The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is not

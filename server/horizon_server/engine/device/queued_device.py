@@ -17,18 +17,21 @@ from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.host_queue import Failure, HostQueue
 from horizon_server.engine.device.protocol import Component, DeviceUse, HostComponent, Queue
 from horizon_server.engine.device.timeline import summarise
+from horizon_server.engine.device.trace import Trace
 
 
 class _QueueOptions(TypedDict):
     failure: Failure
     max_delay_s: float
     delay_seed: int
+    trace: Trace | None
 
 
 class QueuedDevice:
     """The common part of a `Device`; subclasses set `h2d`, `compute` and `d2h` and make the copies.
 
-    `poison_on_free` fills freed memory with NaN; `max_delay_s` delays every piece of work at random.
+    `poison_on_free` fills freed memory with NaN; `max_delay_s` delays every piece of work at random; `trace` is shown what ran
+    when on every queue.
     """
 
     h2d: HostQueue
@@ -43,12 +46,14 @@ class QueuedDevice:
         poison_on_free: bool,
         max_delay_s: float,
         delay_seed: int,
+        trace: Trace | None,
     ) -> None:
         self.arena = arena
         self._host_buffers = host_buffers
         self._poison_on_free = poison_on_free
         self._max_delay_s = max_delay_s
         self._delay_seed = delay_seed
+        self._trace = trace
         self._failure = Failure()
         self._host_queues: list[HostQueue] = []
 
@@ -85,7 +90,7 @@ class QueuedDevice:
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """See `Device.poison`."""
         if self._poison_on_free:
-            queue.submit(partial(_fill_with_nan, tensor))
+            queue.submit(partial(_fill_with_nan, tensor), label="poison")
 
     def host_queue(self, name: str) -> HostQueue:
         """See `Device.host_queue`."""
@@ -125,7 +130,12 @@ class QueuedDevice:
             queue.close()
 
     def _queue_options(self) -> _QueueOptions:
-        return {"failure": self._failure, "max_delay_s": self._max_delay_s, "delay_seed": self._delay_seed}
+        return {
+            "failure": self._failure,
+            "max_delay_s": self._max_delay_s,
+            "delay_seed": self._delay_seed,
+            "trace": self._trace,
+        }
 
 
 def _fill_with_nan(tensor: Tensor) -> None:

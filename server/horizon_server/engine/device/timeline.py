@@ -8,7 +8,7 @@ Units: seconds of one monotonic clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from horizon_server.engine.device.protocol import DeviceUse, DirectionUse
@@ -18,11 +18,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Busy:
-    """Work a queue did."""
+    """Work a queue did; `label` says what, to a person who looks at a trace."""
 
     start_s: float
     end_s: float
     num_bytes: int
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,20 @@ class Wait:
 
 
 class Timeline:
-    """One queue's log. Thread: the queue's own thread writes, one other thread takes."""
+    """One queue's log; `observer`, where there is one, is shown every entry.
+
+    Thread: the queue's own thread writes, one other thread takes.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[Busy | Wait] = deque()
+        self.observer: Callable[[Busy | Wait], None] | None = None
 
     def add(self, entry: Busy | Wait) -> None:
         """Log an interval that has ended."""
         self._entries.append(entry)
+        if self.observer is not None:
+            self.observer(entry)
 
     def take(self) -> tuple[list[Busy], list[Wait]]:
         """Everything logged since the last call."""
@@ -54,7 +61,8 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue, that queue
-    (the optimizer) is what is exposed, not the copy.
+    (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time counts once: for the one it
+    asks for first, which the schedule makes the weights, up to their arrival, and then for the other.
     """
     h2d_busy, h2d_waits = h2d.take()
     compute_busy, compute_waits = compute.take()

@@ -33,6 +33,7 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.uploads import Uploads
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.datasets.service import DatasetService
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
@@ -47,6 +48,7 @@ from horizon_server.jobs.job import CheckpointFile, CheckpointRecord, JobPlan, J
 from horizon_server.jobs.node import Accelerator, NodeFacts
 from horizon_server.models.service import ModelService
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 
 GIB = 2**30
 USERS = {"ann": "user", "bob": "user", "root": "admin", "eve": "viewer"}
@@ -75,6 +77,9 @@ class FakeJobs:
             num_parameters=10**9,
             device="cuda",
             message="12 GiB are needed, 10 GiB are there",
+            prediction=StepPrediction(
+                step_s=2.0, tokens_per_second=500.0, bound="h2d", peak_flops_per_s=1e12, total_s=40.0
+            ),
         )
 
     def tell(self, *payloads: Payload) -> None:
@@ -167,6 +172,23 @@ class FakeJobs:
             for path, content in files.items()
         )
         self.kept = [CheckpointRecord(job_id="job_1", step=20, files=entries, created_s=1.75e9, last=True)]
+
+
+class FakePreviews:
+    """One row, whatever is asked; remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, str, PreviewOptions]] = []
+
+    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
+        options.check()
+        self.asked.append((principal.name, dataset, model, options))
+        spans = (PreviewSpan(text="hi ", trained=False), PreviewSpan(text="there", trained=True))
+        row = PreviewRow(
+            file="a.jsonl", unit="line", number=7, spans=spans, num_tokens=5, num_trained_tokens=2, num_cut_tokens=3,
+            num_documents=1, clipped=True, problems=("too long",),
+        )  # fmt: skip
+        return DatasetPreview(rows=(row,), num_rows=50, format="prompt-completion", options=options)
 
 
 class RoomDisk(SystemDisk):
@@ -263,6 +285,7 @@ class World:
 
     def __init__(self) -> None:
         self.jobs = FakeJobs()
+        self.previews = FakePreviews()
         self.calls: list[tuple[str, str, str]] = []
         self.uploads_seen: list[tuple[int, str]] = []
 
@@ -295,6 +318,7 @@ class World:
             datasets=DatasetService(
                 DatasetStore(self.database, requests), uploads, max_bytes=64 * 2**20, in_use=self.jobs.in_use
             ),
+            previews=self.previews,
             models=ModelService(
                 ModelStore(self.database, requests),
                 uploads,

@@ -78,6 +78,9 @@ async def test_a_wrong_spec_names_its_fields(world: Any) -> None:
 async def test_the_calls_reach_the_service(world: Any) -> None:
     plan = await world.ann.call("jobs", "PlanJob", job_pb2.PlanJobRequest(spec=SPEC))
     assert plan.plan.message == "12 GiB are needed, 10 GiB are there"
+    predicted = plan.plan.prediction
+    assert (predicted.step_s, predicted.tokens_per_second, predicted.bound) == (2.0, 500.0, "h2d")
+    assert (predicted.total_s, predicted.peak_flops_per_s) == (40.0, 1e12)
     assert plan.spec.train.lr_schedule == job_pb2.LR_SCHEDULE_COSINE
     for method, request in (
         ("GetJob", job_pb2.GetJobRequest(job_id="job_1")),
@@ -202,7 +205,7 @@ async def test_a_file_that_lost_bytes_is_not_handed_out_as_whole(world: Any, tmp
         StateChanged(job_state="RUNNING", reason="R", message="m", attempt=2),
         STEP,
         PrepareProgress(done_rows=4, total_rows=9, report={"rows": 4}),
-        EvalDone(step=0, eval_loss=2.5, num_targets=10),
+        EvalDone(step=0, eval_loss=2.5, num_targets=10, num_tokens=12, duration_s=1.5),
         CheckpointWritten(step=20, duration_s=1.5, size_bytes=100, eval_loss=1.0),
         Message(level="warning", text="packing is off"),
     ],

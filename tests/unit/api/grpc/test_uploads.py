@@ -222,6 +222,28 @@ async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, cha
     assert list((world.root / "blobs").glob("*/*")) == []
 
 
+async def test_nothing_tells_whether_another_user_has_a_content(world: Any, chats: bytes) -> None:
+    """Whole, half or not at all: every answer and every refusal that bob gets is the same but for the name of the content."""
+    half, nobodys = chats + b"\n", chats + b"\n\n"
+    await world.ann.push("chats", {"a.jsonl": chats})
+    await world.ann.write(half[:100], ref=world.ann.ref_of(half))
+
+    async def told(content: bytes) -> list[Any]:
+        answers: list[Any] = [await world.bob.missing({"a.jsonl": content}), await world.bob.status(content)]
+        announced = await world.bob.create("mine", {"a.jsonl": content})
+        finalize = dataset_pb2.FinalizeDatasetRequest(dataset_id=announced.dataset_id)
+        for refused in (world.bob.write(content[100:], 100), world.bob.call("datasets", "FinalizeDataset", finalize)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await refused
+            answers += [caught.value.code(), caught.value.details()]
+        cut = await world.bob.write(content[:50], ref=world.bob.ref_of(content))
+        answers += [cut, await world.bob.write(content[50:], 50, ref=world.bob.ref_of(content))]
+        name = world.bob.ref_of(content).sha256
+        return [str(answer).replace(name, "NAME").replace(str(len(content)), "SIZE") for answer in answers]
+
+    assert await told(chats) == await told(half) == await told(nobodys)
+
+
 async def test_admins_touch_all_and_viewers_look_only(world: Any, chats: bytes) -> None:
     theirs = await world.ann.push("chats", {"a.jsonl": chats})
     others = await world.bob.push("chats", {"a.jsonl": chats})
@@ -416,9 +438,3 @@ async def test_unfinished_announcements_and_their_halves_expire(world: Any, chat
     listed = await world.ann.call("datasets", "ListDatasets", dataset_pb2.ListDatasetsRequest())
     assert [dataset.dataset_id for dataset in listed.datasets] == [ready.dataset_id]
     assert world.store.path(hashlib.sha256(chats + chats).hexdigest()).exists()
-
-
-async def test_preview_is_told_to_be_missing(world: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="not available in this version") as caught:
-        await world.ann.call("datasets", "PreviewDataset", dataset_pb2.PreviewDatasetRequest(name="x"))
-    assert reason(caught) == ("UNIMPLEMENTED", "NOT_AVAILABLE_YET")

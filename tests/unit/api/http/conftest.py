@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from horizon_server.accounts.principal import Principal, may_see, require_visible
 from horizon_server.api.http.app import make_app
 from horizon_server.blobs.manifest import BlobFile
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
@@ -20,6 +21,7 @@ from horizon_server.jobs.job import ENDED, CheckpointFile, CheckpointRecord, Job
 from horizon_server.jobs.node import Accelerator, NodeStatus
 from horizon_server.models.records import ModelRecord
 from horizon_server.spec import JobSpec
+from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import Metrics
 
 TOKENS = {
@@ -131,6 +133,19 @@ class Datasets:
         return ([record] if may_see(principal, record.owner) else []), ""
 
 
+class Previews:
+    """One row of ada's dataset, which says what was asked."""
+
+    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
+        options.check()
+        if dataset != "chats":
+            raise NotFound(f"dataset {dataset} does not exist, or is not yours")
+        require_visible(principal, "ada", f"dataset {dataset}")
+        spans = (PreviewSpan(text=f"{model} {options.offset}", trained=True),)
+        row = PreviewRow(file="a.jsonl", unit="line", number=1, spans=spans, num_tokens=2, num_trained_tokens=1)
+        return DatasetPreview(rows=(row,) * options.num_rows, num_rows=50, format="messages", options=options)
+
+
 class Models:
     """One model of ada's, still uploading."""
 
@@ -159,6 +174,7 @@ class Services:
         self.accounts = Accounts()
         self.jobs = Jobs()
         self.datasets = Datasets()
+        self.previews = Previews()
         self.models = Models()
         self.node = Node()
 
@@ -231,6 +247,9 @@ def make_job() -> Callable[..., JobRecord]:
             plan=JobPlan(
                 host_bytes={"weights": 2, "moments": 3}, device_bytes={"weights": 1}, host_limit_bytes=10,
                 device_limit_bytes=0, num_parameters=1, device="host",
+                prediction=StepPrediction(
+                    step_s=2.0, tokens_per_second=500.0, bound="h2d", peak_flops_per_s=1e12, total_s=40.0
+                ),
             ),
         )  # fmt: skip
 

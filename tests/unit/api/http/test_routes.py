@@ -16,7 +16,7 @@ from horizon_server.jobs.job import CheckpointRecord, JobState
 from horizon_server.telemetry.metrics import Metrics
 
 _OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]
-GUARDED = [*_OF_A_JOB, "node", "queue", "jobs", "datasets", "models"]
+GUARDED = [*_OF_A_JOB, "node", "queue", "jobs", "datasets", "datasets/chats/preview", "models"]
 
 
 @pytest.mark.parametrize("path", GUARDED)
@@ -73,7 +73,15 @@ async def test_a_job_in_full(ada: httpx.AsyncClient, services: Any, make_job: An
     assert job["last_step"]["grad_norm"] == 0.5
     assert job["plan"]["host_total_bytes"] == 5
     assert job["plan"]["fits"] is True
+    assert job["plan"]["prediction"]["tokens_per_second"] == 500.0
     assert job["spec"]["train"]["learning_rate"] == 1e-5
+
+
+async def test_before_the_first_step_the_plan_tells_the_time_left(
+    ada: httpx.AsyncClient, services: Any, make_job: Any
+) -> None:
+    services.jobs.add(make_job())
+    assert (await ada.get("/horizon/v1/jobs/j-1")).json()["eta_s"] == 10 * 2.0
 
 
 async def test_a_job_that_has_ended_has_no_time_left(
@@ -247,10 +255,58 @@ async def test_metrics_are_shown_as_text(connect: Any) -> None:
 
 async def test_the_schema_documents_every_route_and_error(app: FastAPI, connect: Any) -> None:
     schema = (await connect().get("/openapi.json")).json()
-    paths = {path.removeprefix("/horizon/v1/").replace("{job_id}", "j-1") for path in schema["paths"]}
+    paths = {
+        path.removeprefix("/horizon/v1/").replace("{job_id}", "j-1").replace("{name}", "chats")
+        for path in schema["paths"]
+    }
     assert paths == {*GUARDED, "/healthz", "/readyz", "/metrics", "/version"}
     for path in (path for path in schema["paths"] if path.startswith("/horizon")):
         operation = schema["paths"][path]["get"]
         assert operation["security"] == [{"HTTPBearer": []}], path
         refusal = operation["responses"]["422"]["content"]["application/json"]["schema"]
         assert refusal == {"$ref": "#/components/schemas/ErrorBody"}, path
+
+
+async def test_a_preview_in_full(ada: httpx.AsyncClient) -> None:
+    query = {"model": "tiny", "n": "2", "offset": "4", "train_on": "all", "sequence_length": "64"}
+    preview = (await ada.get("/horizon/v1/datasets/chats/preview", params=query)).json()
+    assert len(preview["rows"]) == 2
+    assert preview["rows"][0] == {
+        "file": "a.jsonl", "unit": "line", "number": 1, "spans": [{"text": "tiny 4", "trained": True}], "num_tokens": 2,
+        "num_trained_tokens": 1, "num_cut_tokens": 0, "num_documents": 0, "clipped": False, "problems": [],
+    }  # fmt: skip
+    options = {
+        "num_rows": 50,
+        "format": "messages",
+        "method": "sft",
+        "train_on": "all",
+        "sequence_length": 64,
+        "offset": 4,
+    }
+    assert {name: preview[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "words"),
+    [
+        ("", 422, "model"),
+        ("model=tiny&n=0", 422, "n"),
+        ("model=tiny&n=101", 422, "n"),
+        ("model=tiny&offset=-1", 422, "offset"),
+        ("model=tiny&train_on=user", 400, "one of assistant, last-assistant, all"),
+        ("model=tiny&sequence_length=7", 400, "8 to 1048576"),
+    ],
+)
+async def test_a_preview_out_of_range_is_refused(ada: httpx.AsyncClient, query: str, code: int, words: str) -> None:
+    answer = await ada.get(f"/horizon/v1/datasets/chats/preview?{query}")
+    assert answer.status_code == code
+    assert words in answer.json()["error"]["message"] + str(answer.json()["error"]["violations"])
+
+
+async def test_anothers_dataset_is_previewed_like_none(connect: Any) -> None:
+    anothers = await connect("token-bob").get("/horizon/v1/datasets/chats/preview?model=tiny")
+    none = await connect("token-bob").get("/horizon/v1/datasets/other/preview?model=tiny")
+    assert (anothers.status_code, none.status_code) == (404, 404)
+    assert anothers.json() == {
+        "error": {**none.json()["error"], "message": "dataset chats does not exist, or is not yours"}
+    }

@@ -1,0 +1,61 @@
+"""Rendered rows as people read them: the trained part in colour, or between marks where there is no colour."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from horizon_client.cli.text import clean, clean_block, count_text
+
+if TYPE_CHECKING:
+    from horizon_client.resources import DatasetPreview, PreviewRow
+
+
+def print_preview(name: str, preview: DatasetPreview) -> None:
+    """Print the rows of dataset `name`, and what they were rendered for."""
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    click.echo(
+        f"{clean(name)}: {count_text(preview.num_rows)} rows, {clean(preview.format)}; "
+        f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}"
+    )
+    click.echo("trained text is green" if in_colour else "trained text stands between [[ and ]]")
+    for row in preview.rows:
+        click.echo(f"\n--- {clean(place(row))}: {_counts(row)} ---")
+        click.echo(_text(row, in_colour=in_colour), color=in_colour)
+        for remark in _remarks(row):
+            click.echo(clean(remark))
+    if not preview.rows:
+        click.echo("no rows there; the dataset ends before")
+
+
+def place(row: PreviewRow) -> str:
+    """Return where a row is, as people look for it: `train.jsonl line 17`."""
+    return f"{row.file} {row.unit} {row.number}"
+
+
+def _counts(row: PreviewRow) -> str:
+    text = f"{count_text(row.num_tokens)} tokens, {count_text(row.num_trained_tokens)} trained"
+    return f"{text}, in {row.num_documents} documents" if row.num_documents > 1 else text
+
+
+def _text(row: PreviewRow, *, in_colour: bool) -> str:
+    pieces = []
+    for span in row.spans:
+        text = clean_block(span.text)
+        if span.trained:
+            text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
+        pieces.append(text)
+    return "".join(pieces)
+
+
+def _remarks(row: PreviewRow) -> Iterator[str]:
+    if row.clipped:
+        yield "... the row goes on; only its beginning is shown"
+    if row.num_cut_tokens:
+        yield f"... {count_text(row.num_cut_tokens)} more tokens are beyond the sequence length: not trained on, not shown"
+    for problem in row.problems:
+        yield f"not trained: {problem}"

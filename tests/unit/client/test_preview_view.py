@@ -1,0 +1,67 @@
+"""Rendered rows on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from horizon_client import Client, InvalidRequest
+from horizon_client.cli.preview_view import print_preview
+from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
+
+
+def preview(*spans: PreviewSpan, num_documents: int = 1, problems: tuple[str, ...] = ()) -> DatasetPreview:
+    row = PreviewRow(
+        file="a.txt", unit="piece", number=2, spans=spans, num_tokens=1500, num_trained_tokens=7, num_cut_tokens=20,
+        num_documents=num_documents, clipped=True, problems=problems,
+    )  # fmt: skip
+    return DatasetPreview(
+        rows=(row,), num_rows=9, format="text", method="pretrain", train_on="all", sequence_length=1500
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+SPANS = (PreviewSpan(text="first\x1b[31m\n", trained=False), PreviewSpan(text="second", trained=True))
+
+
+@pytest.mark.parametrize(
+    ("no_colour", "expected"), [("", "first[31m\n\x1b[32msecond\x1b[0m\n"), ("1", "first[31m\n[[second]]\n")]
+)
+def test_a_terminal_gets_colour_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, no_colour: str, expected: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print_preview("notes", preview(*SPANS))
+    assert expected in terminal.getvalue(), "and nothing in the data steers the terminal"
+
+
+def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    print_preview("notes", preview(*SPANS, num_documents=3, problems=("line[2] has no trainable token",)))
+    lines = capsys.readouterr().out.splitlines()
+    assert "--- a.txt piece 2: 1,500 tokens, 7 trained, in 3 documents ---" in lines
+    assert lines[-3:] == [
+        "... the row goes on; only its beginning is shown",
+        "... 20 more tokens are beyond the sequence length: not trained on, not shown",
+        "not trained: line[2] has no trainable token",
+    ]
+
+
+def test_wrong_options_are_refused_with_their_field(client: Client) -> None:
+    for field, options in (
+        ("num_rows", {"num_rows": 0}),
+        ("offset", {"offset": -1}),
+        ("sequence_length", {"sequence_length": 0}),
+        ("train_on", {"train_on": "user"}),
+        ("method", {"method": "dpo"}),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{field} is ") as caught:
+            client.datasets.preview("sums", model="tiny", **options)
+        assert [violation.field for violation in caught.value.violations] == [field]

@@ -1,0 +1,192 @@
+"""What the rendering child shows: the rows asked for, in bounded size, and why a row is not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from horizon_server.datasets import render_preview
+from horizon_server.datasets.data_file import DataFile
+from horizon_server.datasets.preview import (
+    MAX_CHARACTERS,
+    MAX_ROW_CHARACTERS,
+    PreviewOptions,
+    PreviewRequest,
+    PreviewRow,
+    rows_from_json,
+    rows_to_json,
+)
+from horizon_server.datasets.render_preview import render
+from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import InvalidData, WorkerFailed
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def ask(model_dir: Path, tmp_path: Path) -> Any:
+    """Render rows of files given by name; other words are options."""
+
+    def request(
+        files: dict[str, str], *, format: str = "auto", model: Path | None = None, **options: Any
+    ) -> PreviewRequest:
+        for name, content in files.items():
+            (tmp_path / name).write_text(content, "utf-8")
+        return PreviewRequest(
+            dataset_files=tuple(DataFile.at(tmp_path / name) for name in files),
+            model_dir=model or model_dir,
+            answer_file=tmp_path / "answer.json",
+            format=format,
+            field_map={},
+            options=PreviewOptions(**options),
+        )
+
+    return request
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+
+
+def text_of(row: PreviewRow) -> str:
+    return "".join(span.text for span in row.spans)
+
+
+def trained_text(row: PreviewRow) -> list[str]:
+    return [span.text for span in row.spans if span.trained]
+
+
+def test_a_chat_shows_its_turns_and_what_is_trained_of_them(ask: Any) -> None:
+    (row,) = render(ask({"a.jsonl": lines(chat("1+1?", "2", "sure?", "yes"))}))
+    assert text_of(row) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    )
+    assert trained_text(row) == ["2<|im_end|>", "yes<|im_end|>"]
+    assert (row.file, row.unit, row.number, row.num_documents, row.clipped, row.problems) == (
+        "a.jsonl",
+        "line",
+        1,
+        1,
+        False,
+        (),
+    )
+    (last,) = render(ask({"a.jsonl": lines(chat("1+1?", "2", "sure?", "yes"))}, train_on="last-assistant"))
+    assert trained_text(last) == ["yes<|im_end|>"]
+
+
+def test_an_offset_counts_rows_over_all_files(ask: Any) -> None:
+    files = {
+        "a.jsonl": lines(chat("a", "1"), chat("b", "2")) + "\n",
+        "b.jsonl": "\n" + lines(chat("c", "3"), chat("d", "4")),
+    }
+    rows = render(ask(files, offset=1, num_rows=2))
+    assert [(row.file, row.number, trained_text(row)) for row in rows] == [
+        ("a.jsonl", 2, ["2<|im_end|>"]),
+        ("b.jsonl", 2, ["3<|im_end|>"]),
+    ]
+    assert render(ask(files, offset=4)) == ()
+
+
+def test_a_plain_text_is_shown_in_the_pieces_that_are_trained(ask: Any) -> None:
+    words = "One line of an old play.\nAnother line, and one more.\n" * 30
+    rows = render(ask({"play.txt": words}, method="pretrain", sequence_length=64, num_rows=100))
+    assert len(rows) > 5
+    assert [row.number for row in rows] == list(range(1, len(rows) + 1))
+    assert {row.unit for row in rows} == {"piece"}
+    assert "".join(map(text_of, rows)).removesuffix("<|im_end|>") == words
+    assert all(row.num_trained_tokens == row.num_tokens - 1 <= 63 for row in rows)
+
+
+def test_a_row_that_is_cut_says_how_much(ask: Any) -> None:
+    (row,) = render(ask({"a.jsonl": lines(chat("why?", "because " * 100))}, sequence_length=32))
+    assert row.num_tokens == 32
+    assert row.num_cut_tokens > 50
+    assert 0 < row.num_trained_tokens < 32
+
+
+def test_a_row_that_is_not_trained_says_why(ask: Any) -> None:
+    files = {"a.jsonl": lines(chat("long " * 100, "2"), {"text": "no chat"}) + "{broken\n"}
+    cut, other, broken = render(ask(files, format="messages", sequence_length=32))
+    assert "within sequence_length 32 none is trained" in cut.problems[0]
+    assert text_of(cut).startswith("<|im_start|>user\nlong long")
+    assert "messages" in other.problems[0]
+    assert (broken.spans, len(broken.problems)) == ((), 1)
+    assert broken.number == 3
+
+
+def test_long_rows_are_clipped_and_all_rows_together_too(ask: Any) -> None:
+    long = lines(chat("why?", "because " * 10_000))
+    rows = render(ask({"a.jsonl": long * 40}, num_rows=40, sequence_length=1_000_000))
+    assert all(row.clipped for row in rows)
+    assert len(text_of(rows[0])) == MAX_ROW_CHARACTERS
+    assert sum(len(text_of(row)) for row in rows) == MAX_CHARACTERS
+    assert rows[-1].num_tokens == rows[0].num_tokens > 10_000, "what is not shown is counted all the same"
+
+
+def test_half_a_surrogate_pair_is_no_row(ask: Any, tmp_path: Path) -> None:
+    """Neither the wire nor a tokenizer can carry it."""
+    model = write_demo_model(tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ '\\ud800' + messages[0]['content'] }}", encoding="ascii")
+    (row,) = render(ask({"a.jsonl": lines(chat("a", "b"))}, model=model, train_on="all"))
+    assert "surrogate" in row.problems[0]
+
+
+def test_a_model_without_a_template_cannot_show_chats(ask: Any, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidData, match="the model has no chat template"):
+        render(ask({"a.jsonl": lines(chat("a", "b"))}, model=model))
+    (row,) = render(ask({"b.jsonl": lines({"prompt": "1+1=", "completion": "2"})}, model=model))
+    assert trained_text(row) == ["2<|im_end|>"]
+
+
+def test_request_and_rows_survive_the_way_to_the_child_and_back(ask: Any) -> None:
+    request = ask({"a.jsonl": lines(chat("a", "b"))}, offset=0, train_on="all")
+    assert PreviewRequest.from_json(request.to_json()) == request
+    rows = render(request)
+    assert rows_from_json(rows_to_json(rows)) == rows
+    for text in ("", "{}x", '[{"spans": 1}]', '[{"file": "a", "spans": [], "problems": []}]', "[1]"):
+        with pytest.raises(WorkerFailed):
+            rows_from_json(text)
+
+
+def test_no_sentence_tells_where_the_model_lies(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = render_preview._answer(ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty"))
+    assert (ended.outcome, ended.reason) == ("failed", "INVALID_MODEL")
+    assert str(tmp_path) not in ended.message
+
+
+@pytest.mark.parametrize("container", ["array", "parquet", "zstd", "gzip"])
+def test_rows_of_every_container_are_found_by_their_number(ask: Any, tmp_path: Path, container: str) -> None:
+    rows = [{"prompt": f"{i}+0=", "completion": str(i), "extra": [i]} for i in range(20)]
+    request = ask({}, offset=7, num_rows=2)
+    name = {"array": "a.json", "parquet": "a.parquet", "zstd": "a.jsonl.zst", "gzip": "a.jsonl.gz"}[container]
+    if container == "array":
+        (tmp_path / name).write_text(json.dumps(rows))
+    elif container == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name, row_group_size=3)
+    elif container == "zstd":
+        with pyarrow.CompressedOutputStream(str(tmp_path / name), "zstd") as stream:
+            stream.write(lines(*rows).encode())
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(lines(*rows).encode()))
+    shown = render(dataclasses.replace(request, dataset_files=(DataFile.at(tmp_path / name),)))
+    assert [(row.number, trained_text(row)) for row in shown] == [(8, ["7<|im_end|>"]), (9, ["8<|im_end|>"])]
+    assert {row.unit for row in shown} == {"row" if container in ("array", "parquet") else "line"}

@@ -1,0 +1,146 @@
+"""One row for training and the same row for people: what is shown is what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horizon_server.datasets.data_file import Row
+from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.preparation import PrepareOptions
+from horizon_server.datasets.text_codec import TextCodec
+from horizon_server.datasets.tokenization import RowTokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Yes, one."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "No \u00e9\U0001f642."},
+]
+
+
+@pytest.fixture(scope="module")
+def codec(demo_model: Path) -> TextCodec:
+    return TextCodec.from_folder(demo_model)
+
+
+@pytest.fixture(scope="module")
+def bare_codec(bare_model: Path) -> TextCodec:
+    return TextCodec.from_folder(bare_model)
+
+
+def tokenizer_of(
+    codec: TextCodec, dataset_format: DatasetFormat = DatasetFormat.MESSAGES, **options: Any
+) -> RowTokenizer:
+    return RowTokenizer(codec, PrepareOptions(**({"sequence_length": 256} | options)), dataset_format)
+
+
+def row_of(**columns: Any) -> Row:
+    return Row(number=7, columns=columns)
+
+
+def test_a_shown_row_is_its_text_with_the_trained_part_apart(codec: TextCodec) -> None:
+    shown = tokenizer_of(codec).show(row_of(messages=CHAT))
+    assert [span.text for span in shown.spans if span.trained] == [
+        "Yes, one.<|im_end|>",
+        "No \u00e9\U0001f642.<|im_end|>",
+    ]
+    assert codec.chat_template is not None
+    assert "".join(span.text for span in shown.spans) == codec.chat_template.render(CHAT)
+    assert (shown.number, shown.num_cut_tokens, shown.num_documents, shown.violations) == (7, 0, 1, ())
+
+
+def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
+    whole = tokenizer_of(codec).show(row_of(messages=CHAT))
+    cut = tokenizer_of(codec, sequence_length=40).show(row_of(messages=CHAT))
+    assert (cut.num_tokens, cut.num_cut_tokens) == (40, whole.num_tokens - 40)
+    assert "".join(s.text for s in whole.spans).startswith("".join(s.text for s in cut.spans))
+    lost = tokenizer_of(codec, sequence_length=8).show(row_of(messages=CHAT))
+    assert lost.violations[0].description.startswith("line[7] has ")
+    assert (lost.num_trained_tokens, lost.num_documents) == (0, 0)
+    assert [span.trained for span in lost.spans] == [False]
+
+
+def test_a_text_shows_the_tokens_around_it(bare_codec: TextCodec) -> None:
+    text = tokenizer_of(bare_codec, DatasetFormat.TEXT).show(row_of(text="abc " * 9))
+    assert "".join(span.text for span in text.spans) == "abc " * 9 + "<|im_end|>"
+    assert [span.trained for span in text.spans] == [False, True]  # nothing precedes the first token
+    ids = tokenizer_of(bare_codec, DatasetFormat.TOKENS).show(
+        row_of(input_ids=bare_codec.encode_ids("abc def"), labels=None)
+    )
+    assert "".join(span.text for span in ids.spans) == "abc def"
+
+
+def test_weights_decide_whatever_is_trained_on(codec: TextCodec) -> None:
+    muted = [message | {"weight": 0} if message["content"] in ("Two?", "Yes, one.") else message for message in CHAT]
+    shown = tokenizer_of(codec, train_on="all").show(row_of(messages=muted))
+    left_out = "".join(span.text for span in shown.spans if not span.trained)
+    assert left_out.endswith("<|im_start|>assistant\nYes, one.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n")
+    trained = "".join(span.text for span in shown.spans if span.trained)
+    assert "Be kind." in trained
+    assert trained.endswith("assistant\nNo \u00e9\U0001f642.<|im_end|>\n")
+    pretrain = tokenizer_of(codec, method="pretrain").show(row_of(messages=muted))
+    assert pretrain == shown
+
+
+def test_pretrain_splits_what_sft_cuts(codec: TextCodec) -> None:
+    (whole,) = next(tokenizer_of(codec, train_on="all").tokenize([row_of(messages=CHAT)])).documents
+    pieces = next(tokenizer_of(codec, method="pretrain", sequence_length=16).tokenize([row_of(messages=CHAT)]))
+    assert [token for piece in pieces.documents for token in piece.ids] == list(whole.ids)
+    assert pieces.num_cut_tokens == 0
+    given = [5, 6, 7, 8] * 8
+    labels = [-100] * 20 + given[20:]
+    masked = tokenizer_of(codec, DatasetFormat.TOKENS, method="pretrain", sequence_length=16)
+    fitted = next(masked.tokenize([row_of(input_ids=given, labels=labels)]))
+    assert [list(document.ids) for document in fitted.documents] == [given[16:]]  # the first piece trains nothing
+    assert fitted.num_cut_tokens == 16
+
+
+messages = st.lists(
+    st.tuples(st.text(max_size=12), st.text(min_size=1, max_size=12).filter(str.strip), st.integers(0, 1)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(turns=messages, train_on=st.sampled_from(["assistant", "last-assistant", "all"]), limit=st.integers(8, 80))
+def test_what_is_shown_is_what_is_trained(
+    codec: TextCodec, turns: list[tuple[str, str, int]], train_on: str, limit: int
+) -> None:
+    chat = [
+        message
+        for asked, answer, weight in turns
+        for message in (
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answer, "weight": weight},
+        )
+    ]
+    tokenizer = tokenizer_of(codec, train_on=train_on, sequence_length=limit)
+    row = row_of(messages=chat)
+    fitted, shown = next(tokenizer.tokenize([row])), tokenizer.show(row)
+    assert shown.num_documents == len(fitted.documents) == (0 if shown.violations else 1)
+    assert shown.num_trained_tokens == sum(document.num_targets for document in fitted.documents)
+    for document in fitted.documents:
+        assert document.num_targets > 0
+        assert len(document.ids) == shown.num_tokens <= limit
+        trained_ids = [token for token, bit in zip(document.ids[1:], document.trained[1:], strict=True) if bit]
+        shown_text = "".join(span.text for span in shown.spans if span.trained)
+        decoded = codec.decode(trained_ids)
+        assert shown_text == decoded or "\ufffd" in decoded
+
+
+def test_rows_that_are_tokenized_together_are_those_that_are_tokenized_alone(codec: TextCodec) -> None:
+    """Also where some have no texts to encode, and some fail only once they are encoded."""
+    broken = [{"role": "user", "content": 3}]
+    silent = [*CHAT[:2], {"role": "assistant", "content": "x", "weight": 0}, *CHAT[3:4]]
+    rows = [row_of(messages=messages) for messages in (CHAT, broken, CHAT[:3], silent, CHAT[1:])]
+    tokenizer = tokenizer_of(codec)
+    together = list(tokenizer.tokenize(rows))
+    assert together == [next(tokenizer.tokenize([row])) for row in rows]
+    assert [bool(row.documents) for row in together] == [True, False, True, False, True]

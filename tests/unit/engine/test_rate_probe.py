@@ -1,0 +1,54 @@
+"""The probe runs the engine's own work on either kind of device, and ends within its budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
+
+from horizon_server.engine import rate_probe
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.rate_probe import measure_rates
+from horizon_server.store.ledger import DeviceKind
+from horizon_server.store.roofline import DeviceRates
+
+SMALL = rate_probe._Sizes(widths=(64, 128, 256), row_tokens=32, product=64, chunk_tokens=16, vocabulary=128)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_probe, "_SIZES", {"host": SMALL, "cuda": SMALL})
+    monkeypatch.setattr(rate_probe, "_COPY_ELEMENTS", 1 << 16)
+
+
+def check(rates: DeviceRates) -> None:
+    numbers = [
+        value for part in (rates, *rates.widths) for name, value in vars(part).items() if name.endswith("_per_s")
+    ]
+    assert len(numbers) == 5 + 2 * len(rates.widths)
+    assert all(number > 1e3 for number in numbers), rates
+
+
+def test_the_host_is_measured_in_all_widths_within_the_budget() -> None:
+    rates = measure_rates("host", num_threads=1, budget_s=1000.0)
+    assert (rates.name, rates.num_threads, [w.hidden_size for w in rates.widths]) == ("host", 1, [64, 128, 256])
+    check(rates)
+
+
+def test_without_a_budget_the_first_width_is_measured_all_the_same() -> None:
+    rates = measure_rates("host", num_threads=1, budget_s=0.0)
+    assert [width.hidden_size for width in rates.widths] == [64]
+
+
+def test_the_cuda_devices_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the driver's port, on a machine without a GPU: the calls and the clock's marks, not the speed."""
+
+    def make(kind: DeviceKind, *, num_threads: int) -> CudaDevice:
+        assert kind == "cuda"
+        return CudaDevice(runtime=CpuRuntime())
+
+    monkeypatch.setattr(rate_probe, "device_for", make)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    rates = measure_rates("cuda", num_threads=1, budget_s=0.0)
+    assert rates.name == "a GPU"
+    check(rates)

@@ -1,0 +1,91 @@
+"""The bounds of a preview, with real children: time, and turns."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_server.accounts.principal import Principal
+from horizon_server.datasets.preview import PreviewOptions
+from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import DiskFull, InvalidSpec, Stalled
+from horizon_server.jobs.ports import DatasetFiles
+from horizon_server.previews import Previews
+from horizon_server.settings import child_environment
+
+ADA, BOB = (Principal(name=name, role="user", project="lab") for name in ("ada", "bob"))
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+class OneOfEach:
+    """A dataset of one chat, and two models."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
+        (folder / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+        for name in ("fine", "endless"):
+            write_demo_model(folder / name)
+        (folder / "endless" / "chat_template.jinja").write_text(ENDLESS, encoding="ascii")
+
+    async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
+        files = (("a.jsonl", self.folder / "a.jsonl"),)
+        return DatasetFiles(dataset_id="d", digest="", format="messages", field_map={}, num_rows=1, files=files)
+
+    async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
+        return name, self.folder / name
+
+    async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
+        raise AssertionError("a preview asks as its caller")
+
+    async def model_folder(self, model_id: str) -> Path:
+        raise AssertionError("a preview asks as its caller")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    resources = OneOfEach(tmp_path)
+
+    def previews(limit_s: float) -> Previews:
+        return Previews(resources, folder=tmp_path / "previews", environment=child_environment(), limit_s=limit_s)
+
+    return previews
+
+
+async def test_an_endless_template_is_ended_in_time(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(Stalled, match="not rendered within 1 s; ask for fewer rows"):
+        await make(1.0).preview(ADA, "chats", "endless", PreviewOptions())
+    assert list((tmp_path / "previews").iterdir()) == []
+
+
+async def test_nobody_waits_for_the_endless_templates_of_one_user(make: Any) -> None:
+    previews = make(60.0)
+    endless = [asyncio.create_task(previews.preview(ADA, "chats", "endless", PreviewOptions())) for _ in range(5)]
+    async with asyncio.timeout(30):
+        shown = await previews.preview(BOB, "chats", "fine", PreviewOptions())
+    assert [span.text for span in shown.rows[0].spans if span.trained] == ["there<|im_end|>"]
+    assert not any(task.done() for task in endless)
+    for task in endless:
+        task.cancel()
+    await asyncio.gather(*endless, return_exceptions=True)
+
+
+async def test_a_model_must_be_named(make: Any) -> None:
+    with pytest.raises(InvalidSpec, match="model is empty"):
+        await make(1.0).preview(ADA, "chats", "", PreviewOptions())
+
+
+async def test_a_full_disk_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    previews = make(1.0)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(DiskFull, match="a preview needs a little space"):
+        await previews.preview(ADA, "chats", "fine", PreviewOptions())
