@@ -3,8 +3,9 @@
     PYTHONPATH=server:. python tools/build_kernels.py            # once: the optimizer kernel, needs g++
     PYTHONPATH=server:. python -m bench.gpu_curve --output curve.md
 
-Needs torch, transformers, numpy and safetensors, nothing of the daemon. Weights are random. Every point is the median of the steps
-after a first one, with clipping at 1.0, so that each step pays for the deferred update of the step before. Padding there is none.
+Needs torch, transformers, numpy and safetensors, nothing of the daemon. Weights are random. A point is the median of one to three
+steps after a small one of two rows, with clipping at 1.0, so that each step pays for the deferred update of the step before. Padding
+there is none. Rows are printed, and written, as they come; what would not end in time, or not fit, is a row that says so.
 
 Model TFLOP/s count what training is worth: 6 per parameter in a matrix product and token, and attention. 6PT leaves attention out.
 Hardware TFLOP/s add the recomputed forward of the layers. `--device host --shape tiny` runs the same code on a machine without a GPU.
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from bench.gpu_machine import deepspeed_line, device_limit_bytes, free_host_bytes, link_line
+from bench.gpu_resident import Resident, measure_resident
 from bench.models import random_rows
-from bench.throughput import plain_step
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.micro_batch import MicroBatch
@@ -47,14 +49,15 @@ QWEN25: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
 }  # fmt: skip
-TOKENS = (4096, 16384, 65536, 262144)
+TOKENS = tuple(1 << power for power in range(12, 19))
 SEQUENCES = (1024, 4096)
-LINK_BYTES = 1 << 30
-_LARGE_TOKENS = 65536
-"""Beyond this a point is one step after the first."""
+_STEPS = ((1 << 15, 3), (1 << 17, 2))
+"""Steps of a point up to so many tokens; beyond, one."""
+_RESIDENT_SHARE = 0.3
 HEADER = (
-    "| shape | tokens/step | seq | inputs on | tokens/s | 6PT TFLOP/s | model TFLOP/s | hardware TFLOP/s | overlap | h2d exposed s "
-    "| d2h exposed s | update exposed s | step s | device peak GiB | plan GiB | resident tokens/s |"
+    "| shape | tokens/step | seq | inputs on | tokens/s | 6PT TFLOP/s | model TFLOP/s | hardware TFLOP/s "
+    "| overlap | h2d overlap | d2h overlap | h2d exposed s | d2h exposed s | update exposed s | step s "
+    "| device peak GiB | plan GiB | peak / plan | resident tokens/s | of resident |"
 )
 
 
@@ -78,45 +81,78 @@ class Clock:
         """Whether so many seconds are left."""
         return time.perf_counter() + cost_s < self._end_s
 
+    def part(self, share: float) -> Clock:
+        """A clock for some of what is left."""
+        return Clock(share * max(0.0, self._end_s - time.perf_counter()))
+
 
 def main() -> int:
     """Measure what was asked for, and print and write the table."""
     arguments = _arguments()
     clock, kind = Clock(60 * arguments.minutes), arguments.device
     info = kernel_info()
-    lines = [
-        f"torch {torch.__version__}, {_device_name(kind)}, {available_cpus()} CPUs, optimizer kernel: {info.isa}",
-        *([] if info.available else [f"no compiled kernel ({info.reason}): update times are those of NumPy"]),
-        "",
-    ]
+    table = _Table(arguments.output)
+    table.say(f"torch {torch.__version__}, {_device_name(kind)}, {available_cpus()} CPUs, optimizer kernel: {info.isa}")
+    if not info.available:
+        table.say(f"no compiled kernel ({info.reason}): update times are those of NumPy")
     if kind == "cuda":
-        lines += [*_link_lines(), ""]
-    lines += [HEADER, "|" + " --- |" * (HEADER.count("|") - 1)]
-    _say(lines)
-    for shape in arguments.shape:
-        for line in curve(shape, kind=kind, tokens=arguments.tokens, sequences=arguments.sequence, clock=clock):
-            lines.append(line)
-            _say([line])
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", "utf-8")
+        table.say(link_line())
+    table.say(deepspeed_line())
+    table.say("")
+    table.say(HEADER)
+    table.say("|" + " --- |" * (HEADER.count("|") - 1))
+    for index, shape in enumerate(arguments.shape):
+        part = clock.part(1 / (len(arguments.shape) - index))
+        for line in curve(shape, kind=kind, tokens=arguments.tokens, sequences=arguments.sequence, clock=part):
+            table.say(line)
     return 0
+
+
+class _Table:
+    """Lines on the screen and in a file, each at once, so that what was measured outlives whatever comes next."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        if file is not None:
+            file.write_text("", "utf-8")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
 
 
 def curve(shape: str, *, kind: DeviceKind, tokens: list[int], sequences: list[int], clock: Clock) -> Iterator[str]:
     """The rows of the table for one shape, smallest steps first, as long as there is time."""
     config = _config(shape, max_tokens=max(sequences))
     template = Template.from_config(config)
-    resident = {
-        sequence: _resident_tokens_per_s(config, sequence=sequence, kind=kind, clock=clock) for sequence in sequences
-    }
-    store = filled_store(template, kind=kind)
     points = [_point(template, config, t, s, kind=kind) for t in sorted(tokens) for s in sequences if s <= t]
+    points_that_fit = []
+    for point in points:
+        why_not = _lack_of_memory(point, kind)
+        if why_not:
+            yield _row(shape, point, [why_not])
+        else:
+            points_that_fit.append(point)
+    if not points_that_fit:
+        return
+    resident = measure_resident(
+        config,
+        [(point.tokens, point.sequence) for point in points_that_fit],
+        num_parameters=template.layout.num_elements,
+        kind=kind,
+        limit_bytes=device_limit_bytes(kind),
+        allows=clock.part(_RESIDENT_SHARE).allows,
+    )
+    _forget(kind)
+    store = filled_store(template, kind=kind)
     seconds_per_token = 0.0
     # One device for the curve: pinning the planes takes longer than a point.
     device = device_for(kind, num_threads=available_cpus())
     try:
-        for point in points:
-            if not clock.allows(3 * seconds_per_token * point.tokens):
+        for point in points_that_fit:
+            if not clock.allows((_num_steps(point) + 0.5) * seconds_per_token * point.tokens):
                 yield _row(shape, point, ["no time left"])
                 continue
             try:
@@ -124,11 +160,11 @@ def curve(shape: str, *, kind: DeviceKind, tokens: list[int], sequences: list[in
             except DoesNotFit as error:
                 yield _row(shape, point, [f"does not fit: {error.message}"])
                 device.close()
+                _forget(kind)
                 device = device_for(kind, num_threads=available_cpus())
                 continue
-            seconds_per_token = reports[-1].duration_s / point.tokens
-            cells = _cells(template, config, point, reports, kind=kind, resident=resident[point.sequence])
-            yield _row(shape, point, cells)
+            seconds_per_token = statistics.median(report.duration_s for report in reports) / point.tokens
+            yield _row(shape, point, _cells(template, config, point, reports, kind=kind, resident=resident))
             _forget(kind)
         yield from (f"> {refusal}" for refusal in device.refusals)
     finally:
@@ -136,8 +172,25 @@ def curve(shape: str, *, kind: DeviceKind, tokens: list[int], sequences: list[in
         store.close()
 
 
+def _lack_of_memory(point: Point, kind: DeviceKind) -> str:
+    """Why a point is not tried, in numbers."""
+    device_bytes, device_limit = point.plan.device_total_bytes, device_limit_bytes(kind)
+    if device_bytes > device_limit:
+        return (
+            f"does not fit: {device_bytes / 2**30:.1f} GiB planned on the device, {device_limit / 2**30:.1f} GiB there"
+        )
+    host_bytes, free_bytes = point.plan.host_total_bytes, free_host_bytes()
+    if host_bytes > free_bytes:
+        return f"does not fit: {host_bytes / 2**30:.1f} GiB planned on the host, {free_bytes / 2**30:.1f} GiB free"
+    return ""
+
+
+def _num_steps(point: Point) -> int:
+    return next((steps for tokens, steps in _STEPS if point.tokens <= tokens), 1)
+
+
 def steps(template: Template, store: HostStore, device: Device, point: Point) -> list[StepReport]:
-    """Train some steps of a point on a new trainer; the first one warms up."""
+    """Train some steps of a point on a new trainer, after a small one that warms up."""
     config = TrainConfig(
         num_steps=1000,
         learning_rate=1e-6,
@@ -150,8 +203,8 @@ def steps(template: Template, store: HostStore, device: Device, point: Point) ->
     trainer = Trainer(template, store, device, config)
     try:
         rows = _rows(template.vocab_size, point)
-        num_steps = 3 if point.tokens <= _LARGE_TOKENS else 2
-        return [trainer.train_step(rows) for _ in range(num_steps)]
+        trainer.train_step(rows[:2])
+        return [trainer.train_step(rows) for _ in range(_num_steps(point))]
     finally:
         trainer.close()
 
@@ -173,7 +226,6 @@ def filled_store(template: Template, *, kind: DeviceKind) -> HostStore:
 def _point(template: Template, config: PretrainedConfig, tokens: int, sequence: int, *, kind: DeviceKind) -> Point:
     """Inputs stay on the device where the plan says that they fit."""
     shape = ModelShape.from_config(config.to_dict())
-    limit_bytes = torch.cuda.get_device_properties(0).total_memory * 0.92 if kind == "cuda" else 1 << 30
     placements: tuple[ActivationPlacement, ...] = ("device", "host")
     for placement in placements:
         plan = plan_memory(
@@ -186,7 +238,7 @@ def _point(template: Template, config: PretrainedConfig, tokens: int, sequence: 
             num_threads=available_cpus(),
             activation_placement=placement,
         )
-        if plan.device_total_bytes <= limit_bytes:
+        if plan.device_total_bytes <= device_limit_bytes(kind):
             break
     return Point(tokens=tokens, sequence=sequence, placement=placement, plan=plan)
 
@@ -202,10 +254,11 @@ def _cells(
     reports: list[StepReport],
     *,
     kind: DeviceKind,
-    resident: str,
+    resident: Resident,
 ) -> list[str]:
-    step_s = statistics.median(report.duration_s for report in reports[1:])
+    step_s = statistics.median(report.duration_s for report in reports)
     last = reports[-1]
+    plain = resident.tokens_per_s.get((point.tokens, point.sequence))
     matrices = sum(_size(shape) for name, shape in template.shapes.items() if len(shape) > 1)
     head = config.vocab_size * config.hidden_size
     trained = matrices if template.tied else matrices - head
@@ -218,13 +271,17 @@ def _cells(
         f"{model_flops / step_s / 1e12:.2f}",
         f"{hardware_flops / step_s / 1e12:.2f}",
         f"{last.overlap_ratio:.3f}",
+        f"{last.transfer['h2d'].overlap_ratio:.3f}",
+        f"{last.transfer['d2h'].overlap_ratio:.3f}",
         f"{last.transfer['h2d'].exposed_s:.3f}",
         f"{last.transfer['d2h'].exposed_s:.3f}",
         f"{last.optimizer_exposed_s:.3f}",
         f"{step_s:.3f}",
         f"{peak_bytes / 2**30:.2f}",
         f"{point.plan.device_total_bytes / 2**30:.2f}",
-        resident,
+        f"{peak_bytes / point.plan.device_total_bytes:.3f}",
+        f"{plain:,.0f}" if plain else resident.why_not,
+        f"{point.tokens / step_s / plain:.2f}" if plain else "",
     ]
 
 
@@ -232,73 +289,6 @@ def _row(shape: str, point: Point, cells: list[str]) -> str:
     first = [shape, f"{point.tokens}", f"{point.sequence}", point.placement]
     blank = [""] * (HEADER.count("|") - 1 - len(first) - len(cells))
     return "| " + " | ".join([*first, *cells, *blank]) + " |"
-
-
-def _resident_tokens_per_s(config: PretrainedConfig, *, sequence: int, kind: DeviceKind, clock: Clock) -> str:
-    """The plain loop with everything on the device: bf16, gradient checkpointing, clip 1.0, fused AdamW with bf16 moments."""
-    tokens = 4 * sequence
-    if not clock.allows(60):
-        return "no time left"
-    try:
-        model, optimizer = _resident(config, torch.device(kind if kind == "cuda" else "cpu"))
-        rows = [_moved(row, model) for row in random_rows(config.vocab_size, num_rows=4, row_tokens=sequence)]
-        seconds = []
-        for _ in range(3):
-            start_s = time.perf_counter()
-            plain_step(model, optimizer, rows)
-            _synchronize(kind)
-            seconds.append(time.perf_counter() - start_s)
-        return f"{tokens / statistics.median(seconds[1:]):,.0f}"
-    except torch.OutOfMemoryError:
-        return "does not fit"
-    finally:
-        model = optimizer = None  # type: ignore[assignment]
-        _forget(kind)
-
-
-def _resident(config: PretrainedConfig, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module: torch.nn.Module = model.train()
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
-
-
-def _moved(row: MicroBatch, model: torch.nn.Module) -> MicroBatch:
-    device = next(model.parameters()).device
-    return MicroBatch(
-        input_ids_T=row.input_ids_T.to(device),
-        position_ids_T=row.position_ids_T.to(device),
-        labels_T=row.labels_T.to(device),
-        document_lengths=row.document_lengths,
-    )
-
-
-def _link_lines() -> list[str]:
-    """GB/s of the link in each direction alone and in both at once, between pinned host memory and the device."""
-    host = [torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
-
-    def seconds(*, up: bool, down: bool) -> float:
-        times = []
-        for _ in range(4):
-            torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            if up:
-                with torch.cuda.stream(streams[0]):
-                    device[0].copy_(host[0], non_blocking=True)
-            if down:
-                with torch.cuda.stream(streams[1]):
-                    host[1].copy_(device[1], non_blocking=True)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start_s)
-        return statistics.median(times[1:])
-
-    gigabytes = LINK_BYTES / 1e9
-    alone_up, alone_down = gigabytes / seconds(up=True, down=False), gigabytes / seconds(up=False, down=True)
-    both = 2 * gigabytes / seconds(up=True, down=True)
-    return [f"link: h2d {alone_up:.1f} GB/s, d2h {alone_down:.1f} GB/s, both at once {both:.1f} GB/s together"]
 
 
 def _config(shape: str, *, max_tokens: int) -> PretrainedConfig:
@@ -317,20 +307,11 @@ def _forget(kind: DeviceKind) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _synchronize(kind: DeviceKind) -> None:
-    if kind == "cuda":
-        torch.cuda.synchronize()
-
-
 def _size(shape: tuple[int, ...]) -> int:
     size = 1
     for length in shape:
         size *= length
     return size
-
-
-def _say(lines: list[str]) -> None:
-    print("\n".join(lines), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
