@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 import grpc.aio
@@ -64,6 +64,10 @@ class _Tally:
         """One content is at `position` now: what was sent while it travels, what the server says after a cut."""
         self.done_bytes += position - self._positions[sha256]
         self._positions[sha256] = position
+
+    def progress(self, file: HashedFile) -> Progress:
+        """Return how far all contents are, while `file` is sent."""
+        return Progress(phase="upload", name=file.file.path, done_bytes=self.done_bytes, total_bytes=self.total_bytes)
 
 
 class BlobUpload:
@@ -124,9 +128,10 @@ class BlobUpload:
                 asked_at = time.monotonic()
                 status = await self._calls.query(status.blob)
                 round_trip_s = time.monotonic() - asked_at
-                before_s = listen_s if status.committed_bytes == start else 0.0  # what moved was no refusal
-                longer_s = min(max(2 * before_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
-                listen_s = longer_s if isinstance(error, _StatusLost) else 0.0
+                if status.committed_bytes > start:
+                    listen_s = 0.0  # what moved was not refused
+                if listen_s or isinstance(error, _StatusLost):
+                    listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
             tally.stands_at(file.sha256, status.committed_bytes)
             if status.committed_bytes > start:
                 backoff.succeeded()
@@ -174,22 +179,19 @@ class BlobUpload:
             await self._knock(call, request, listen_s)
             request = self._calls.write_request()
         sent_to = offset
-        async for data in _pieces(file, offset):
-            request.chunk.data = data
-            try:
-                async with asyncio.timeout(self._connection.stream_retry.stall_s):
-                    await call.write(request)
-            except asyncio.InvalidStateError:
-                return
-            request = self._calls.write_request()
-            sent_to += len(data)
-            tally.sent_bytes += len(data)
-            tally.stands_at(file.sha256, sent_to)
-            self._on_progress(
-                Progress(
-                    phase="upload", name=file.file.path, done_bytes=tally.done_bytes, total_bytes=tally.total_bytes
-                )
-            )
+        async with aclosing(_pieces(file, offset)) as pieces:
+            async for data in pieces:
+                request.chunk.data = data
+                try:
+                    async with asyncio.timeout(self._connection.stream_retry.stall_s):
+                        await call.write(request)
+                except asyncio.InvalidStateError:
+                    return
+                request = self._calls.write_request()
+                sent_to += len(data)
+                tally.sent_bytes += len(data)
+                tally.stands_at(file.sha256, sent_to)
+                self._on_progress(tally.progress(file))
         file.file.require_unchanged()
         await call.done_writing()
 
@@ -205,17 +207,28 @@ def _left_bytes(status: blob_pb2.BlobStatus) -> int:
     return status.blob.size_bytes - status.committed_bytes
 
 
-async def _pieces(file: HashedFile, offset: int) -> AsyncIterator[bytes]:
+async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
     """Yield the file from `offset` on, read one piece ahead; an empty remainder gives one empty piece, so that the server hears of it."""
     loop = asyncio.get_running_loop()
     try:
         with file.file.source.open("rb", buffering=0) as source:
             source.seek(offset)
-            data = await loop.run_in_executor(None, source.read, CHUNK_BYTES)
-            yield data
+            is_first = True
             ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
-            while data := await ahead:
-                ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
-                yield data
+            try:
+                while (data := await _done(ahead)) or is_first:
+                    is_first = False
+                    ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
+                    yield data
+            finally:
+                await asyncio.wait([ahead])  # the file must not be closed under its reader
+                if not ahead.cancelled():
+                    ahead.exception()  # seen, where nobody waits for this piece any more
     except OSError as error:
         raise BadFile(f"cannot read {file.file.source}: {error.strerror}") from error
+
+
+async def _done(reading: asyncio.Future[bytes]) -> bytes:
+    """Wait for a read, which goes on when the waiting is cancelled."""
+    await asyncio.wait([reading])
+    return reading.result()

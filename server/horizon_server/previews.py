@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 
 from horizon_server.accounts.principal import Principal
+from horizon_server.blobs.disk import told_when_full
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_json
 from horizon_server.errors import FieldViolation, InvalidData, InvalidModel, InvalidSpec, Stalled, WorkerFailed
@@ -25,6 +26,7 @@ from horizon_server.jobs.ports import Resources
 log = structlog.get_logger(__name__)
 
 _AT_ONCE = 2
+_NEEDS_SPACE = "a preview needs a little space there while it runs: free some, then ask again"
 
 
 class Previews:
@@ -66,7 +68,7 @@ class Previews:
             sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
             raise InvalidSpec(sentence, violations=[FieldViolation(field="offset", description=sentence)])
         async with self._of_user[principal.name], self._slots:
-            with tempfile.TemporaryDirectory(prefix="preview-", dir=self._folder) as name:
+            with told_when_full(_NEEDS_SPACE), tempfile.TemporaryDirectory(prefix="preview-", dir=self._folder) as name:
                 request = PreviewRequest(
                     dataset_files=tuple(DataFile.at(path, name=name) for name, path in files.files),
                     model_dir=model_dir,

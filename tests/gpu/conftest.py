@@ -7,12 +7,14 @@ On a machine with torch and pytest only::
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from tests.golden.conftest import documents, pack, plain_loss, quiet_transformers, start, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from horizon_server.engine.device.cuda import CudaDevice
 
@@ -30,9 +32,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def make_device() -> Callable[..., CudaDevice]:
-    """Makes cuda devices whose arithmetic does not depend on the order of atomic additions."""
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    return CudaDevice
+def make_device() -> Iterator[Callable[..., CudaDevice]]:
+    """Makes cuda devices whose arithmetic does not depend on the order of atomic additions, as fused attention's backward does."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield CudaDevice
+
+
+@pytest.fixture
+def whole_device() -> Iterator[None]:
+    """Nothing cached by earlier tests, and no limit left behind for later ones."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import InvalidSpec, Stalled
+from horizon_server.errors import DiskFull, InvalidSpec, Stalled
 from horizon_server.jobs.ports import DatasetFiles
 from horizon_server.previews import Previews
 from horizon_server.settings import child_environment
@@ -77,3 +79,13 @@ async def test_nobody_waits_for_the_endless_templates_of_one_user(make: Any) -> 
 async def test_a_model_must_be_named(make: Any) -> None:
     with pytest.raises(InvalidSpec, match="model is empty"):
         await make(1.0).preview(ADA, "chats", "", PreviewOptions())
+
+
+async def test_a_full_disk_is_told(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    previews = make(1.0)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(DiskFull, match="a preview needs a little space"):
+        await previews.preview(ADA, "chats", "fine", PreviewOptions())

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Protocol
 
+from horizon_client.cli.job_pages import data_text
 from horizon_client.cli.text import bytes_text, clean, count_text, duration_text
 
 if TYPE_CHECKING:
@@ -192,9 +193,12 @@ def event_line(event: JobEvent) -> str:
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":
-        report = "  ".join(f"{clean(name)} {count_text(value)}" for name, value in event.report.items())
         of_total = f" of {count_text(event.total_rows)}" if event.total_rows else ""
-        return f"preparing data: {count_text(event.done_rows)}{of_total} rows{f'  ({report})' if report else ''}"
+        return (
+            f"data prepared: {data_text(event.report)}"
+            if event.report
+            else (f"preparing data: {count_text(event.done_rows)}{of_total} rows")
+        )
     return f"{'warning: ' if event.level == 'warning' else ''}{clean(event.text)}"
 
 

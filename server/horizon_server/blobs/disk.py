@@ -47,9 +47,12 @@ class SystemDisk:
         return shutil.disk_usage(folder).free
 
 
+_OF_UPLOADS = "what is durable of this upload is kept: free space there, then push again to go on"
+
+
 @contextmanager
-def told_when_full() -> Iterator[None]:
-    """Turn the system's "no space left" into a sentence.
+def told_when_full(then: str = _OF_UPLOADS) -> Iterator[None]:
+    """Turn the system's "no space left" into a sentence, with what the caller can do.
 
     Raises:
         DiskFull: when the block failed for want of space.
@@ -61,10 +64,7 @@ def told_when_full() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        raise DiskFull(
-            "the node's disk is full; what is durable of this upload is kept: free space there, then push again to go on",
-            retry_after_s=60.0,
-        ) from error
+        raise DiskFull(f"the node's disk is full; {then}", retry_after_s=60.0) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ Knows owners by name only; whether a caller may upload at all is decided above.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from horizon_server.blobs.manifest import BlobFile, BlobRef, BlobStatus, check_ref
@@ -22,8 +22,8 @@ MAX_REFS = 8192
 class BlobReferences(Protocol):
     """Tells which contents datasets and models are made of, by sha256."""
 
-    async def of_ready(self, owner: str) -> frozenset[str]:
-        """Return the contents of everything READY of `owner`."""
+    async def of_ready(self, owner: str, among: Collection[str]) -> frozenset[str]:
+        """Return those of `among` that something READY of `owner` is made of."""
         ...
 
     async def of_all(self) -> frozenset[str]:
@@ -64,7 +64,7 @@ class Uploads:
             raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
         for i, ref in enumerate(refs):
             check_ref(ref, max_bytes=self._max_blob_bytes, field=f"blobs[{i}]")
-        ready = await self._references.of_ready(owner)
+        ready = await self._references.of_ready(owner, {ref.sha256 for ref in refs})
         statuses = [await self._status(owner, ref, ready) for ref in dict.fromkeys(refs)]
         return [status for status in statuses if not status.complete]
 
@@ -75,7 +75,7 @@ class Uploads:
             InvalidSpec, TooLarge: for what cannot name a content.
         """
         check_ref(ref, max_bytes=self._max_blob_bytes)
-        return await self._status(owner, ref, await self._references.of_ready(owner))
+        return await self._status(owner, ref, await self._references.of_ready(owner, [ref.sha256]))
 
     async def write(self, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]) -> BlobStatus:
         """Take `chunks` of a content from `offset` on; nothing is read of what `owner` has already.
@@ -85,7 +85,7 @@ class Uploads:
             InvalidUpload, UploadInProgress, DiskFull: as for `BlobStore.write`.
         """
         check_ref(ref, max_bytes=self._max_blob_bytes)
-        if self._has(owner, ref, await self._references.of_ready(owner)):
+        if self._has(owner, ref, await self._references.of_ready(owner, [ref.sha256])):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
         counted = _Counted(chunks)
         result = "cut"
@@ -105,7 +105,7 @@ class Uploads:
         Raises:
             InvalidUpload: with one violation per file that is not there.
         """
-        ready = await self._references.of_ready(owner)
+        ready = await self._references.of_ready(owner, {file.sha256 for file in files})
         statuses = {file.ref: await self._status(owner, file.ref, ready) for file in files}
         absent = [(i, file) for i, file in enumerate(files) if not statuses[file.ref].complete]
         if not absent:

@@ -1,12 +1,11 @@
 """The dialect of Jinja that chat templates are written in, run in a sandbox: templates come with models from anywhere.
 
-Owns the environment and the generation markers. Must not know what a chat is.
+Owns the environment and where generation markers print. Must not know what a chat is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -16,26 +15,20 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Noncharacters: Unicode reserves them for internal use, so no text may hold them.
-OPEN_MARK, CLOSE_MARK = "\ufdd0", "\ufdd1"
+OPEN_MARK, CLOSE_MARK = "_generation_begins", "_generation_ends"
+"""Variables that are printed before and after each generation block: nothing, unless they are given."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders its body, between marks while `marking`; counts the blocks."""
+    """`{% generation %}...{% endgeneration %}`: renders its body, in a scope of its own, between the two marks."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-    marking = False
-    num_blocks = 0
 
-    def parse(self, parser: Parser) -> nodes.Node:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         """Read the block; part of jinja2's interface."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_between_marks"), [], [], body).set_lineno(line)
-
-    def _between_marks(self, caller: Callable[[], str]) -> str:
-        self.num_blocks += 1
-        return f"{OPEN_MARK}{caller()}{CLOSE_MARK}" if self.marking else caller()
+        return [_printed(OPEN_MARK, line), nodes.Scope(body).set_lineno(line), _printed(CLOSE_MARK, line)]
 
 
 def chat_environment() -> ImmutableSandboxedEnvironment:
@@ -53,21 +46,23 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
 
 def has_generation_blocks(template: nodes.Template) -> bool:
     """Whether a parsed template marks what an assistant generates."""
-    return bool(_generation_blocks(template))
+    return _holds_blocks(template)
 
 
 def blocks_reach_the_text(template: nodes.Template) -> bool:
     """Whether every generation block is printed as it is: none lies where its output is filtered, kept or handed on."""
     for holder in template.find_all((nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.CallBlock)):
-        assert isinstance(holder, nodes.AssignBlock | nodes.FilterBlock | nodes.Macro | nodes.CallBlock)
-        if any(_generation_blocks(part) for part in holder.body):
+        if _holds_blocks(holder):
             return False
     return True
 
 
-def _generation_blocks(node: nodes.Node) -> list[nodes.ExtensionAttribute]:
-    found = node.find_all(nodes.ExtensionAttribute)
-    return [attribute for attribute in found if attribute.identifier == GenerationTag.identifier]
+def _holds_blocks(node: nodes.Node) -> bool:
+    return any(name.name == OPEN_MARK for name in node.find_all(nodes.Name))
+
+
+def _printed(variable: str, line: int) -> nodes.Node:
+    return nodes.Output([nodes.Name(variable, "load")]).set_lineno(line)
 
 
 class _SafeNamespace(Namespace):

@@ -6,6 +6,7 @@ Owns rendering and the spans to train. Must not know tokens or files.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,6 @@ from jinja2 import TemplateError
 from horizon_server.datasets.chat_sandbox import (
     CLOSE_MARK,
     OPEN_MARK,
-    GenerationTag,
     blocks_reach_the_text,
     chat_environment,
     has_generation_blocks,
@@ -26,7 +26,8 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
-_MARKED = re.compile(f"{OPEN_MARK}([^{OPEN_MARK}{CLOSE_MARK}]*){CLOSE_MARK}")
+# Drawn anew by each process, so that no chat can hold them.
+_MARKS = {mark: f"<{mark} {secrets.token_hex(16)}>" for mark in (OPEN_MARK, CLOSE_MARK)}
 _PROBE = "probe"
 _SPACE = re.compile(r"\s*")
 _ADD_MARKERS = "add {% generation %} markers to the template"
@@ -44,9 +45,6 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, end_markers: Sequence[str] = ()) -> None:
         environment = chat_environment()
-        tag = environment.extensions[GenerationTag.identifier]
-        assert isinstance(tag, GenerationTag)
-        self._tag = tag
         self._special_tokens = dict(special_tokens)
         self._end_marker = _any_of(end_markers)
         try:
@@ -61,19 +59,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> str:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
-        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        try:
-            text = self._template.render(
-                messages=plain,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
-            return text
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
+        return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)
 
     def assistant_spans(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[Span | None]]:
         """Return the text of a chat and, per message, the characters an assistant generates (None for other roles).
@@ -111,23 +97,32 @@ class ChatTemplate:
         last = [marker for marker in self._end_marker.finditer(rendered) if marker.end() == len(rendered)]
         return last[0].start() if last and text.startswith(rendered[: last[0].start()]) else None
 
+    def _rendered(self, messages: Sequence[Message], tools: Tools | None, **given: object) -> str:
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        try:
+            text = self._template.render(messages=plain, tools=tools, documents=None, **self._special_tokens, **given)
+            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
+            return text
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
+
     def _render_marked(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         if not self.has_generation_markers:
             return self.render(messages, tools=tools), []
-        self._tag.num_blocks, self._tag.marking = 0, True
-        try:
-            marked = self.render(messages, tools=tools)
-        finally:
-            self._tag.marking = False
-        if not self._tag.num_blocks == marked.count(OPEN_MARK) == marked.count(CLOSE_MARK):
-            raise InvalidData("the chat holds U+FDD0 or U+FDD1, which Unicode reserves; remove them")
-        text = marked.replace(OPEN_MARK, "").replace(CLOSE_MARK, "")
+        before, *blocks = self._rendered(messages, tools, add_generation_prompt=False, **_MARKS).split(
+            _MARKS[OPEN_MARK]
+        )
+        pieces, spans, at = [before], [], len(before)
+        for block in blocks:
+            generated, closed, behind = block.partition(_MARKS[CLOSE_MARK])
+            if not closed:
+                raise InvalidData("the model's chat template leaves a generation block before its end")
+            pieces += (generated, behind)
+            spans.append((at, at + len(generated)))
+            at += len(generated) + len(behind)
+        text = "".join(pieces)
         if not self._blocks_reach_the_text and self.render(messages, tools=tools) != text:
             raise InvalidData("the model's chat template changes the text inside its generation markers")
-        spans = []
-        for removed, match in enumerate(_MARKED.finditer(marked)):
-            start = match.start() - 2 * removed
-            spans.append((start, start + len(match.group(1))))
         return text, spans
 
     def _span_by_prefixes(self, messages: Sequence[Message], tools: Tools | None, index: int, text: str) -> Span:

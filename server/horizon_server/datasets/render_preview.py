@@ -19,6 +19,7 @@ from pathlib import Path
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.documents import Document, TextSplitter
+from horizon_server.datasets.formats import columns_of
 from horizon_server.datasets.preparation import PrepareOptions
 from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
@@ -95,7 +96,7 @@ def _shows(file: DataFile, codec: TextCodec, options: PrepareOptions) -> Iterato
             yield partial(_show_piece, codec, number, document)
         return
     tokenizer = RowTokenizer(codec, options, dataset_format)
-    for row in read_rows(file):
+    for row in read_rows(file, columns_of(dataset_format, options.field_map)):
         yield partial(_show_row, tokenizer, row)
 
 

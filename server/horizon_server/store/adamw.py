@@ -100,15 +100,15 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
 
 def _scalars(hyper: AdamWStep) -> Scalars:
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
+    factor = math.sqrt(1 - hyper.beta2**hyper.step)
     return Scalars(
         grad_scale=hyper.grad_scale,
         beta1=hyper.beta1,
         one_minus_beta1=1 - hyper.beta1,
         beta2=hyper.beta2,
         one_minus_beta2=1 - hyper.beta2,
-        bias_correction2_sqrt=math.sqrt(1 - hyper.beta2**hyper.step),
-        eps=hyper.eps,
-        step_size=hyper.learning_rate / (1 - hyper.beta1**hyper.step),
+        scaled_eps=factor * hyper.eps,
+        scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
     )
 
 

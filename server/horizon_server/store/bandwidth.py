@@ -67,7 +67,7 @@ def measure_bandwidth(
 def _adamw_run(kernel: ctypes.CDLL, num_parameters: int, grad_bytes: int, num_threads: int) -> Callable[[], None]:
     buffers = [_Buffer.on_memory_file(num_parameters * size, num_threads) for size in (2, 2, 4, 4, grad_bytes)]
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0))
-    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1.0, 1e-8, 1e-3)
+    scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3)
 
     def run() -> None:
         addresses = [buffer.address for buffer in buffers]

@@ -33,7 +33,10 @@ class Segment(ctypes.Structure):
 
 
 class Scalars(ctypes.Structure):
-    """What one AdamW step is the same for every element, rounded to fp32 once."""
+    """What of one AdamW step is the same for every element, rounded to fp32 once.
+
+    `scaled_eps` and `scaled_step_size` carry the factor sqrt(1 - beta2**step): m / (sqrt(v) / f + eps) is f * m / (sqrt(v) + f * eps).
+    """
 
     _fields_ = (
         ("grad_scale", ctypes.c_float),
@@ -41,9 +44,8 @@ class Scalars(ctypes.Structure):
         ("one_minus_beta1", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("one_minus_beta2", ctypes.c_float),
-        ("bias_correction2_sqrt", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
+        ("scaled_eps", ctypes.c_float),
+        ("scaled_step_size", ctypes.c_float),
     )
 
 

@@ -59,7 +59,8 @@ def adamw(
 ) -> None:
     """One AdamW update in place; `grads` are fp32, or bf16 as raw bits.
 
-    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW.
+    Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW but for the second
+    bias correction, which `scalars` carries.
     """
     f32 = np.float32
     master = np.empty(min(CHUNK_ELEMENTS, len(lo)), dtype=np.float32)
@@ -72,9 +73,9 @@ def adamw(
             first[:] = f32(scalars.beta1) * first + f32(scalars.one_minus_beta1) * grad
             second[:] = f32(scalars.beta2) * second + (f32(scalars.one_minus_beta2) * grad) * grad
             merge(hi_bits[part], lo[part], weights)
-            denominator = np.sqrt(second) / f32(scalars.bias_correction2_sqrt) + f32(scalars.eps)
+            denominator = np.sqrt(second) + f32(scalars.scaled_eps)
             weights *= f32(decay_factor)
-            weights -= (f32(scalars.step_size) * first) / denominator
+            weights -= (f32(scalars.scaled_step_size) * first) / denominator
         split(weights, hi_bits[part], lo[part])
 
 

@@ -80,7 +80,7 @@ def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Fak
 
 
 def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
-    daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=10)
+    daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
     with pytest.raises(WouldNotFit, match="the disk is full") as caught:
         client.datasets.push([jsonl], name="notes")

@@ -132,9 +132,20 @@ def test_markers_survive_only_in_templates_that_leave_their_text_alone() -> None
     )
     with pytest.raises(InvalidData, match="changes the text inside its generation markers"):
         trained(trimmed, CHAT[:3])
-    reserved = [{"role": "user", "content": "\ufdd0"}, {"role": "assistant", "content": "x"}]
-    with pytest.raises(InvalidData, match=r"U\+FDD0"):
-        trained(MARKED, reserved)
+    leaving = "{% for m in messages %}{% generation %}{{ m.content }}{% break %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(InvalidData, match="leaves a generation block before its end"):
+        trained(leaving)
+
+
+def test_what_is_set_in_a_generation_block_stays_in_it() -> None:
+    source = (
+        "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 2 %}{{ m.content }}"
+        "{{ x }}{% endgeneration %}{% endif %}{{ x }}{% endfor %}"
+    )
+    assert trained(source) == [" hello\n2", "bye2"]
+    options: dict[str, Any] = {"chat_template": source, **SPECIAL}
+    (rendered,), _ = cast("tuple[list[str], list[object]]", render_jinja_template([CHAT], **options))
+    assert ChatTemplate(source, SPECIAL).assistant_spans(CHAT)[0] == rendered
 
 
 @pytest.mark.parametrize(

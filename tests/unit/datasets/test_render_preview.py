@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from horizon_server.datasets import render_preview
@@ -167,3 +171,22 @@ def test_no_sentence_tells_where_the_model_lies(ask: Any, tmp_path: Path) -> Non
     ended = render_preview._answer(ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty"))
     assert (ended.outcome, ended.reason) == ("failed", "INVALID_MODEL")
     assert str(tmp_path) not in ended.message
+
+
+@pytest.mark.parametrize("container", ["array", "parquet", "zstd", "gzip"])
+def test_rows_of_every_container_are_found_by_their_number(ask: Any, tmp_path: Path, container: str) -> None:
+    rows = [{"prompt": f"{i}+0=", "completion": str(i), "extra": [i]} for i in range(20)]
+    request = ask({}, offset=7, num_rows=2)
+    name = {"array": "a.json", "parquet": "a.parquet", "zstd": "a.jsonl.zst", "gzip": "a.jsonl.gz"}[container]
+    if container == "array":
+        (tmp_path / name).write_text(json.dumps(rows))
+    elif container == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name, row_group_size=3)
+    elif container == "zstd":
+        with pyarrow.CompressedOutputStream(str(tmp_path / name), "zstd") as stream:
+            stream.write(lines(*rows).encode())
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(lines(*rows).encode()))
+    shown = render(dataclasses.replace(request, dataset_files=(DataFile.at(tmp_path / name),)))
+    assert [(row.number, trained_text(row)) for row in shown] == [(8, ["7<|im_end|>"]), (9, ["8<|im_end|>"])]
+    assert {row.unit for row in shown} == {"row" if container in ("array", "parquet") else "line"}

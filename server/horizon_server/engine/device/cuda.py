@@ -217,8 +217,12 @@ class CudaDevice(QueuedDevice):
         return peak
 
     def close(self) -> None:
-        """See `Device.close`."""
+        """See `Device.close`. CUDA: synchronises the device, because a copy may be under way when a queue's thread has ended."""
         super().close()
+        try:
+            self._runtime.synchronize()
+        except RuntimeError as error:
+            self._failure.keep(error)
         self._pinned.clear()
         if self._cast is not None:
             self.free(self._cast)

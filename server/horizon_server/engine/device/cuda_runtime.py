@@ -78,6 +78,8 @@ class TorchCuda:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        # What an earlier device of this process held at its peak is not ours.
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def new_stream(self) -> torch.cuda.Stream:
         """See `Runtime.new_stream`."""
@@ -89,7 +91,8 @@ class TorchCuda:
 
     def new_mark(self) -> Mark:
         """See `Runtime.new_mark`."""
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # Blocking: a thread that waits sleeps, where it would spin on a core that the optimizer needs.
+        return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
         """See `Runtime.wait`."""

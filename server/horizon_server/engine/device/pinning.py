@@ -22,11 +22,15 @@ STAGING_BYTES = 32 << 20
 
 
 class PinnedRanges:
-    """Host memory registered with the driver, piece by piece. Thread: one changes it; any may ask."""
+    """Host memory registered with the driver, piece by piece. Thread: one changes it; any may ask.
+
+    It keeps what it registered: were memory unmapped before, the driver would go on copying from the old pages what is mapped there next.
+    """
 
     def __init__(self, runtime: Runtime, *, max_piece_bytes: int = MAX_PIECE_BYTES) -> None:
         self._runtime, self._max_piece_bytes = runtime, max_piece_bytes
         self._pieces: list[tuple[int, int]] = []
+        self._kept: dict[int, Tensor] = {}
         self.refusals: list[str] = []
 
     def add(self, memory: Tensor, *, cuts: Sequence[int]) -> None:
@@ -34,14 +38,15 @@ class PinnedRanges:
 
         A refusal is noted, not raised: what is not registered is copied through a staging ring.
         """
-        if self.holds(memory[:1]):
-            return
         item_bytes, base = memory.element_size(), memory.data_ptr()
         for start, stop in split_at(cuts, max_size=self._max_piece_bytes // item_bytes):
             address, num_bytes = base + start * item_bytes, (stop - start) * item_bytes
+            if self.holds(memory[start:stop]):
+                continue
             code = self._runtime.register(address, num_bytes)
             if code == 0:
                 self._pieces.append((address, address + num_bytes))
+                self._kept[address] = memory
             else:
                 self.refusals.append(
                     f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to "
@@ -54,6 +59,7 @@ class PinnedRanges:
         for piece in [piece for piece in self._pieces if start <= piece[0] < stop]:
             self._runtime.unregister(piece[0])
             self._pieces.remove(piece)
+            del self._kept[piece[0]]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether one piece holds all of a contiguous tensor."""
@@ -65,6 +71,7 @@ class PinnedRanges:
         for address, _ in self._pieces:
             self._runtime.unregister(address)
         self._pieces.clear()
+        self._kept.clear()
 
 
 class StagingRing:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,26 @@ def _lander(target: Tensor) -> Callable[[int, Tensor], None]:
         target[start : start + values.numel()] = values
 
     return land
+
+
+def test_registered_memory_stays_mapped_until_it_is_unregistered() -> None:
+    ranges, memory = PinnedRanges(CpuRuntime()), torch.zeros(64)
+    seen = weakref.ref(memory)
+    ranges.add(memory, cuts=[0, 64])
+
+    del memory
+    assert seen() is not None, "the driver would copy from pages that are another mapping's by now"
+    ranges.clear()
+    assert seen() is None
+
+
+def test_adding_again_registers_only_what_was_refused() -> None:
+    runtime, memory = CpuRuntime(pinnable_bytes=150), torch.zeros(64)
+    ranges = PinnedRanges(runtime, max_piece_bytes=128)
+    ranges.add(memory, cuts=[0, 32, 64])
+    assert not ranges.holds(memory[32:])
+
+    runtime.pinnable_bytes = 1 << 20
+    ranges.add(memory, cuts=[0, 32, 64])
+
+    assert ranges.holds(memory[:32]) and ranges.holds(memory[32:])
