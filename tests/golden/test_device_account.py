@@ -144,7 +144,7 @@ def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("grad_bytes", [4, 0])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3"])
 def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,
@@ -193,6 +193,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 4}),
         ("qwen3_moe", {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 4}),
         ("qwen3_moe", {"moe_intermediate_size": 16, "num_experts": 16, "num_experts_per_tok": 1}),
+        ("deepseek_v3", {"n_routed_experts": 16, "n_shared_experts": 2}),
     ],
 )
 def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
@@ -203,7 +204,7 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
     documents: Callable[..., list[Tensor]],
     pack: Pack,
 ) -> None:
-    model = tiny_model(architecture, hidden_size=64, head_dim=16, **changes)
+    model = tiny_model(architecture, hidden_size=64, **changes)
     plan = plan_memory(
         model.template.layout,
         model=ModelShape.from_config(model.config.to_dict()),

@@ -103,7 +103,8 @@ def plan_memory(
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
         + (
             max(
-                _layer_saved_elements(model, row_tokens) * element_bytes,
+                (_layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens))
+                * element_bytes,
                 _head_saved_elements(model, tokens_per_step) * _FP32,
             )
             if device_kind == "host"
@@ -200,6 +201,11 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     return per_token * row_tokens
 
 
+def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
+    """The attention scores that are kept on the host where only a GPU has a fused kernel, counted on DeepSeek-V3."""
+    return model.num_attention_heads * row_tokens * row_tokens if model.narrow_values else 0
+
+
 def _inner_saved_elements(model: ModelShape) -> int:
     """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
 
@@ -266,7 +272,9 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    layer_elements = _layer_saved_elements(model, row_tokens) + backward_elements + largest_weight
+    # Scores that are kept have a gradient of their size.
+    unfused_elements = 2 * _unfused_scores_elements(model, row_tokens)
+    layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
     head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size

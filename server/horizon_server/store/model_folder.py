@@ -79,6 +79,8 @@ class ModelShape:
     softcaps_attention: bool
     tied: bool
     experts: ExpertShape | None = None
+    narrow_values: bool = False
+    """Whether values are of another size than queries and keys, which rules out fused attention on a CPU."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -105,6 +107,7 @@ class ModelShape:
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=_is_tied(config, names),
             experts=_experts(text),
+            narrow_values=_has_narrow_values(text),
         )
 
 
@@ -230,6 +233,11 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
         intermediate_size=inner_size,
         shared_intermediate_size=_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
     )
+
+
+def _has_narrow_values(text: Mapping[str, Any]) -> bool:
+    query_size = _count(text, "qk_nope_head_dim") + _count(text, "qk_rope_head_dim")
+    return 0 < query_size != _count(text, "v_head_dim") > 0
 
 
 def _num_layers(config: Mapping[str, Any]) -> int:

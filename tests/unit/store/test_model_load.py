@@ -184,6 +184,19 @@ def test_experts_are_read_under_the_names_of_their_families(
     assert (None if experts is None else astuple(experts)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("sizes", "narrow"),
+    [
+        ({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, True),
+        ({"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}, False),
+        ({"v_head_dim": 128}, False),
+        ({}, False),
+    ],
+)
+def test_values_of_another_size_than_queries_are_noticed(sizes: dict[str, int], narrow: bool) -> None:
+    assert ModelShape.from_config(CONFIG | sizes, names=["lm_head.weight"]).narrow_values is narrow
+
+
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(InvalidModel, match="vocab_size is missing"):
         ModelShape.from_config({name: value for name, value in CONFIG.items() if name != "vocab_size"})
