@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from horizon_server.store.bandwidth import Bandwidth, adamw_bytes_per_parameter, measure_bandwidth
+from horizon_server.store.bandwidth import (
+    Bandwidth,
+    adamw_bytes_per_parameter,
+    measure_bandwidth,
+    parameters_beyond_caches,
+)
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 
@@ -14,7 +19,7 @@ def main() -> None:
     """Print one line per gradient dtype and thread count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="*", default=sorted({1, available_cpus()}))
-    parser.add_argument("--parameters", type=int, default=1 << 24)
+    parser.add_argument("--parameters", type=int, default=parameters_beyond_caches(), help="default: beyond all caches")
     parser.add_argument("--pairs", type=int, default=7)
     arguments = parser.parse_args()
     info = kernel_info()

@@ -1,7 +1,7 @@
 """Measures how fast memory feeds the optimizer: the AdamW kernel against a STREAM triad on the same threads.
 
-Owns what `horizond doctor` and bench/adamw.py print. Torch-free. The kernel runs on memory files, as in a real store;
-the triad on anonymous memory, as STREAM does.
+Owns what `horizond doctor` and bench/adamw.py print: the speed of memory, not of a cache. Torch-free. The kernel runs on memory files,
+as in a real store; the triad on anonymous memory, as STREAM does.
 
 Source: McCalpin, STREAM: a = b + s * c counts 24 bytes per element, without the write-allocate traffic.
 """
@@ -15,10 +15,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from horizon_server.store import native, planes
 
 TRIAD_BYTES_PER_ELEMENT = 24
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_TIMES_CACHE = 4
+_SHARE_OF_MEMORY = 1 / 8
+_FEWEST_PARAMETERS, _MOST_PARAMETERS = 1 << 24, 1 << 27
+_KEPT_BYTES = 2 + 2 + 4 + 4 + 2
+"""Of a parameter with a bf16 gradient: what the kernel's planes hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +46,24 @@ def adamw_bytes_per_parameter(grad_bytes: int) -> int:
     return 2 * (2 + 2 + 4 + 4) + grad_bytes
 
 
+def parameters_beyond_caches(caches: Path = _CACHES) -> int:
+    """How many parameters make planes four times the largest cache, as STREAM wants it; fewer where memory is small."""
+    sizes = [_cache_bytes(size.read_text("ascii")) for size in caches.glob("index*/size")]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = int(memory_bytes * _SHARE_OF_MEMORY / (_KEPT_BYTES + adamw_bytes_per_parameter(2)))
+    wanted = _TIMES_CACHE * max(sizes, default=0) // _KEPT_BYTES
+    return max(_FEWEST_PARAMETERS, min(wanted, room, _MOST_PARAMETERS))
+
+
 def measure_bandwidth(
-    *, num_threads: int, num_parameters: int = 1 << 24, grad_bytes: int = 2, num_pairs: int = 7
+    *, num_threads: int, num_parameters: int | None = None, grad_bytes: int = 2, num_pairs: int = 7
 ) -> Bandwidth | None:
     """Time the kernel and the triad in turns over equally many bytes; None where the kernel is missing.
 
-    Each pair runs back to back, so that a machine shared with others slows both.
+    Each pair runs back to back, so that a machine shared with others slows both. Without a number of parameters,
+    `parameters_beyond_caches`.
     """
+    num_parameters = num_parameters or parameters_beyond_caches()
     kernel = native.library()
     if kernel is None:
         return None
@@ -62,6 +81,12 @@ def measure_bandwidth(
         triad_bytes_per_s=num_bytes / statistics.median(triad_s for _, triad_s in pairs),
         ratio=statistics.median(triad_s / adamw_s for adamw_s, triad_s in pairs),
     )
+
+
+def _cache_bytes(size: str) -> int:
+    """Bytes of a size as the kernel writes it: 307200K."""
+    digits, unit = size.strip().rstrip("KMG"), size.strip()[-1:]
+    return int(digits) << {"K": 10, "M": 20, "G": 30}.get(unit, 0)
 
 
 def _adamw_run(kernel: ctypes.CDLL, num_parameters: int, grad_bytes: int, num_threads: int) -> Callable[[], None]:
