@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.documents import Document, TextSplitter
 from horizon_server.datasets.formats import check_field_map, columns_of
 from horizon_server.datasets.held_out import is_held_out
+from horizon_server.datasets.json_rows import JsonLine, parse_json_lines, split_json_lines
 from horizon_server.datasets.ordered_map import ordered_map
 from horizon_server.datasets.preparation import PrepareOptions
 from horizon_server.datasets.rows import read_rows, read_text, resolve_format
@@ -22,7 +24,9 @@ from horizon_server.datasets.token_batch import TokenBatch
 from horizon_server.datasets.tokenization import RowTokenizer
 from horizon_server.errors import FieldViolation
 
-_ROWS_AT_ONCE = 256
+RowOrLine = TypeVar("RowOrLine", Row, JsonLine)
+
+_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 512 * 1024
 _FORKED_FROM_BYTES = 1024 * 1024
 """A smaller file is done before other processes have started."""
@@ -57,11 +61,19 @@ class Batches:
         check_field_map(dataset_format, options.field_map)
         tokenizer = RowTokenizer(self._codec, options, dataset_format)
 
-        def tokenized(rows: list[Row]) -> TokenBatch:
+        def tokenized(rows: Sequence[Row]) -> TokenBatch:
             return TokenBatch().add_rows(tokenizer.tokenize(rows))
 
+        def parsed_and_tokenized(lines: Sequence[JsonLine]) -> TokenBatch:
+            return tokenized(list(parse_json_lines(lines)))
+
+        num_processes = self._processes_for(file)
+        if container is Container.JSON_LINES:
+            # Parsed where they are tokenised: a line is cheaper to send than the row it holds.
+            yield from ordered_map(parsed_and_tokenized, _grouped(split_json_lines(file)), num_processes=num_processes)
+            return
         rows = read_rows(file, columns_of(dataset_format, options.field_map))
-        yield from ordered_map(tokenized, _grouped(rows), num_processes=self._processes_for(file))
+        yield from ordered_map(tokenized, _grouped(rows), num_processes=num_processes)
 
     def _of_text(self, file: DataFile) -> Iterator[TokenBatch]:
         violations: list[FieldViolation] = []
@@ -107,9 +119,9 @@ class Batches:
         return self._num_processes if file.path.stat().st_size >= _FORKED_FROM_BYTES else 1
 
 
-def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _grouped(rows: Iterable[RowOrLine]) -> Iterator[list[RowOrLine]]:
     """Group rows so that neither many nor long ones are held at once."""
-    batch: list[Row] = []
+    batch: list[RowOrLine] = []
     num_bytes = 0
     for row in rows:
         batch.append(row)

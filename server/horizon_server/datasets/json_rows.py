@@ -8,8 +8,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, NamedTuple
 
 from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile, Row
 from horizon_server.datasets.expansion import open_expanded
@@ -24,15 +24,32 @@ _NEAR_END = 16
 _TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB; split the row"
 
 
-def read_json_lines(file: DataFile) -> Iterator[Row]:
-    """Yield every line that is not blank, parsed or with the reason why it could not be."""
-    decoder = StrictDecoder()
+class JsonLine(NamedTuple):
+    """A line that is not blank, not parsed yet: cheap to send to another process. `content` is None where it is too long."""
+
+    number: int
+    offset: int
+    content: bytes | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is held."""
+        return len(self.content or b"")
+
+
+def split_json_lines(file: DataFile) -> Iterator[JsonLine]:
+    """Yield every line that is not blank."""
     with open_expanded(file) as stream:
-        for number, offset, line in _read_lines(stream):
-            if line is None:
-                yield Row.refused(number, _TOO_LONG)
-            elif not line.isspace():
-                yield _parse_line(decoder, number, offset, line)
+        for line in _read_lines(stream):
+            if line.content is None or not line.content.isspace():
+                yield line
+
+
+def parse_json_lines(lines: Iterable[JsonLine]) -> Iterator[Row]:
+    """Yield the row of every line, or the reason why there is none."""
+    decoder = StrictDecoder()
+    for number, offset, content in lines:
+        yield Row.refused(number, _TOO_LONG) if content is None else _parse_line(decoder, number, offset, content)
 
 
 def read_json_array(file: DataFile) -> Iterator[Row]:
@@ -44,7 +61,7 @@ def read_json_array(file: DataFile) -> Iterator[Row]:
         yield from _ArrayReader(stream, skip_byte_order_mark(stream)).rows()
 
 
-def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
+def _read_lines(stream: BinaryIO) -> Iterator[JsonLine]:
     offset = skip_byte_order_mark(stream)
     number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
@@ -54,7 +71,7 @@ def _read_lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes | None]]:
         while too_long and not line.endswith(b"\n") and (line := stream.readline(_BLOCK_BYTES)):
             size += len(line)
         offset += size
-        yield number, start, None if too_long else line
+        yield JsonLine(number, start, None if too_long else line)
 
 
 def _parse_line(decoder: StrictDecoder, number: int, offset: int, line: bytes) -> Row:

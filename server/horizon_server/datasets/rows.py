@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from horizon_server.datasets.containers import Container, container_of
 from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.formats import DatasetFormat, detect_format, require_columns
-from horizon_server.datasets.json_rows import read_json_array, read_json_lines
+from horizon_server.datasets.json_rows import parse_json_lines, read_json_array, split_json_lines
 from horizon_server.datasets.parquet_rows import parquet_columns, read_parquet
 from horizon_server.datasets.plain_text import read_text
 from horizon_server.datasets.violations import ViolationTally
@@ -58,7 +58,7 @@ def read_rows(file: DataFile, columns: Collection[str] | None = None) -> Iterato
     container = container_of(file)
     if container is Container.PARQUET:
         return read_parquet(file, columns)
-    return read_json_array(file) if container is Container.JSON_ARRAY else read_json_lines(file)
+    return read_json_array(file) if container is Container.JSON_ARRAY else parse_json_lines(split_json_lines(file))
 
 
 def _detect(columns: Collection[str], field_map: Mapping[str, str], place: str) -> DatasetFormat:
