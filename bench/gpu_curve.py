@@ -247,6 +247,12 @@ def _rows(vocab_size: int, point: Point) -> list[MicroBatch]:
     return random_rows(vocab_size, num_rows=point.tokens // point.sequence, row_tokens=point.sequence)
 
 
+def hardware_flops_of(template: Template, *, model_flops: float, num_tokens: int) -> float:
+    """What is really computed: layers once more than the model's own operations, but for the products that their recompute leaves out."""
+    not_recomputed = template.vocab_size * template.hidden_size + template.num_unseen_parameters
+    return model_flops * 4 / 3 - 2 * not_recomputed * num_tokens
+
+
 def _cells(
     template: Template,
     config: PretrainedConfig,
@@ -263,7 +269,7 @@ def _cells(
     head = config.vocab_size * config.hidden_size
     trained = matrices if template.tied else matrices - head
     model_flops = last.model_flops
-    hardware_flops = model_flops * 4 / 3 - 2 * head * point.tokens
+    hardware_flops = hardware_flops_of(template, model_flops=model_flops, num_tokens=point.tokens)
     peak_bytes = torch.cuda.max_memory_allocated() if kind == "cuda" else sum(last.device_memory.values())
     return [
         f"{point.tokens / step_s:,.0f}",

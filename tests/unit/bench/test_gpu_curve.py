@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.gpu_curve import _config
+from bench.gpu_curve import _config, hardware_flops_of
 from bench.gpu_machine import free_host_bytes
 from bench.gpu_resident import ResidentModel
 from bench.models import random_rows
+
+from horizon_server.engine.template import Template
 
 ROOT = Path(__file__).parents[3]
 FORBIDDEN = ("fastapi", "starlette", "pydantic", "sqlalchemy", "grpc", "structlog")
@@ -51,6 +53,18 @@ def test_what_does_not_fit_and_what_has_no_time_left_are_rows_that_say_so(tmp_pa
     (large,) = [line for line in lines if line.startswith(f"| tiny | {1 << 23} |")]
     assert "| no time left |" in small
     assert "does not fit: " in large and "GiB planned on the device, 1.0 GiB there" in large
+
+
+def test_what_is_not_computed_again_does_not_count_as_computed() -> None:
+    config = _config("tiny", max_tokens=32)
+    template = Template.from_config(config)
+    head = config.vocab_size * config.hidden_size
+    left_out = config.num_hidden_layers * config.intermediate_size * config.hidden_size
+    layers = 1_000_000
+
+    computed = hardware_flops_of(template, model_flops=6 * (layers + head), num_tokens=1)
+
+    assert computed == pytest.approx(8 * layers - 2 * left_out + 6 * head)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
