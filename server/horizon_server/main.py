@@ -12,14 +12,12 @@ from pathlib import Path
 import sdnotify
 import structlog
 
-from horizon_server.accounts.service import Accounts
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.datasets.service import DatasetService
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
@@ -30,18 +28,20 @@ from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import JobRecord
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus, usable_accelerators
 from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.jobs.scheduler import Scheduler
-from horizon_server.jobs.service import JobService
-from horizon_server.models.service import ModelService
 from horizon_server.network import Address, is_loopback, parse_address
-from horizon_server.previews import Previews
-from horizon_server.resources import NodeResources, PreparationRecipes
+from horizon_server.records.job import JobRecord
+from horizon_server.services.accounts import Accounts
+from horizon_server.services.datasets import DatasetService
+from horizon_server.services.inputs import NodeResources, PreparationRecipes
+from horizon_server.services.jobs import JobService
+from horizon_server.services.models import ModelService
+from horizon_server.services.previews import Previews
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.telemetry.logs import configure_logging

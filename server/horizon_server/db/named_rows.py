@@ -17,11 +17,11 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
-from horizon_server.blobs.manifest import MAX_FILES, BlobFile
 from horizon_server.db.database import Database
 from horizon_server.db.requests import Requests
 from horizon_server.db.tables import DatasetRow, ModelRow
 from horizon_server.errors import AlreadyExists, FieldViolation, InvalidSpec, NotFound
+from horizon_server.records.blob import MAX_FILES, BlobFile
 
 
 class Named(Protocol):

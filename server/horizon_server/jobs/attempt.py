@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from horizon_server.children.child import CANCEL, STOP, Child, exit_reason, log_tail
 from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerFailed
 from horizon_server.events import (
     AttemptEnded,
@@ -27,14 +28,13 @@ from horizon_server.events import (
     StepDone,
     WorkerLine,
 )
-from horizon_server.jobs.child import CANCEL, STOP, Child, exit_reason, log_tail
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import oom_kills
 from horizon_server.jobs.plan import Planner, WorkerMemory
 from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.records.job import JobRecord, JobState
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.jobs.ports import JobStore
+from horizon_server.records.account import Principal
 from horizon_server.version import VERSION
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")

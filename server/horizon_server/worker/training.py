@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
@@ -33,7 +34,6 @@ from horizon_server.store.checkpoint import load_checkpoint, load_model, save_ch
 from horizon_server.store.durable_folder import remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_folder import open_model_folder
-from horizon_server.worker.channel import EventWriter, Order, Orders
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20

@@ -12,9 +12,9 @@ from horizon_server.api.grpc.wire_preview import from_preview, preview_options
 from horizon_server.api.grpc.wire_time import to_timestamp
 from horizon_server.api.services import PreviewsPort
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.datasets.records import DatasetRecord
-from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.services.datasets import DatasetService
 
 _AUTO = "auto"
 

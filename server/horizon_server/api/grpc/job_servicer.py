@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from horizon_proto.v1 import job_pb2, job_pb2_grpc
-from horizon_server.accounts.lookup import page_limit
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.open_streams import closing
 from horizon_server.api.grpc.wire_job import from_job_state, to_event, to_job, to_plan
 from horizon_server.api.grpc.wire_spec import from_wire, to_wire
 from horizon_server.api.services import JobsPort
 from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
-from horizon_server.jobs.job import JobState
+from horizon_server.records.job import JobState
+from horizon_server.services.lookup import page_limit
 
 _PIECE_BYTES = 2**20
 

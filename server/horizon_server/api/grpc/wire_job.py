@@ -10,7 +10,6 @@ from horizon_proto.v1 import checkpoint_pb2, job_pb2, node_pb2
 from horizon_server.api.grpc.wire_blob import to_files
 from horizon_server.api.grpc.wire_spec import to_wire
 from horizon_server.api.grpc.wire_time import to_timestamp
-from horizon_server.blobs.manifest import BlobFile
 from horizon_server.events import (
     CheckpointWritten,
     EvalDone,
@@ -21,8 +20,10 @@ from horizon_server.events import (
     StepDone,
     TransferFigures,
 )
-from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
+from horizon_server.records.blob import BlobFile
+from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.records.plan import JobPlan
 
 _STEP_FIELDS = (
     "step", "num_steps", "loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "tokens_per_second", "duration_s",

@@ -25,7 +25,7 @@ from horizon_server.events import (
     TransferFigures,
     kind_of,
 )
-from horizon_server.jobs.job import JobRecord, JobState
+from horizon_server.records.job import JobRecord, JobState
 
 SPEC = job_pb2.JobSpec(name="a", model="m", dataset="d", train=job_pb2.TrainSpec(max_steps=7))
 STEP = StepDone(

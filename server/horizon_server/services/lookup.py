@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from horizon_server.accounts.principal import Principal, may_see
 from horizon_server.errors import FieldViolation, InvalidSpec, NotFound
+from horizon_server.records.account import Principal
+from horizon_server.services.access import may_see
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
-from horizon_server.accounts.principal import Principal, require_change, require_create, require_visible
 from horizon_server.errors import (
     DoesNotFit,
     Draining,
@@ -23,12 +22,15 @@ from horizon_server.errors import (
 )
 from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import ENDED, ON_DEVICE, CheckpointRecord, JobPlan, JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.log_reader import read_log
 from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.ports import Resources
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.records.account import Principal
+from horizon_server.records.job import ENDED, ON_DEVICE, CheckpointRecord, JobRecord, JobState
+from horizon_server.records.plan import JobPlan
+from horizon_server.services.access import require_change, require_create, require_visible
 from horizon_server.spec import JobSpec
 
 MAX_PAGE_SIZE = 1000

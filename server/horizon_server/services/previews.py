@@ -14,14 +14,14 @@ from pathlib import Path
 
 import structlog
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.blobs.disk import told_when_full
+from horizon_server.children.child import Child, exit_reason, log_tail
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_json
 from horizon_server.errors import FieldViolation, InvalidData, InvalidModel, InvalidSpec, Stalled, WorkerFailed
 from horizon_server.events import AttemptEnded
-from horizon_server.jobs.child import Child, exit_reason, log_tail
 from horizon_server.jobs.ports import Resources
+from horizon_server.records.account import Principal
 
 log = structlog.get_logger(__name__)
 
