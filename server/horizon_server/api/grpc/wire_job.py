@@ -19,8 +19,8 @@ from horizon_server.events import (
     PrepareProgress,
     StateChanged,
     StepDone,
-    TransferFigures,
 )
+from horizon_server.figures import TransferFigures
 from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
 
