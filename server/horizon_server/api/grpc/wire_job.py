@@ -18,8 +18,8 @@ from horizon_server.events import (
     PrepareProgress,
     StateChanged,
     StepDone,
-    TransferFigures,
 )
+from horizon_server.figures import TransferFigures
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.job import CheckpointRecord, JobRecord, JobState

@@ -22,9 +22,9 @@ from horizon_server.events import (
     PrepareProgress,
     StateChanged,
     StepDone,
-    TransferFigures,
     kind_of,
 )
+from horizon_server.figures import TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 
 SPEC = job_pb2.JobSpec(name="a", model="m", dataset="d", train=job_pb2.TrainSpec(max_steps=7))
