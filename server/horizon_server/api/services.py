@@ -12,9 +12,10 @@ from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
 from horizon_server.datasets.service import DatasetService
 from horizon_server.events import JobEvent
-from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.models.service import ModelService
+from horizon_server.planning.job_plan import JobPlan
 from horizon_server.spec import JobSpec
 
 JobPage = tuple[list[JobRecord], str]

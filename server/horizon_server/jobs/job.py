@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from horizon_server.events import StepDone
+from horizon_server.planning.job_plan import JobPlan
 from horizon_server.spec import JobSpec
-from horizon_server.store.roofline import StepPrediction
 
 
 class JobState(StrEnum):
@@ -47,54 +46,6 @@ _MOVES: dict[JobState, frozenset[JobState]] = {
 def may_move(old: JobState, new: JobState) -> bool:
     """Whether the state machine allows the move."""
     return new in _MOVES.get(old, frozenset())
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
-
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
-    host_limit_bytes: int
-    device_limit_bytes: int
-    num_parameters: int
-    device: str
-    message: str = ""
-    """When it does not fit: the numbers and the smallest change that would make it fit."""
-    prediction: StepPrediction | None = None
-    """None while the machine's speed has not been measured."""
-
-    @property
-    def host_total_bytes(self) -> int:
-        """Sum over the host's components."""
-        return sum(self.host_bytes.values())
-
-    @property
-    def device_total_bytes(self) -> int:
-        """Sum over the device's components."""
-        return sum(self.device_bytes.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether nothing speaks against starting it; slowness never does."""
-        return not self.message
-
-    def with_steps(self, num_steps: int) -> JobPlan:
-        """The plan of a job whose number of steps has become known."""
-        if self.prediction is None:
-            return self
-        total_s = num_steps * self.prediction.step_s
-        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
-
-    @property
-    def summary(self) -> str:
-        """One sentence for people."""
-        on_device = f" and {_gib(self.device_total_bytes)} GiB on the device" if self.device != "host" else ""
-        planned = f"planned {_gib(self.host_total_bytes)} GiB on the host{on_device}"
-        if self.prediction is None:
-            return planned
-        speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"
-        return f"{planned}, predicted {speed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +88,6 @@ class JobRecord:
         num_steps = self.num_steps or self.spec.train.max_steps
         prediction = self.plan.prediction if self.plan else None
         return num_steps * prediction.step_s if num_steps and prediction else None
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,13 @@ from horizon_server.errors import (
 )
 from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import ENDED, ON_DEVICE, CheckpointRecord, JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import ENDED, ON_DEVICE, CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.log_reader import read_log
-from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.ports import Resources
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.planning.job_plan import JobPlan
+from horizon_server.planning.planner import Planner
 from horizon_server.spec import JobSpec
 
 MAX_PAGE_SIZE = 1000

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from horizon_server.events import CheckpointWritten, EvalDone, StepDone, TransferFigures
-from horizon_server.jobs.job import JobPlan, JobRecord
+from horizon_server.jobs.job import JobRecord
+from horizon_server.planning.job_plan import JobPlan
 from horizon_server.telemetry.families import Families
 
 OVERLAP_WINDOW_STEPS = 20

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone, TransferFigures
-from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import JobRecord, JobState
+from horizon_server.planning.job_plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec
-from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
 NOW_S = 1_700_000_000.0

@@ -21,8 +21,9 @@ from horizon_server.events import (
     StepDone,
     TransferFigures,
 )
-from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord, JobState
+from horizon_server.jobs.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
+from horizon_server.planning.job_plan import JobPlan
 
 _STEP_FIELDS = (
     "step", "num_steps", "loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen", "tokens_per_second", "duration_s",

@@ -13,9 +13,10 @@ from horizon_server.accounts.principal import Principal, may_see
 from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import StepDone
-from horizon_server.jobs.job import CheckpointRecord, JobPlan, JobRecord
+from horizon_server.jobs.job import CheckpointRecord, JobRecord
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.models.records import ModelRecord
+from horizon_server.planning.job_plan import JobPlan
 
 
 class ViolationBody(BaseModel):

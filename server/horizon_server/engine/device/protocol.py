@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from horizon_server.planning.ledger import DeviceKind
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import DeviceKind
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]

@@ -44,11 +44,12 @@ from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import NotFound
 from horizon_server.events import JobEvent, Payload
-from horizon_server.jobs.job import CheckpointFile, CheckpointRecord, JobPlan, JobRecord, JobState
-from horizon_server.jobs.node import Accelerator, NodeFacts
+from horizon_server.jobs.job import CheckpointFile, CheckpointRecord, JobRecord, JobState
+from horizon_server.jobs.node import NodeFacts
 from horizon_server.models.service import ModelService
+from horizon_server.planning.job_plan import JobPlan, StepPrediction
+from horizon_server.planning.machine import Accelerator
 from horizon_server.spec import JobSpec
-from horizon_server.store.roofline import StepPrediction
 
 GIB = 2**30
 USERS = {"ann": "user", "bob": "user", "root": "admin", "eve": "viewer"}

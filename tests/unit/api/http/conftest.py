@@ -17,11 +17,12 @@ from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, Prev
 from horizon_server.datasets.records import DatasetRecord
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
-from horizon_server.jobs.job import ENDED, CheckpointFile, CheckpointRecord, JobPlan, JobRecord, JobState
-from horizon_server.jobs.node import Accelerator, NodeStatus
+from horizon_server.jobs.job import ENDED, CheckpointFile, CheckpointRecord, JobRecord, JobState
+from horizon_server.jobs.node import NodeStatus
 from horizon_server.models.records import ModelRecord
+from horizon_server.planning.job_plan import JobPlan, StepPrediction
+from horizon_server.planning.machine import Accelerator
 from horizon_server.spec import JobSpec
-from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import Metrics
 
 TOKENS = {

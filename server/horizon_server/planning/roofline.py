@@ -19,16 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from horizon_server.store.bandwidth import adamw_bytes_per_parameter
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind
-from horizon_server.store.model_flops import FLOPS_PER_PARAMETER, FlopsCount
-from horizon_server.store.model_folder import ModelFolder
-
-__all__ = ["Bound", "DeviceRates", "StepPrediction", "StepWork", "WidthRates", "predict_step", "work_of_step"]
-
-Bound = Literal["compute", "h2d", "d2h", "host memory"]
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.job_plan import Bound, StepPrediction
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.model_folder import ModelFolder
 
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """Of a weight on its way up, and of a hidden state: the host device computes in fp32."""
@@ -103,20 +100,6 @@ class StepWork:
     hidden_size: int
     forward: Phase
     backward: Phase
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPrediction:
-    """What a step is expected to take. `bound` is what takes the most of it; `total_s` is the whole job, where its steps are known.
-
-    `peak_flops_per_s` is the device's measured matrix product, which model FLOPs utilisation refers to.
-    """
-
-    step_s: float
-    tokens_per_second: float
-    bound: Bound
-    peak_flops_per_s: float
-    total_s: float | None = None
 
 
 def work_of_step(
