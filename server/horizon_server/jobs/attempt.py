@@ -30,10 +30,10 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.node import oom_kills
-from horizon_server.jobs.plan import Planner, WorkerMemory
 from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.planning.machine import oom_kills
+from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import JobRecord, JobState
 
 log = structlog.get_logger(__name__)

@@ -24,9 +24,9 @@ from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.log_reader import read_log
-from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.ports import Resources
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, ON_DEVICE, CheckpointRecord, JobRecord, JobState
 from horizon_server.records.plan import JobPlan

@@ -27,11 +27,11 @@ from horizon_server.events import (
 )
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
-from horizon_server.store.durable_folder import remove_unfinished
+from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.model_folder import open_model_folder
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
