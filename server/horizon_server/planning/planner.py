@@ -221,8 +221,8 @@ class Planner:
         while tokens > 8:
             tokens //= 2
             length = min(spec.train.sequence_length, tokens)
-            train = dataclasses.replace(spec.train, tokens_per_step=tokens, sequence_length=length)
-            ledger, _ = self._placed(dataclasses.replace(spec, train=train), model, layout, choice, limit_bytes)
+            train = spec.train.model_copy(update={"tokens_per_step": tokens, "sequence_length": length})
+            ledger, _ = self._placed(spec.model_copy(update={"train": train}), model, layout, choice, limit_bytes)
             if ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"

@@ -256,7 +256,7 @@ class JobService:
             raise InvalidSpec(text, violations=[FieldViolation(field="priority", description=text)])
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
-        return dataclasses.replace(spec, project=spec.project or principal.project)
+        return spec.model_copy(update={"project": spec.project or principal.project})
 
     async def _find(self, principal: Principal, key: str) -> JobRecord:
         job = await self._journal.store.get(key)
