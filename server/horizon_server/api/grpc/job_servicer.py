@@ -12,7 +12,7 @@ from horizon_server.api.grpc.open_streams import closing
 from horizon_server.api.grpc.wire_job import from_job_state, to_event, to_job, to_plan
 from horizon_server.api.grpc.wire_spec import from_wire, to_wire
 from horizon_server.api.services import JobsPort
-from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
+from horizon_server.errors import InvalidSpec, NotAvailableYet
 from horizon_server.records.job import JobState
 from horizon_server.services.lookup import page_limit
 
@@ -82,11 +82,11 @@ def _state(index: int, number: int) -> JobState:
     state = from_job_state(number)
     if state is None:
         sentence = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field=f"states[{index}]", description=sentence)])
+        raise InvalidSpec.of(f"states[{index}]", sentence)
     return state
 
 
 def _require_natural(field: str, value: int) -> None:
     if value < 0:
         sentence = f"{field} is {value}; it must be 0 or more"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field=field, description=sentence)])
+        raise InvalidSpec.of(field, sentence)
