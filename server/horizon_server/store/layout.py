@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+from horizon_server.store.safetensors_header import TensorHeader, list_number, read_safetensors_headers
 
 __all__ = [
     "PLANE_BYTES",
@@ -204,7 +204,7 @@ def is_input_table(name: str) -> bool:
 
 def natural_order(name: str) -> tuple[tuple[int, str], ...]:
     """A key that sorts names with their numbers in counting order: expert 2 before expert 10."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name))
 
 
 def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
@@ -226,7 +226,7 @@ def _is_mask(name: str, header: TensorHeader) -> bool:
 
 
 def _is_numbered(name: str) -> bool:
-    return any(part.isdigit() for part in name.split("."))
+    return any(list_number(part) is not None for part in name.split("."))
 
 
 def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> str:
@@ -235,12 +235,14 @@ def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -
     for name, shape in shapes.items():
         parts = name.split(".")
         for position in range(1, len(parts) - 1):
-            if not parts[position].isdigit():
+            number = list_number(parts[position])
+            if number is None:
                 continue
             prefix = ".".join(parts[:position])
-            indices.setdefault(prefix, set()).add(int(parts[position]))
+            indices.setdefault(prefix, set()).add(number)
             parameters[prefix] = parameters.get(prefix, 0) + math.prod(shape)
-    complete = [prefix for prefix, found in indices.items() if found == set(range(num_layers))]
+    # Compared by size and maximum: a set of num_layers numbers would take the memory that a config asks for.
+    complete = [p for p, found in indices.items() if len(found) == num_layers and max(found) == num_layers - 1]
     if not complete:
         seen = ", ".join(f"{prefix}.0 to {prefix}.{max(found)}" for prefix, found in sorted(indices.items())[:4])
         raise InvalidModel(
@@ -253,8 +255,7 @@ def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -
 def _layer_index(name: str, prefix: str) -> int | None:
     if not name.startswith(prefix + "."):
         return None
-    index = name[len(prefix) + 1 :].partition(".")[0]
-    return int(index) if index.isdigit() else None
+    return list_number(name[len(prefix) + 1 :].partition(".")[0])
 
 
 def _place(
