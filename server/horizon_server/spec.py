@@ -24,6 +24,8 @@ Packing = Literal["auto", "true", "false"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
 DeviceChoice = Literal["auto", "cuda", "host"]
+Decay = Literal["trainer", "matrices", "all"]
+CheckpointDtype = Literal["source", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class TrainSpec:
     lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 10
     weight_decay: float = 0.0
+    decay: Decay = "trainer"
+    """What `weight_decay` applies to: all but biases and norms, as the Hugging Face Trainer; matrices but no embedding; or all."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
@@ -56,6 +60,8 @@ class CheckpointSpec:
     every_steps: int = 500
     keep_last: int = 2
     keep_best: bool = True
+    dtype: CheckpointDtype = "source"
+    """Number format of the exported weights: each tensor's own in the source, or one for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +169,7 @@ _TRAIN: Mapping[str, Check] = MappingProxyType(
         "lr_schedule": _choice(*get_args(LrSchedule)),
         "warmup_steps": _whole(0, 100_000_000),
         "weight_decay": _number(0, 10),
+        "decay": _choice(*get_args(Decay)),
         "betas": _betas,
         "eps": _number(0, 1, open_low=True),
         "max_grad_norm": _optional(_number(0, 1e9, open_low=True)),
@@ -172,7 +179,12 @@ _TRAIN: Mapping[str, Check] = MappingProxyType(
     }
 )
 _CHECKPOINT: Mapping[str, Check] = MappingProxyType(
-    {"every_steps": _whole(0, 100_000_000), "keep_last": _whole(1, 1000), "keep_best": _truth}
+    {
+        "every_steps": _whole(0, 100_000_000),
+        "keep_last": _whole(1, 1000),
+        "keep_best": _truth,
+        "dtype": _choice(*get_args(CheckpointDtype)),
+    }
 )
 _JOB: Mapping[str, Check] = MappingProxyType(
     {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "PLANE_BYTES",
     "TENSOR_ALIGN_ELEMENTS",
     "UNIT_ALIGN_ELEMENTS",
+    "DecayRule",
     "StoreLayout",
     "TensorHeader",
     "TensorLayout",
@@ -35,6 +36,7 @@ __all__ = [
     "parameter_shapes",
     "plane_sizes",
     "read_safetensors_headers",
+    "with_decay",
 ]
 
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
@@ -47,6 +49,16 @@ UNIT_ALIGN_ELEMENTS = 2048
 """4 KiB in bf16: one page, so that a unit can be registered and advised by itself."""
 
 UnitKind = Literal["embedding", "layer", "head"]
+
+DecayRule = Literal["trainer", "matrices", "all"]
+"""What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter."""
+
+_TRAINER_SPARES = re.compile(
+    # The patterns of transformers' Trainer.get_decay_parameter_names ...
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
+    # ... and the names that its models give to modules of class nn.LayerNorm, which it spares whatever their name is.
+    r"|(?:^|\.)(?:pre_)?ln(?:_?[a-z0-9]+)?\.weight$|(?:^|\.)(?:norm_[0-9]|layer_norm_?[a-z0-9]+)\.|(?:^|transformer\.)norm_f\."
+)
 
 _INPUT_TABLES = (
     "embed_tokens.weight",
@@ -175,6 +187,15 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
     )
 
 
+def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
+    """The same layout with weight decay on other parameters."""
+    units = (
+        replace(unit, tensors=tuple(replace(t, decay=_decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
+        for unit in layout.units
+    )
+    return replace(layout, units=tuple(units))
+
+
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
     sizes = {plane: layout.plane_bytes(plane) for plane in PLANE_BYTES}
@@ -214,6 +235,13 @@ def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, 
     inner = name[len(prefix) + 1 :].partition(".")[2]
     match = re.match(r"(.*?)\.(\d+)\.(.*)", inner)
     return (match[1], int(match[2]), shape, match[3]) if match else (inner, -1, (), "")
+
+
+def _decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+    spared_by_name = _TRAINER_SPARES.search(name.lower()) is not None
+    if rule == "matrices":
+        return len(shape) > 1 and kind != "embedding" and not spared_by_name
+    return rule == "all" or not spared_by_name
 
 
 def _is_embedding(name: str) -> bool:
@@ -269,7 +297,7 @@ def _place(
         for name in names:
             shape = tuple(shapes[name])
             num_elements = math.prod(shape)
-            decay = len(shape) > 1 and kind != "embedding"
+            decay = _decays(name, shape, kind, "trainer")
             tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
             offset += _round_up(num_elements, TENSOR_ALIGN_ELEMENTS)
         num_padded = _round_up(offset, UNIT_ALIGN_ELEMENTS)

@@ -18,9 +18,10 @@ _JOB_TEXTS = ("name", "project", "model", "dataset", "eval_dataset")
 _JOB_NUMBERS = ("eval_every_steps", "eval_fraction", "priority")
 _JOB_ENUMS: Mapping[str, Any] = MappingProxyType({"method": job_pb2.Method, "device": job_pb2.DeviceChoice})
 _TRAIN_ENUMS: Mapping[str, Any] = MappingProxyType(
-    {"packing": job_pb2.Packing, "lr_schedule": job_pb2.LrSchedule, "train_on": job_pb2.TrainOn}
+    {"packing": job_pb2.Packing, "lr_schedule": job_pb2.LrSchedule, "train_on": job_pb2.TrainOn, "decay": job_pb2.Decay}
 )
-_PREFIXES: Mapping[str, str] = MappingProxyType({"device": "DEVICE_CHOICE_"})
+_CHECKPOINT_ENUMS: Mapping[str, Any] = MappingProxyType({"dtype": job_pb2.CheckpointDtype})
+_PREFIXES: Mapping[str, str] = MappingProxyType({"device": "DEVICE_CHOICE_", "dtype": "CHECKPOINT_DTYPE_"})
 
 
 def from_wire(wire: job_pb2.JobSpec) -> JobSpec:
@@ -32,7 +33,7 @@ def from_wire(wire: job_pb2.JobSpec) -> JobSpec:
     plain: dict[str, Any] = {name: getattr(wire, name) for name in _JOB_TEXTS if getattr(wire, name)}
     plain |= _present(wire, _JOB_NUMBERS) | from_enums(wire, _JOB_ENUMS)
     plain["train"] = _train_from_wire(wire.train)
-    plain["checkpoint"] = _present(wire.checkpoint, _CHECKPOINT_FIELDS)
+    plain["checkpoint"] = _present(wire.checkpoint, _CHECKPOINT_FIELDS) | from_enums(wire.checkpoint, _CHECKPOINT_ENUMS)
     return parse_job_spec(plain)
 
 
@@ -75,7 +76,9 @@ def _train_to_wire(train: TrainSpec) -> job_pb2.TrainSpec:
 
 
 def _checkpoint_to_wire(checkpoint: CheckpointSpec) -> job_pb2.CheckpointSpec:
-    return job_pb2.CheckpointSpec(**{name: getattr(checkpoint, name) for name in _CHECKPOINT_FIELDS})
+    wire = job_pb2.CheckpointSpec(**{name: getattr(checkpoint, name) for name in _CHECKPOINT_FIELDS})
+    to_enums(checkpoint, wire, _CHECKPOINT_ENUMS)
+    return wire
 
 
 def _present(wire: Any, names: tuple[str, ...]) -> dict[str, Any]:
