@@ -7,9 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_proto.v1 import job_pb2
-from horizon_server.api.grpc.wire_spec import from_wire, to_wire
+from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
 from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+
+
+def from_wire(message: job_pb2.JobSpec) -> JobSpec:
+    return parse_job_spec(set_fields(message))
+
+
+def to_wire(spec: JobSpec) -> job_pb2.JobSpec:
+    return to_message(spec, job_pb2.JobSpec)
+
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 steps = st.integers(0, 100_000_000)
