@@ -11,6 +11,8 @@ from horizon_server.api.grpc.convert import enum_text, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.open_streams import closing
 from horizon_server.api.services import JobsPort
+from horizon_server.errors import InvalidSpec, NotAvailableYet
+from horizon_server.records.job import JobState
 from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.lookup import page_limit
@@ -89,14 +91,22 @@ def _job(job: JobRecord) -> job_pb2.Job:
 
 
 def _state(index: int, number: int) -> JobState:
+<<<<<<< HEAD
+    state = from_job_state(number)
+    if state is None:
+        sentence = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
+        raise InvalidSpec.of(f"states[{index}]", sentence)
+    return state
+=======
     name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
     if name not in JobState.__members__:
         problem = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
         raise InvalidSpec(problem, violations=[FieldViolation(field=f"states[{index}]", description=problem)])
     return JobState(name)
+>>>>>>> wire
 
 
 def _require_natural(field: str, value: int) -> None:
     if value < 0:
         sentence = f"{field} is {value}; it must be 0 or more"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field=field, description=sentence)])
+        raise InvalidSpec.of(field, sentence)

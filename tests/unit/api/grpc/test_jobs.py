@@ -16,8 +16,13 @@ from horizon_server.api.grpc.convert import enum_number, enum_text, to_message
 from horizon_server.events import (
     StateChanged,
     StepDone,
+<<<<<<< HEAD
+    kind_of,
+=======
     TransferFigures,
+>>>>>>> wire
 )
+from horizon_server.figures import TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 
 SPEC = job_pb2.JobSpec(name="a", model="m", dataset="d", train=job_pb2.TrainSpec(max_steps=7))
