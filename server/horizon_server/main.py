@@ -31,19 +31,10 @@ from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.node import NodeFacts
-from horizon_server.jobs.node import (
-    Accelerator,
-    NodeFacts,
-    find_accelerators,
-    host_memory,
-    num_cpus,
-    usable_accelerators,
-)
-from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
-from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.records.job import JobRecord
@@ -183,14 +174,8 @@ async def wire(
     )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
-<<<<<<< HEAD
     num_threads = settings.num_threads or available_cpus()
-    accelerators = await usable_accelerators(child_environment())
-    rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
-=======
-    num_threads = settings.num_threads or num_cpus()
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
->>>>>>> heart
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,

@@ -12,8 +12,6 @@ from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.open_streams import closing
 from horizon_server.api.services import JobsPort
 from horizon_server.errors import InvalidSpec, NotAvailableYet
-from horizon_server.records.job import JobState
-from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.lookup import page_limit
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -91,19 +89,11 @@ def _job(job: JobRecord) -> job_pb2.Job:
 
 
 def _state(index: int, number: int) -> JobState:
-<<<<<<< HEAD
-    state = from_job_state(number)
-    if state is None:
-        sentence = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
-        raise InvalidSpec.of(f"states[{index}]", sentence)
-    return state
-=======
     name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
     if name not in JobState.__members__:
         problem = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
-        raise InvalidSpec(problem, violations=[FieldViolation(field=f"states[{index}]", description=problem)])
+        raise InvalidSpec.of(f"states[{index}]", problem)
     return JobState(name)
->>>>>>> wire
 
 
 def _require_natural(field: str, value: int) -> None:

@@ -16,11 +16,6 @@ from horizon_server.api.grpc.convert import enum_number, enum_text, to_message
 from horizon_server.events import (
     StateChanged,
     StepDone,
-<<<<<<< HEAD
-    kind_of,
-=======
-    TransferFigures,
->>>>>>> wire
 )
 from horizon_server.figures import TransferFigures
 from horizon_server.records.job import JobRecord, JobState
