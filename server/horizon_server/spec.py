@@ -73,40 +73,44 @@ class TrainSpec(_Section):
     """How the model is trained. Set `epochs` or `max_steps`, not both."""
 
     epochs: float | None = Field(
-        None, gt=0, le=10_000, description="Passes over the dataset. Default 1 unless max_steps is set."
+        default=None, gt=0, le=10_000, description="Passes over the dataset. Default 1 unless max_steps is set."
     )
-    max_steps: int | None = Field(None, ge=1, le=MAX_STEPS, description="Number of optimizer steps, instead of epochs.")
+    max_steps: int | None = Field(
+        default=None, ge=1, le=MAX_STEPS, description="Number of optimizer steps, instead of epochs."
+    )
     sequence_length: int = Field(
-        1024,
+        default=1024,
         ge=8,
         le=1_048_576,
         description="Longest row in tokens. Longer chats are truncated, longer texts are split.",
     )
-    tokens_per_step: int = Field(16384, ge=8, le=67_108_864, description="Real tokens (no padding) per optimizer step.")
+    tokens_per_step: int = Field(
+        default=16384, ge=8, le=67_108_864, description="Real tokens (no padding) per optimizer step."
+    )
     packing: Annotated[Packing, BeforeValidator(_boolean_as_text)] = Field(
-        "auto",
+        default="auto",
         description="Put several documents in one row. auto: where a trial shows that the model keeps them apart; true: refuse the job "
         "otherwise; false: one document per row.",
         json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
     )
-    learning_rate: float = Field(1e-5, ge=0, le=10, description="Peak learning rate.")
-    lr_schedule: LrSchedule = Field("cosine", description="Shape of the learning rate after the warmup.")
-    warmup_steps: int = Field(10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
+    learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
+    lr_schedule: LrSchedule = Field(default="cosine", description="Shape of the learning rate after the warmup.")
+    warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_as_tuple)] = Field(
-        (0.9, 0.999), description="Adam's decay rates of the first and second moment."
+        default=(0.9, 0.999), description="Adam's decay rates of the first and second moment."
     )
-    eps: float = Field(1e-8, gt=0, le=1, description="Adam's epsilon.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Adam's epsilon.")
     max_grad_norm: float | None = Field(
-        1.0,
+        default=1.0,
         gt=0,
         le=1e9,
         description="Clip gradients to this global norm; null turns clipping off and saves the gradient planes.",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
-    train_on: TrainOn = Field("assistant", description="Which tokens of a chat carry loss.")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
+    train_on: TrainOn = Field(default="assistant", description="Which tokens of a chat carry loss.")
     max_skipped_steps: int = Field(
-        10,
+        default=10,
         ge=1,
         le=MAX_STEPS,
         description="The job fails with reason DIVERGED after this number of skipped steps in a row.",
@@ -131,10 +135,10 @@ class CheckpointSpec(_Section):
     """When checkpoints are written and which are kept."""
 
     every_steps: int = Field(
-        500, ge=0, le=MAX_STEPS, description="Steps between checkpoints; 0 writes one at the end only."
+        default=500, ge=0, le=MAX_STEPS, description="Steps between checkpoints; 0 writes one at the end only."
     )
-    keep_last: int = Field(2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
+    keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
+    keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
 
 
 class JobSpec(_Section):
@@ -148,24 +152,31 @@ class JobSpec(_Section):
     )
     dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
     project: str = Field(
-        "",
+        default="",
         pattern=f"^({_NAME})?$",
         description="The project that pays; empty means the user's own.",
         json_schema_extra={_RULE: f"empty or {NAME_RULE}"},
     )
-    eval_dataset: Name | None = Field(None, description="A pushed dataset to evaluate on.")
-    method: Method = Field("sft", description="sft: loss on the trained tokens only; pretrain: loss on every token.")
+    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
+    method: Method = Field(
+        default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
+    )
     train: Annotated[TrainSpec, BeforeValidator(_absent_as_empty)] = TrainSpec()
     eval_every_steps: int = Field(
-        0, ge=0, le=MAX_STEPS, description="Steps between evaluations; 0 evaluates at the start and end only."
+        default=0, ge=0, le=MAX_STEPS, description="Steps between evaluations; 0 evaluates at the start and end only."
     )
     checkpoint: Annotated[CheckpointSpec, BeforeValidator(_absent_as_empty)] = CheckpointSpec()
     priority: int = Field(
-        0, ge=-100, le=100, description="Higher first, within the project's share. Only 0 in this version."
+        default=0, ge=-100, le=100, description="Higher first, within the project's share. Only 0 in this version."
     )
-    device: DeviceChoice = Field("auto", description="Where the layers are computed. auto means host in this version.")
+    device: DeviceChoice = Field(
+        default="auto", description="Where the layers are computed. auto means host in this version."
+    )
     eval_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of the dataset's rows held out for evaluation, chosen by each row's hash."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the dataset's rows held out for evaluation, chosen by each row's hash.",
     )
 
     @field_validator("eval_fraction")

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2
-from horizon_server import events, figures
+from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
+from horizon_server.figures import TransferFigures
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
@@ -44,7 +45,7 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     events.PrepareProgress: job_pb2.PrepareEvent,
     events.StateChanged: job_pb2.StateEvent,
     events.StepDone: job_pb2.StepEvent,
-    figures.TransferFigures: job_pb2.TransferFigures,
+    TransferFigures: job_pb2.TransferFigures,
 }
 NOT_ON_THE_WIRE = {
     JobRecord: {
