@@ -182,7 +182,7 @@ async def _wire(settings: Settings, database: Database) -> Parts:
         accounts=Accounts(AccountStore(database)),
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=child_environment()),
+        previews=Previews(resources, environment=child_environment()),
         models=models,
         blobs=uploads,
         node=node,

@@ -93,21 +93,6 @@ def _reclaimable_bytes(folder: Path) -> int:
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def oom_kills() -> int:
-    """Return how often the kernel's out-of-memory killer struck: in this control group where it counts, else on the machine."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers:
-            continue
-        for entry in _read(_CGROUP_ROOT / path.lstrip("/") / "memory.events").splitlines():
-            if entry.startswith("oom_kill "):
-                return int(entry.split()[1])
-    for entry in _read(Path("/proc/vmstat")).splitlines():
-        if entry.startswith("oom_kill "):
-            return int(entry.split()[1])
-    return 0
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
