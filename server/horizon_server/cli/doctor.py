@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from horizon_server.cli.options import print_mapping, with_settings_options
-from horizon_server.errors import WorkerFailed
+from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.rates import Machine, RateBook, measure_rates
@@ -83,7 +83,7 @@ def _rate_facts(state_dir: Path, machine: Machine) -> dict[str, Any]:
     """Measure what predictions are made from, keep it, and tell; a state folder that is missing is made as the daemon makes it."""
     try:
         measured = asyncio.run(measure_rates(machine, environment=child_environment()))
-    except (WorkerFailed, OSError) as error:
+    except (HorizonError, OSError) as error:
         return {"rates": f"not measured: {error}"}
     book = RateBook(state_dir, machine)
     try:

@@ -97,7 +97,7 @@ class Training:
         saved = step
         every = self._spec.checkpoint.every_steps
         while step < self._plan.num_steps:
-            if self._orders.current is not Order.GO_ON:
+            if self._orders.current is not Order.CONTINUE:
                 if self._orders.current is Order.STOP and step > saved:
                     self._save(step)
                 return False
