@@ -90,6 +90,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "phi": {},
     "stablelm": {},
     "mamba": {"state_size": 8},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **_MOE},
+    "minicpm3": {**_LATENT},
 }
 
 

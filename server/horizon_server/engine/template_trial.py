@@ -22,6 +22,9 @@ Embed = Callable[[Mapping[str, Tensor], Tensor, Tensor], tuple[Tensor, list[Laye
 
 NUM_TRIAL_TOKENS = 4
 
+RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+"""What a model's code raises where it cannot be run on a trial's tensors."""
+
 
 def try_embedding(
     model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
@@ -54,7 +57,7 @@ def _try(
             _, calls = embed(parameters, ids_T, positions_T)
     except InvalidModel as error:
         return error.message
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+    except RUN_ERRORS as error:
         if foreign.names:
             return f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
         return f"its forward cannot be run layer by layer ({_first_line(error)})"
