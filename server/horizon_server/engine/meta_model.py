@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
             "only decoder-only language models can be trained"
         )
     _refuse_auxiliary_loss(config)
+    _refuse_dropped_layers(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     config.return_dict = True
@@ -116,12 +117,25 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
-    settings = config.get_text_config().to_dict()
-    return any(
-        isinstance(value, (int, float)) and value > 0
-        for name, value in settings.items()
-        if any(part in name for part in _RANDOM_SETTINGS)
-    )
+    settings = _numbers(config.get_text_config().to_dict())
+    return any(value > 0 and any(part in name for part in _RANDOM_SETTINGS) for name, value in settings)
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a config with their names, those of its parts (`attn_config`) too."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, (int, float)):
+            yield name, value
+
+
+def _refuse_dropped_layers(config: PretrainedConfig) -> None:
+    for name, value in _numbers(config.get_text_config().to_dict()):
+        if "layerdrop" in name and not name.startswith("encoder") and value > 0:
+            raise InvalidModel(
+                f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; set it to 0"
+            )
 
 
 def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:

@@ -144,6 +144,13 @@ def test_a_router_loss_is_refused_and_without_it_the_plain_forward_is_followed()
     assert Template.from_config(config_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.0, **experts))
 
 
+@pytest.mark.parametrize("model_type", ["opt", "biogpt", "xglm"])
+def test_layers_skipped_at_random_are_refused_by_the_name_of_the_setting(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, layerdrop=0.1)
+    with pytest.raises(InvalidModel, match=r"config\.json sets layerdrop to 0\.1, .*; set it to 0$"):
+        Template.from_config(config)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
