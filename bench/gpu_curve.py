@@ -36,9 +36,10 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import DoesNotFit
 from horizon_server.figures import StepFigures
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind, MemoryPlan, ModelShape, plan_memory
 from horizon_server.store.native import kernel_info
 
 QWEN25: dict[str, dict[str, Any]] = {

@@ -102,7 +102,7 @@ class AttemptEnded:
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | AttemptEnded
 
-_KINDS: dict[str, type[Any]] = {
+KINDS: dict[str, type[Any]] = {
     "state": StateChanged,
     "step": StepDone,
     "prepare": PrepareProgress,
@@ -112,7 +112,7 @@ _KINDS: dict[str, type[Any]] = {
     "ready": AttemptReady,
     "ended": AttemptEnded,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def decode(line: str | bytes) -> Any:
     """
     try:
         plain = json.loads(line)
-        kind = _KINDS[plain.pop("kind")]
+        kind = KINDS[plain.pop("kind")]
         for direction in ("h2d", "d2h"):
             if kind in (StepDone, EvalDone) and direction in plain:
                 plain[direction] = TransferFigures(**plain[direction])

@@ -12,7 +12,8 @@ from torch import Tensor
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel

@@ -19,10 +19,10 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidModel
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.checkpoint import export_model, load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import plane_sizes
-from horizon_server.store.model_folder import open_model_folder
 
 if TYPE_CHECKING:
     from tests.golden.conftest import TinyModel

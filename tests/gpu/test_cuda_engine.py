@@ -14,7 +14,8 @@ from horizon_server.engine.device.cuda_runtime import TorchCuda
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel

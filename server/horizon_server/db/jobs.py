@@ -15,9 +15,9 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import EventRow, JobRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.jobs.job import JobPlan, JobRecord, JobState, may_move
+from horizon_server.records.job import JobRecord, JobState, may_move
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
-from horizon_server.store.roofline import StepPrediction
 
 _PLAIN = (
     "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "wanted", "step", "num_steps", "attempt",

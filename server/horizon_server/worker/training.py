@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
@@ -26,12 +27,12 @@ from horizon_server.events import (
 )
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
-from horizon_server.store.durable_folder import remove_unfinished
+from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.model_folder import open_model_folder
-from horizon_server.worker.channel import EventWriter, Order, Orders
+from horizon_server.store.layout import with_decay
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -56,7 +57,8 @@ class Training:
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        template = Template.from_folder(request.model, layout=open_model_folder(request.model).layout)
+        layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
+        template = Template.from_folder(request.model, layout=layout)
         self._store = HostStore.attach(
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )

@@ -14,9 +14,9 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import WrongJobState
 from horizon_server.events import Message, StateChanged, StepDone
-from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
-from horizon_server.store.roofline import StepPrediction
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
 PLAN = JobPlan(

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from horizon_server.events import StepDone
-from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
-from horizon_server.store.roofline import StepPrediction
 
 GIB = 1 << 30
 PREDICTION = StepPrediction(step_s=2.0, tokens_per_second=4096.4, bound="compute", peak_flops_per_s=1e12)

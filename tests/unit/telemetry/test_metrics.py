@@ -9,9 +9,9 @@ import pytest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import TransferFigures
-from horizon_server.jobs.job import JobPlan, JobRecord, JobState
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec
-from horizon_server.store.roofline import StepPrediction
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
 NOW_S = 1_700_000_000.0

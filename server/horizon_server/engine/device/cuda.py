@@ -29,10 +29,10 @@ from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.engine.device.trace import Trace
 from horizon_server.figures import QueueFigures
+from horizon_server.planning.ledger import CAST_ELEMENTS, DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
-from horizon_server.store.ledger import CAST_ELEMENTS, DeviceKind
 
 _COPY_THREADS = 4
 """Host threads that gather embedding rows and fill staging memory."""

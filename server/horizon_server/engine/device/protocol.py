@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from horizon_server.figures import QueueFigures
+from horizon_server.planning.ledger import DeviceKind
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import DeviceKind
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]

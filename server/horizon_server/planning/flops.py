@@ -1,0 +1,78 @@
+"""Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
+
+Owns the count behind model FLOP/s and behind the predicted step. Must not know time, hardware or torch: the engine counts with a
+transformers config, the daemon with config.json and the tensors' headers.
+
+Per token, forward and backward: 6 per parameter in a matrix product (an untied input table is looked up, so it does not count; of
+routed experts only the share that a token visits counts), plus attention: 12 x layers x heads x head size per pair of tokens that
+may see each other (causal, inside the document, inside the window of sliding layers).
+
+Source: PaLM (arXiv 2204.02311), appendix B, with the causal half and the window left out as never computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from horizon_server.planning.model_folder import ModelFolder
+
+FLOPS_PER_PARAMETER = 6
+FLOPS_PER_PAIR_ELEMENT = 12
+_EXPERT_DIMENSIONS = 3
+
+
+class FlopsCount:
+    """Counts one model's operations from its parameter shapes and its config, whose fields are read as attributes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: Any, *, tied: bool, embedding_name: str) -> None:
+        num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        visited = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
+        self.active_parameters: float = sum(
+            math.prod(shape) * (visited if _is_routed(name, shape) else 1.0)
+            for name, shape in shapes.items()
+            if len(shape) > 1 and (tied or name != embedding_name)
+        )
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._width: int = config.num_attention_heads * head_size
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        window = getattr(config, "sliding_window", None)
+        self._windows = [window if kind == "sliding_attention" else None for kind in layer_types]
+
+    @classmethod
+    def of_folder(cls, folder: ModelFolder) -> FlopsCount:
+        """The count of a model folder, without torch. A window that its config.json does not give layer by layer is left out."""
+        text = folder.config["text_config"] if isinstance(folder.config.get("text_config"), dict) else folder.config
+        config = SimpleNamespace(**{**text, **dataclasses.asdict(folder.shape)})
+        table = max(folder.layout.units[0].tensors, key=lambda tensor: tensor.num_elements)
+        shapes = {tensor.name: tensor.shape for _, tensor in folder.layout.tensors()}
+        return cls(shapes, config, tied=folder.shape.tied, embedding_name=table.name)
+
+    def of(self, document_lengths: Sequence[int]) -> float:
+        """Operations of one step over documents of these lengths, forward and backward."""
+        matrices = FLOPS_PER_PARAMETER * self.active_parameters * sum(document_lengths)
+        return matrices + self.of_attention(document_lengths)
+
+    def of_attention(self, document_lengths: Sequence[int]) -> float:
+        """The part of `of` that attention's scores and values are."""
+        pairs = sum(
+            sum(_visible_pairs(length, window) for length in document_lengths) * self._windows.count(window)
+            for window in set(self._windows)
+        )
+        return float(FLOPS_PER_PAIR_ELEMENT * self._width * pairs)
+
+
+def _is_routed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is an expert's: stacked in one tensor by the model class, one by one in a checkpoint."""
+    return len(shape) == _EXPERT_DIMENSIONS or ".experts." in name
+
+
+def _visible_pairs(length: int, window: int | None) -> int:
+    full = length * (length + 1) // 2
+    if window is None or window >= length:
+        return full
+    beyond = length - window
+    return full - beyond * (beyond + 1) // 2

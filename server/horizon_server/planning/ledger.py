@@ -1,0 +1,274 @@
+"""How much memory a job takes on host and device, by component, before anything is allocated.
+
+Owns the arithmetic of the plan. Stored planes come from the very layout that allocates them; the device's slots
+follow the engine's layer stream, gradient sink and activations; what frameworks allocate by themselves is calibrated,
+and says so. Torch-free.
+
+Host components: weights, moments, gradients (the planes), activations, staging, other. Device components: weights,
+gradients, activations, workspace. On the `host` device the device is host memory too: its slots count as staging, its
+activations as activations and its workspace in other, so that the host's sum is the whole process.
+
+Units: bytes, unless a name says elements. Symbols: T tokens of a row, N tokens of a step, D hidden size, V
+vocabulary, I inner size, C tokens of a logits chunk, R rows of the embedding in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from horizon_server.planning.model_folder import ModelShape
+from horizon_server.store.layout import StoreLayout, plane_sizes
+
+DeviceKind = Literal["host", "cuda"]
+ActivationPlacement = Literal["device", "host"]
+
+ACTIVATION_ALIGN_ELEMENTS = 2048
+"""An offloaded layer input begins on a page of its own: 4 KiB in bf16."""
+
+WORKER_BYTES = 395 << 20
+"""Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step."""
+
+CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
+"""Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings."""
+
+THREAD_BYTES = 8 << 20
+"""Calibrated: stacks and matrix-packing buffers per compute thread."""
+
+CAST_ELEMENTS = 1 << 25
+"""Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
+
+_FP64 = 8
+_FP32 = 4
+_BF16 = 2
+_TOKEN_BYTES = 5 * 8
+_CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
+_MIN_CHUNK_TOKENS = 256
+"""Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
+_MAX_CHUNK_TOKENS = 4096
+_GATHERED_ROWS = 4096
+_ROUTING_ELEMENTS = 10
+"""Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by component. The host's sum is the worker process's; the device's is its arena."""
+
+    host: Mapping[str, int]
+    device: Mapping[str, int]
+
+    @property
+    def host_total_bytes(self) -> int:
+        """All host components."""
+        return sum(self.host.values())
+
+    @property
+    def device_total_bytes(self) -> int:
+        """All device components."""
+        return sum(self.device.values())
+
+
+def plan_memory(
+    layout: StoreLayout,
+    *,
+    model: ModelShape,
+    tokens_per_step: int,
+    sequence_length: int,
+    device_kind: DeviceKind,
+    grad_bytes: int,
+    num_threads: int = 1,
+    num_weight_slots: int = 2,
+    num_gradient_slots: int = 2,
+    activation_placement: ActivationPlacement = "device",
+) -> MemoryPlan:
+    """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept)."""
+    row_tokens = min(sequence_length, tokens_per_step)
+    element_bytes = _FP32 if device_kind == "host" else _BF16
+    device = {
+        "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
+        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32 + _cast_bytes(layout, device_kind),
+        "activations": _activation_elements(model, tokens_per_step, activation_placement) * element_bytes,
+        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+        + (
+            max(
+                (_layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens))
+                * element_bytes,
+                _head_saved_elements(model, tokens_per_step) * _FP32,
+            )
+            if device_kind == "host"
+            else _cuda_working_bytes(layout, model, row_tokens, tokens_per_step)
+        ),
+    }
+    planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+    on_host = device if device_kind == "host" else dict.fromkeys(device, 0)
+    host = {
+        "weights": planes["hi"] + planes["lo"],
+        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
+        "gradients": planes.get("grad", 0),
+        "activations": on_host["activations"]
+        + _offloaded_elements(model, tokens_per_step, activation_placement) * element_bytes,
+        "staging": on_host["weights"]
+        + on_host["gradients"]
+        + _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
+        "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
+    }
+    if device_kind == "cuda":
+        host["other"] += CUDA_WORKER_BYTES
+    else:
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
+    return MemoryPlan(host=host, device=device)
+
+
+def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's fp32 logits near a size that suits the device.
+
+    On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
+    """
+    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
+
+
+def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
+    """The rings of layer_stream and gradient_sink: `num_slots` layers, and one slot for embedding rows or the head."""
+    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    embedding, head = layout.units[0], layout.units[-1]
+    head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
+    return num_slots * largest_layer + max(embedding.num_elements, head_elements)
+
+
+def _cast_bytes(layout: StoreLayout, device_kind: DeviceKind) -> int:
+    """On cuda, the piece of memory in which gradients are rounded before they leave."""
+    if device_kind == "host":
+        return 0
+    return min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
+
+
+def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
+    """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
+    numbers = 2 * (len(layout.units) + 1) * _FP64
+    if kept:
+        return numbers
+    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
+    return (num_slots * largest_layer + largest_edge) * element_bytes + numbers
+
+
+def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
+    """Engine activations on the device, for all tokens of a step.
+
+    Kept there: every layer's input, the last output and one gradient. Offloaded: an input, an output and the gradient.
+    """
+    num_planes = model.num_hidden_layers + 2 if placement == "device" else 3
+    return num_planes * tokens_per_step * model.hidden_size
+
+
+def _offloaded_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
+    """Engine activations on the host: the input of every layer but the last."""
+    if placement == "device":
+        return 0
+    pages = -(-tokens_per_step * model.hidden_size // ACTIVATION_ALIGN_ELEMENTS)
+    return (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+
+
+def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
+    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row."""
+    mask_bytes = 2 * element_bytes if model.softcaps_attention else 1
+    per_token = 2 * model.head_dim * element_bytes + 8 + row_tokens * mask_bytes
+    return tokens_per_step * per_token
+
+
+def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
+    """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its kind).
+
+    Packed rows make attention see a mask of T per token; a soft cap makes it keep its scores, twice.
+    """
+    query = model.num_attention_heads * model.head_dim
+    key = model.num_key_value_heads * model.head_dim
+    per_token = 5 * model.hidden_size + _inner_saved_elements(model) + 6 * query + 2 * key + row_tokens
+    if model.softcaps_attention:
+        per_token += 2 * model.num_attention_heads * row_tokens
+    return per_token * row_tokens
+
+
+def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
+    """The attention scores that are kept on the host where only a GPU has a fused kernel, counted on DeepSeek-V3."""
+    return model.num_attention_heads * row_tokens * row_tokens if model.narrow_values else 0
+
+
+def _inner_saved_elements(model: ModelShape) -> int:
+    """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
+
+    Every expert that a token visits keeps what a feed-forward part of its size would, its input and output, and where it went.
+    A model that has experts in some layers only is as large as its largest layer.
+    """
+    dense = 4 * model.intermediate_size
+    experts = model.experts
+    if experts is None:
+        return dense
+    per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
+    shared = 4 * experts.shared_intermediate_size
+    return max(dense, experts.num_experts_per_token * per_visit + shared + experts.num_experts)
+
+
+def _inner_backward_elements(model: ModelShape) -> int:
+    """Gradients on their way through the widest part of a layer, for one token."""
+    dense = 3 * model.intermediate_size
+    experts = model.experts
+    if experts is None:
+        return dense
+    per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
+    return max(dense, experts.num_experts_per_token * per_visit + 3 * experts.shared_intermediate_size)
+
+
+def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
+    """The largest parameter of a layer as the model sees it: the first projections of all experts are one."""
+    largest = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
+    experts = model.experts
+    if experts is None:
+        return largest
+    return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
+
+
+def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
+    """What autograd keeps of one logits chunk: its log-probabilities and three hidden states."""
+    return min(tokens_per_step, logits_chunk_tokens(model.vocab_size)) * (model.vocab_size + 3 * model.hidden_size)
+
+
+def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name. Estimated, not measured yet.
+
+    A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
+    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
+    """
+    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
+    largest_weight = _largest_weight_elements(layout, model)
+    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
+    head_bytes = (
+        chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16
+    )
+    row_bytes = 2 * min(tokens_per_step, model.vocab_size) * model.hidden_size * _BF16
+    return max(layer_bytes, head_bytes, row_bytes)
+
+
+def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+    """The heap of a worker that computes on the host, calibrated against peak RSS.
+
+    The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
+    add up instead of sharing their room: one layer's backward, one logits chunk with the projection's gradient, the
+    embedding rows in both directions.
+    """
+    scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
+    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
+    largest_weight = _largest_weight_elements(layout, model)
+    # Scores that are kept have a gradient of their size.
+    unfused_elements = 2 * _unfused_scores_elements(model, row_tokens)
+    layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
+    # Logits, log-probabilities and the gradients of both.
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size
+    num_rows = min(tokens_per_step, model.vocab_size)
+    row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
+    calls = _call_bytes(model, row_tokens, tokens_per_step, _FP32)
+    return (layer_elements + head_elements) * _FP32 + row_bytes + calls

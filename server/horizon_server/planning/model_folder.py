@@ -1,0 +1,184 @@
+"""A Hugging Face model folder as the plan sees it: config.json, tensor headers, the layout they imply.
+
+Owns what the daemon knows of a model without torch: its sizes and whether it is tied. Reads no weights and runs no code from the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import InvalidModel
+from horizon_server.store.layout import (
+    StoreLayout,
+    build_layout,
+    is_input_table,
+    is_output_projection,
+    parameter_shapes,
+)
+from horizon_server.store.model_files import (
+    config_count,
+    config_size,
+    is_prediction_head,
+    num_decoder_layers,
+    read_config,
+    text_config,
+)
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+
+_TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
+"""What configs call the columns of the embedding, the special names first."""
+
+UNBOUNDED_POSITIONS = 1 << 40
+"""Stands for a config without a limit on the sequence length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Feed-forward layers of many experts, of which each token visits a few, and shared ones that every token visits."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that memory depends on, under one name each whatever its config calls them."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    softcaps_attention: bool
+    tied: bool
+    experts: ExpertShape | None = None
+    narrow_values: bool = False
+    """Whether values are of another size than queries and keys, which rules out fused attention on a CPU."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
+        """Read the sizes from the object in config.json; a multimodal config's text part counts.
+
+        `names` of the tensors decide whether the model is tied where its config does not say.
+
+        Raises:
+            InvalidModel: a size is missing or no positive integer; the message names it.
+        """
+        text = text_config(config)
+        hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
+        num_heads = config_size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+        return cls(
+            hidden_size=hidden_size,
+            num_hidden_layers=num_decoder_layers(text),
+            vocab_size=config_size(text, "vocab_size"),
+            intermediate_size=config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+            num_attention_heads=num_heads,
+            num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
+            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
+            max_position_embeddings=config_size(
+                text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS
+            ),
+            # A soft cap on the scores rules out fused attention, so that the scores are kept.
+            softcaps_attention=text.get("attn_logit_softcapping") is not None,
+            tied=_is_tied(config, names),
+            experts=_experts(text),
+            narrow_values=_has_narrow_values(text),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """What a model folder announces, checked: its parsed config, its shape, its tensors and where each will lie."""
+
+    path: Path
+    config: Mapping[str, Any]
+    shape: ModelShape
+    headers: Mapping[str, TensorHeader]
+    layout: StoreLayout
+
+
+def open_model_folder(folder: Path) -> ModelFolder:
+    """Read a folder's config and headers and lay its parameters out, without torch and without reading a weight.
+
+    Raises:
+        InvalidModel: the folder cannot be trained from; the message says which file and what to do.
+    """
+    config = read_config(folder)
+    if "quantization_config" in config:
+        raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
+    headers = read_safetensors_headers(folder)
+    shape = ModelShape.from_config(config, names=headers)
+    if not shape.tied and not any(is_output_projection(name) for name in headers):
+        raise InvalidModel(
+            f"{folder}: config.json says tie_word_embeddings = false, but no tensor is the output projection "
+            f"(lm_head.weight); copy the folder again or correct the config"
+        )
+    shapes = stored_shapes(config, headers)
+    check_edges(config, shapes, tied=shape.tied)
+    layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
+    return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
+
+
+def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that go into the store: a folder's parameters without its heads that predict further tokens."""
+    return {name: shape for name, shape in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
+
+
+def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+    """Hold the tables at both ends of the model against the sizes in its config, where it names them.
+
+    The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
+
+    Raises:
+        InvalidModel: a table has other rows than the vocabulary, or other columns than the hidden state; it is named.
+    """
+    text = text_config(config)
+    sizes = config_count(text, "vocab_size"), config_count(text, *_TABLE_WIDTHS)
+    inputs = [name for name in shapes if is_input_table(name)]
+    outputs = [name for name in shapes if is_output_projection(name) and not tied]
+    for names in (inputs, outputs):
+        # Where there are several, they may belong to other parts than the decoder.
+        if len(names) != 1:
+            continue
+        found = shapes[names[0]]
+        if len(found) != len(sizes) or any(size not in (0, side) for size, side in zip(sizes, found, strict=True)):
+            wanted = " x ".join(str(size or "any") for size in sizes)
+            raise InvalidModel(
+                f"{names[0]} has shape {list(found)}, the sizes in config.json ask for {wanted}; "
+                "config and weights must belong together"
+            )
+
+
+def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    for source in (config, text_config(config)):
+        if isinstance(source.get("tie_word_embeddings"), bool):
+            return bool(source["tie_word_embeddings"])
+    return names is not None and not any(is_output_projection(name) for name in names)
+
+
+def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
+    num_experts = config_count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if not num_experts:
+        return None
+    inner_size = config_count(text, "moe_intermediate_size", "intermediate_size", "ffn_dim")
+    num_shared = config_count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return ExpertShape(
+        num_experts=num_experts,
+        num_experts_per_token=config_count(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+        or 1,
+        intermediate_size=inner_size,
+        shared_intermediate_size=config_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
+    )
+
+
+def _has_narrow_values(text: Mapping[str, Any]) -> bool:
+    query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
+    return 0 < query_size != config_count(text, "v_head_dim") > 0

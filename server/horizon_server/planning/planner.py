@@ -1,0 +1,240 @@
+"""The memory plan of a job: the store's own arithmetic over safetensors headers, held against this node's limits. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
+from horizon_server.planning.rates import RatesByDevice
+from horizon_server.planning.roofline import predict_step, work_of_step
+from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.spec import JobSpec
+from horizon_server.store.layout import (
+    StoreLayout,
+    plane_sizes,
+)
+from horizon_server.store.planes import create_memory_file
+
+_GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+"""The host device keeps gradients in fp32; over a link they travel in bf16."""
+
+_MAX_PLAN_BYTES = 1 << 60
+"""Sizes travel as 64-bit numbers."""
+
+_CUDA_RESERVE_BYTES = 1 << 30
+_CUDA_USABLE = 0.96
+"""What the CUDA context and fragmentation take of an accelerator is not planned with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """The plan of one attempt and the sizes of the planes that the daemon lends its worker."""
+
+    plan: JobPlan
+    plane_bytes: dict[str, int]
+    grad_dtype_bytes: int
+    """0 where no gradient is kept: each unit is updated as its gradient lands."""
+    device_kind: DeviceKind
+    activation_placement: ActivationPlacement
+
+    @contextmanager
+    def lent(self) -> Iterator[dict[str, int]]:
+        """Create the planes as anonymous memory files and give them back at the end: plane -> descriptor.
+
+        They belong to the daemon: a worker that dies leaves them whole.
+        """
+        descriptors: dict[str, int] = {}
+        try:
+            for plane, size_bytes in self.plane_bytes.items():
+                descriptors[plane] = create_memory_file(plane, size_bytes)
+            yield descriptors
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """How a job runs here: on what, with what gradients kept, and where layer inputs wait."""
+
+    device_kind: DeviceKind
+    device_limit_bytes: int
+    grad_bytes: int
+    activation_placement: ActivationPlacement = "device"
+
+
+class Planner:
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` tells how fast it is,
+    where that is known."""
+
+    def __init__(
+        self,
+        *,
+        memory: Callable[[], HostMemory],
+        limit_bytes: int | None,
+        reserve_bytes: int,
+        arena_limit_bytes: int,
+        num_threads: int,
+        accelerators: Sequence[Accelerator] = (),
+        rates: Callable[[], RatesByDevice] = dict,
+    ) -> None:
+        self._memory = memory
+        self._accelerators = tuple(accelerators)
+        self._rates = rates
+        self._limit_bytes = limit_bytes
+        self._reserve_bytes = reserve_bytes
+        self._arena_limit_bytes = arena_limit_bytes
+        self._num_threads = num_threads
+
+    def plan(self, spec: JobSpec, folder: Path) -> JobPlan:
+        """Return the ledger of the job against the node's limit, whatever else is running.
+
+        Raises:
+            InvalidModel: when the folder's config or safetensors cannot be read.
+            InvalidSpec: when the spec asks for what the model or this node cannot do.
+        """
+        return self._against(self._limit(), spec, folder)[0]
+
+    def worker_memory(self, spec: JobSpec, folder: Path) -> WorkerMemory:
+        """Return the ledger against what is free now, with the planes to lend."""
+        free = max(0, self._memory().available_bytes - self._reserve_bytes)
+        plan, layout, choice = self._against(min(self._limit(), free), spec, folder)
+        return WorkerMemory(
+            plan=plan,
+            plane_bytes=dict(plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes)),
+            grad_dtype_bytes=choice.grad_bytes,
+            device_kind=choice.device_kind,
+            activation_placement=choice.activation_placement,
+        )
+
+    def _limit(self) -> int:
+        machine = self._memory().limit_bytes
+        limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
+        return max(0, limit - self._reserve_bytes)
+
+    def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
+        choice = self._choice(spec)
+        found = open_model_folder(folder)
+        model, layout = found.shape, found.layout
+        if spec.train.sequence_length > model.max_position_embeddings:
+            field, longest = "train.sequence_length", model.max_position_embeddings
+            what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
+            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+        ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
+        if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
+            raise InvalidModel(
+                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
+            )
+        plan = JobPlan(
+            host_bytes=dict(ledger.host),
+            device_bytes=dict(ledger.device),
+            host_limit_bytes=limit_bytes,
+            device_limit_bytes=choice.device_limit_bytes,
+            num_parameters=layout.num_parameters,
+            device=choice.device_kind,
+            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice),
+            prediction=self._prediction(spec, found, choice),
+        )
+        return plan, layout, choice
+
+    def _prediction(self, spec: JobSpec, folder: ModelFolder, choice: _Choice) -> StepPrediction | None:
+        rates = self._rates().get(choice.device_kind)
+        if rates is None:
+            return None
+        work = work_of_step(
+            folder,
+            tokens_per_step=spec.train.tokens_per_step,
+            sequence_length=spec.train.sequence_length,
+            device_kind=choice.device_kind,
+            grad_bytes=choice.grad_bytes,
+            activation_placement=choice.activation_placement,
+        )
+        return predict_step(work, rates, device_kind=choice.device_kind, max_steps=spec.train.max_steps)
+
+    def _choice(self, spec: JobSpec) -> _Choice:
+        if spec.device == "cuda" and not self._accelerators:
+            raise InvalidSpec(
+                "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: host or auto"
+            )
+        # A default must have been tried: `auto` stays on the host until tests/gpu has passed on a GPU.
+        device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
+        limit_bytes = self._arena_limit_bytes
+        if device_kind == "cuda":
+            # Which of several the driver counts as the first is its own affair, so the smallest is planned with.
+            smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
+            limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+        grad_bytes = 0 if spec.train.max_grad_norm is None else _GRAD_BYTES[device_kind]
+        return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
+
+    def _placed(
+        self, spec: JobSpec, model: ModelShape, layout: StoreLayout, choice: _Choice, limit_bytes: int
+    ) -> tuple[MemoryPlan, _Choice]:
+        """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
+        kept = self._ledger(spec, model, layout, choice)
+        if kept.device_total_bytes <= choice.device_limit_bytes:
+            return kept, choice
+        elsewhere = dataclasses.replace(choice, activation_placement="host")
+        offloaded = self._ledger(spec, model, layout, elsewhere)
+        fits = offloaded.device_total_bytes <= choice.device_limit_bytes and offloaded.host_total_bytes <= limit_bytes
+        return (offloaded, elsewhere) if fits else (kept, choice)
+
+    def _ledger(self, spec: JobSpec, model: ModelShape, layout: StoreLayout, choice: _Choice) -> MemoryPlan:
+        return plan_memory(
+            layout,
+            model=model,
+            tokens_per_step=spec.train.tokens_per_step,
+            sequence_length=spec.train.sequence_length,
+            device_kind=choice.device_kind,
+            grad_bytes=choice.grad_bytes,
+            num_threads=self._num_threads,
+            activation_placement=choice.activation_placement,
+        )
+
+    def _complaint(
+        self,
+        spec: JobSpec,
+        model: ModelShape,
+        layout: StoreLayout,
+        ledger: MemoryPlan,
+        limit_bytes: int,
+        choice: _Choice,
+    ) -> str:
+        """Say in one sentence why it does not fit, with the numbers and the smallest change that would make it fit; or nothing."""
+        need, arena = sum(ledger.host.values()), sum(ledger.device.values())
+        if need <= limit_bytes and arena <= choice.device_limit_bytes:
+            return ""
+        if need > limit_bytes:
+            short = f"the job needs {_gib(need)} GiB of host memory and {_gib(limit_bytes)} GiB are available"
+        else:
+            short = (
+                f"the job needs {_gib(arena)} GiB on the device and {_gib(choice.device_limit_bytes)} GiB are allowed"
+            )
+        store = sum(ledger.host.get(part, 0) for part in ("weights", "moments", "gradients"))
+        if store > limit_bytes:
+            billions = layout.num_parameters / 1e9
+            return f"{short}; {_gib(store)} GiB of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
+        return f"{short}; {self._advice(spec, model, layout, limit_bytes, choice)}"
+
+    def _advice(self, spec: JobSpec, model: ModelShape, layout: StoreLayout, limit_bytes: int, choice: _Choice) -> str:
+        tokens = spec.train.tokens_per_step
+        while tokens > 8:
+            tokens //= 2
+            length = min(spec.train.sequence_length, tokens)
+            train = spec.train.model_copy(update={"tokens_per_step": tokens, "sequence_length": length})
+            ledger, _ = self._placed(spec.model_copy(update={"train": train}), model, layout, choice, limit_bytes)
+            if ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes:
+                shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
+                return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
+        return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

@@ -1,0 +1,163 @@
+"""How fast this machine is: measured in a child process, kept in the state folder, used by every plan.
+
+Owns `rates.json` and when it is measured. Knows what the rates are for no more than its callers tell. Loads no torch: the child does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from horizon_server.errors import WorkerFailed
+from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.machine import Accelerator, cpu_model, host_memory
+from horizon_server.planning.roofline import DeviceRates
+from horizon_server.store.cpus import available_cpus
+from horizon_server.version import VERSION
+
+log = structlog.get_logger(__name__)
+
+RATES_FILE = "rates.json"
+MEASURE_TIMEOUT_S = 120.0
+"""A child that takes longer is killed; on two slow processors it took 15 s."""
+
+IDLE_S = 30.0
+"""How long the queue must have been empty before the daemon measures by itself."""
+
+MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
+"""More than the child takes at its peak."""
+
+_FILE_VERSION = 1
+
+RatesByDevice = Mapping[DeviceKind, DeviceRates]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What rates depend on; where any of it has changed, they are measured again."""
+
+    cpu: str
+    num_cpus: int
+    num_threads: int
+    accelerators: tuple[str, ...]
+    version: str = VERSION
+
+    @classmethod
+    def of(cls, accelerators: Sequence[Accelerator], *, num_threads: int) -> Machine:
+        """This machine, with the accelerators that a worker's torch can use and a worker's threads."""
+        names = tuple(accelerator.name for accelerator in accelerators)
+        return cls(cpu=cpu_model(), num_cpus=available_cpus(), num_threads=num_threads, accelerators=names)
+
+    @property
+    def device_kinds(self) -> tuple[DeviceKind, ...]:
+        """What a job can be computed on here."""
+        return ("host", "cuda") if self.accelerators else ("host",)
+
+
+class RateBook:
+    """The rates of one machine, in one file. Thread: any; a reader sees the old file or the new one, whole."""
+
+    def __init__(self, state_dir: Path, machine: Machine) -> None:
+        self.path = state_dir / RATES_FILE
+        self.machine = machine
+
+    def read(self) -> RatesByDevice:
+        """Return what was measured on this very machine; nothing where that is missing, stale or unreadable."""
+        try:
+            plain = json.loads(self.path.read_bytes())
+            if plain["version"] != _FILE_VERSION or plain["machine"] != self._machine():
+                return {}
+            return {kind: DeviceRates.from_mapping(plain["devices"][kind]) for kind in self.machine.device_kinds}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def write(self, rates: RatesByDevice) -> None:
+        """Keep the rates, in place of what was there.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        devices = {kind: dataclasses.asdict(found) for kind, found in rates.items()}
+        document = {"version": _FILE_VERSION, "machine": self._machine(), "devices": devices}
+        half = self.path.with_name(f"{RATES_FILE}.{os.getpid()}.half")
+        half.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        half.replace(self.path)
+
+    def _machine(self) -> dict[str, Any]:
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.machine)))
+        return plain
+
+
+class IdleMeasurement:
+    """Measures a machine whose rates are unknown, once its queue has been empty for a while. Cancelling it ends the child.
+
+    Thread: belongs to one event loop.
+    """
+
+    def __init__(self, book: RateBook, *, environment: Mapping[str, str], idle_s: float = IDLE_S) -> None:
+        self._book = book
+        self._environment = dict(environment)
+        self._idle_s = idle_s
+        self._failed = False
+
+    async def __call__(self) -> None:
+        """Wait, measure, keep. A measurement that failed is told once and not tried again by this daemon."""
+        known = await asyncio.to_thread(self._book.read)
+        if known or self._failed:
+            return
+        await asyncio.sleep(self._idle_s)
+        machine = self._book.machine
+        needed_bytes = max(MEASURE_BYTES[kind] for kind in machine.device_kinds)
+        if host_memory().available_bytes < needed_bytes:
+            log.info("too little memory is free to measure the machine's speed", needed_bytes=needed_bytes)
+            return
+        try:
+            rates = await measure_rates(machine, environment=self._environment)
+            await asyncio.to_thread(self._book.write, rates)
+        except (WorkerFailed, OSError) as error:
+            self._failed = True
+            log.warning("the machine's speed could not be measured; plans carry no prediction", why=str(error))
+            return
+        log.info("measured the machine's speed", file=str(self._book.path))
+
+
+async def measure_rates(machine: Machine, *, environment: Mapping[str, str]) -> RatesByDevice:
+    """Measure every kind of device of this machine, one after the other, each in a child process of its own.
+
+    Raises:
+        WorkerFailed: when a child fails or takes too long; the message ends with what it said last.
+    """
+    return {kind: await _measure(kind, machine, environment) for kind in machine.device_kinds}
+
+
+async def _measure(kind: DeviceKind, machine: Machine, environment: Mapping[str, str]) -> DeviceRates:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "horizon_server.worker.rates", kind, "--threads", str(machine.num_threads), env=dict(environment),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), MEASURE_TIMEOUT_S)
+    except TimeoutError as error:
+        raise WorkerFailed(f"measuring {kind} took more than {MEASURE_TIMEOUT_S:.0f} s") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    try:
+        return DeviceRates.from_mapping(json.loads(output))
+    except (ValueError, KeyError, TypeError) as error:
+        said = errors.decode("utf-8", "replace").strip().splitlines()
+        raise WorkerFailed(
+            f"measuring {kind} failed with exit code {process.returncode}: {''.join(said[-1:])}"
+        ) from error

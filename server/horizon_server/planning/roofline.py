@@ -1,0 +1,187 @@
+"""How long a step takes on a machine whose speeds were measured, before it is run.
+
+Owns the arithmetic from a model's layout and a step's size to seconds: what the schedule computes, what crosses the link, what the
+optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed. Must not know jobs or files. Torch-free.
+
+A step has two phases. Forward computes the layers once, and the last step's deferred update runs just ahead of it; backward is the
+head, each layer once more and twice that for its gradients. A device with memory of its own overlaps what its queues do, so a phase
+takes as long as its slowest queue. The host device's queues share the same processors and memory, so there they add up.
+
+What is not known before the data is prepared is taken at its upper end: all tokens are trained on, each row is one document as long
+as `sequence_length`, no two tokens are the same.
+
+Units: seconds, bytes, floating-point operations. Symbols: N tokens of a step, P parameters in matrix products.
+Source: docs/architecture.md, "One step of training"; Williams et al., Roofline (CACM 52:4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.records.plan import Bound, StepPrediction
+
+ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+"""Of a weight on its way up, and of a hidden state: the host device computes in fp32."""
+
+_FORWARD_SHARE = 1 / 3
+"""Of a model's own operations; backward is twice that, and recomputes the layers' forward besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthRates:
+    """What models of one hidden size reach: a whole decoder layer forward, recomputed and backward, without attention's scores; and
+    a logits chunk with its loss and gradients. Units: operations per second."""
+
+    hidden_size: int
+    layer_flops_per_s: float
+    head_flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What was measured on one kind of device. `widths` is in ascending order and not empty.
+
+    Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a gradient's squares too.
+    `adamw_bytes_per_s` is what the optimizer's kernel moves through host memory.
+    """
+
+    name: str
+    num_threads: int
+    peak_flops_per_s: float
+    attention_flops_per_s: float
+    widths: tuple[WidthRates, ...]
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    adamw_bytes_per_s: float
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> DeviceRates:
+        """The rates that `dataclasses.asdict` made plain.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none, or a rate is not above zero.
+        """
+        widths = tuple(WidthRates(**width) for width in plain["widths"])
+        rates = cls(**{**plain, "widths": widths})
+        numbers = [value for part in (rates, *widths) for name, value in vars(part).items() if name.endswith("_per_s")]
+        if not widths or not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise ValueError("every rate is above zero, and at least one width is there")
+        return rates
+
+    def at(self, hidden_size: int) -> WidthRates:
+        """The measured width that is nearest in ratio."""
+        return min(self.widths, key=lambda w: max(w.hidden_size / hidden_size, hidden_size / w.hidden_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What one half of a step does. `host_bytes` is the optimizer's traffic alone."""
+
+    layer_flops: float
+    head_flops: float
+    attention_flops: float
+    h2d_bytes: float
+    d2h_bytes: float
+    host_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One optimizer step as the schedule carries it out."""
+
+    num_tokens: int
+    hidden_size: int
+    forward: Phase
+    backward: Phase
+
+
+def work_of_step(
+    folder: ModelFolder,
+    *,
+    tokens_per_step: int,
+    sequence_length: int,
+    device_kind: DeviceKind,
+    grad_bytes: int,
+    activation_placement: ActivationPlacement,
+) -> StepWork:
+    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
+    model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
+    count = FlopsCount.of_folder(folder)
+    attention = count.of_attention(_row_lengths(tokens_per_step, sequence_length))
+    head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
+    layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
+    layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    embedding, head = layout.units[0].num_elements, layout.units[-1].num_elements
+    rows = min(tokens_per_step, model.vocab_size) * model.hidden_size
+    offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
+    offloaded_bytes = offloaded * element if activation_placement == "host" else 0
+    gradients = layers + head + (embedding if layout.tied else rows)
+    optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
+    return StepWork(
+        num_tokens=tokens_per_step,
+        hidden_size=model.hidden_size,
+        forward=Phase(
+            layer_flops=layer_flops * _FORWARD_SHARE,
+            head_flops=0,
+            attention_flops=attention * _FORWARD_SHARE,
+            h2d_bytes=(rows + layers + head + (embedding if layout.tied else 0)) * element,
+            d2h_bytes=offloaded_bytes,
+            host_bytes=optimizer_bytes if grad_bytes else 0,
+        ),
+        backward=Phase(
+            layer_flops=layer_flops,
+            head_flops=head_flops,
+            attention_flops=attention,
+            h2d_bytes=(layers + rows) * element + offloaded_bytes,
+            d2h_bytes=gradients * element,
+            host_bytes=0 if grad_bytes else optimizer_bytes,
+        ),
+    )
+
+
+def predict_step(
+    work: StepWork, rates: DeviceRates, *, device_kind: DeviceKind, max_steps: int | None = None
+) -> StepPrediction:
+    """Return how long a step takes at these speeds, and `max_steps` of them."""
+    parts: dict[Bound, float] = dict.fromkeys(("compute", "h2d", "d2h", "host memory"), 0.0)
+    for phase in (work.forward, work.backward):
+        seconds = _seconds(phase, rates, work.hidden_size, device_kind)
+        slowest = max(seconds, key=seconds.__getitem__)
+        for queue in seconds if device_kind == "host" else (slowest,):
+            parts[queue] += seconds[queue]
+    step_s = sum(parts.values())
+    return StepPrediction(
+        step_s=step_s,
+        tokens_per_second=work.num_tokens / step_s,
+        bound=max(parts, key=parts.__getitem__),
+        peak_flops_per_s=rates.peak_flops_per_s,
+        total_s=None if max_steps is None else max_steps * step_s,
+    )
+
+
+def _seconds(phase: Phase, rates: DeviceRates, hidden_size: int, device_kind: DeviceKind) -> dict[Bound, float]:
+    """How long each queue would take for a phase, had it the machine to itself."""
+    width = rates.at(hidden_size)
+    # A link's copies read and write the optimizer's memory; on the host device they are timed as a whole.
+    shared_bytes = phase.h2d_bytes + phase.d2h_bytes if device_kind == "cuda" else 0
+    return {
+        "compute": phase.layer_flops / width.layer_flops_per_s
+        + phase.head_flops / width.head_flops_per_s
+        + phase.attention_flops / rates.attention_flops_per_s,
+        "h2d": phase.h2d_bytes / rates.h2d_bytes_per_s,
+        "d2h": phase.d2h_bytes / rates.d2h_bytes_per_s,
+        "host memory": (phase.host_bytes + shared_bytes) / rates.adamw_bytes_per_s,
+    }
+
+
+def _row_lengths(tokens_per_step: int, sequence_length: int) -> list[int]:
+    """Rows of full length, and what is left."""
+    num_full, rest = divmod(tokens_per_step, sequence_length)
+    return [sequence_length] * num_full + ([rest] if rest else [])

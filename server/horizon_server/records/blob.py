@@ -1,0 +1,153 @@
+"""Names of contents and of the files made of them, and the one check of what a caller announces.
+
+A content (blob) is named by its sha256 and size. A manifest is the list of files of a dataset or a model folder. Knows no disk, no
+database and no wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
+
+MAX_FILES = 4096
+MAX_PATH_BYTES = 512
+EMPTY_SHA256 = hashlib.sha256().hexdigest()
+
+_MAX_SEGMENT_BYTES = 255
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PATH_RULE = (
+    f"a relative path with forward slashes, of at most {MAX_PATH_BYTES} bytes, without '.', '..', empty parts, backslashes or "
+    "control characters"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobRef:
+    """Names one content: lower-case hexadecimal sha256, and size in bytes."""
+
+    sha256: str
+    size_bytes: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is the content of zero bytes, which everybody has."""
+        return self.size_bytes == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobFile:
+    """One file of a dataset or a model folder."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+
+    @property
+    def ref(self) -> BlobRef:
+        """The file's content."""
+        return BlobRef(sha256=self.sha256, size_bytes=self.size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlobStatus:
+    """How much of a content has arrived from its uploader; `complete` means whole and verified."""
+
+    ref: BlobRef
+    committed_bytes: int
+    complete: bool
+
+
+def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
+    """Refuse what cannot name a content.
+
+    Raises:
+        InvalidSpec: for an impossible sha256 or size.
+        TooLarge: above `max_bytes`.
+    """
+    problems = _ref_problems(ref, field)
+    if problems:
+        raise InvalidSpec(problems[0].description, violations=problems)
+    if ref.size_bytes > max_bytes:
+        raise TooLarge(f"{field} announces {ref.size_bytes} bytes; this daemon takes at most {max_bytes} per file")
+
+
+def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None:
+    """Refuse an announcement that no upload could fulfil, or that would leave its folder; `what` is dataset or model.
+
+    Raises:
+        InvalidSpec: with one violation per offending file.
+        TooLarge: too many files, or more than `max_bytes` in all.
+    """
+    if not files:
+        sentence = f"files is empty; a {what} needs at least one file"
+        raise InvalidSpec.of("files", sentence)
+    if len(files) > MAX_FILES:
+        raise TooLarge(f"the {what} announces {len(files)} files; at most {MAX_FILES} are taken")
+    problems = [problem for i, file in enumerate(files) for problem in _file_problems(file, f"files[{i}]")]
+    problems += _clashes(files)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InvalidSpec(f"{problems[0].description}{more}", violations=problems)
+    total_bytes = sum(file.size_bytes for file in files)
+    if total_bytes > max_bytes:
+        raise TooLarge(
+            f"the {what} announces {total_bytes} bytes; this daemon takes at most {max_bytes} "
+            f"(setting max_{what}_bytes), so split it or ask an admin"
+        )
+
+
+def digest(files: Sequence[BlobFile], *extra: object) -> str:
+    """Return the sha256 over the files' paths and contents, in their order, and over `extra` plain data."""
+    document = [[file.path, file.sha256, file.size_bytes] for file in files]
+    return hashlib.sha256(json.dumps([*extra, document], sort_keys=True).encode()).hexdigest()
+
+
+def _file_problems(file: BlobFile, field: str) -> list[FieldViolation]:
+    problems = _ref_problems(file.ref, field)
+    if not _path_is_safe(file.path):
+        sentence = f"{field}.path is {file.path!r:.80}; it must be {_PATH_RULE}"
+        problems.append(FieldViolation(field=f"{field}.path", description=sentence))
+    return problems
+
+
+def _ref_problems(ref: BlobRef, field: str) -> list[FieldViolation]:
+    problems = []
+    if not _SHA256.fullmatch(ref.sha256):
+        problems.append(("sha256", f"is {ref.sha256!r:.80}; it must be 64 lower-case hexadecimal digits"))
+    if ref.size_bytes < 0:
+        problems.append(("size_bytes", f"is {ref.size_bytes}; it must be 0 or more"))
+    if not problems and ref.is_empty != (ref.sha256 == EMPTY_SHA256):
+        problems.append(("size_bytes", f"is {ref.size_bytes}, which does not belong to sha256 {ref.sha256}"))
+    return [
+        FieldViolation(field=f"{field}.{name}", description=f"{field}.{name} {problem}") for name, problem in problems
+    ]
+
+
+def _path_is_safe(path: str) -> bool:
+    encoded = path.encode("utf-8", "surrogatepass")
+    if not path or len(encoded) > MAX_PATH_BYTES or "\\" in path or not path.isprintable():
+        return False
+    parts = path.split("/")
+    return all(part not in ("", ".", "..") and len(part.encode()) <= _MAX_SEGMENT_BYTES for part in parts)
+
+
+def _clashes(files: Sequence[BlobFile]) -> list[FieldViolation]:
+    """Files of the same path, files that are folders of others, and one sha256 with two sizes."""
+    folders = {file.path[:i] for file in files for i, letter in enumerate(file.path) if letter == "/"}
+    seen: set[str] = set()
+    size_of: dict[str, int] = {}
+    problems = []
+    for i, file in enumerate(files):
+        if file.path in seen:
+            problems.append((f"files[{i}].path", f"is {file.path!r:.80}, which is there twice; name each file once"))
+        elif file.path in folders:
+            problems.append((f"files[{i}].path", f"is {file.path!r:.80}, which is a folder of other files too"))
+        seen.add(file.path)
+        if size_of.setdefault(file.sha256, file.size_bytes) != file.size_bytes:
+            problems.append((f"files[{i}].size_bytes", f"differs from that of another file with sha256 {file.sha256}"))
+    return [FieldViolation(field=field, description=f"{field} {problem}") for field, problem in problems]

@@ -1,0 +1,117 @@
+"""A job: its states, the moves between them, and the record that the rest of the server passes around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from horizon_server.events import StepDone
+from horizon_server.records.plan import JobPlan
+from horizon_server.spec import JobSpec
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "QUEUED"
+    PREPARING = "PREPARING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
+"""States in which an attempt holds the device's turn."""
+
+_MOVES: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.PREPARING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
+    JobState.PREPARING: frozenset({JobState.STARTING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED}),
+    JobState.STARTING: frozenset(
+        {JobState.RUNNING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED, JobState.SUCCEEDED}
+    ),
+    JobState.RUNNING: frozenset({JobState.STOPPING, JobState.SUCCEEDED, JobState.FAILED, JobState.QUEUED}),
+    JobState.STOPPING: frozenset(
+        {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
+    ),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+}
+
+
+def may_move(old: JobState, new: JobState) -> bool:
+    """Whether the state machine allows the move."""
+    return new in _MOVES.get(old, frozenset())
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """One job as it stands. Times are Unix seconds, 0.0 while unknown."""
+
+    job_id: str
+    owner: str
+    spec: JobSpec
+    model_id: str
+    dataset_id: str
+    eval_dataset_id: str
+    """Empty when there is none. The model_id is an absolute folder for models below an allowed root."""
+    job_state: JobState
+    reason: str = ""
+    message: str = ""
+    wanted: str = ""
+    """What a user has asked the running attempt for: cancel, pause, or nothing."""
+    step: int = 0
+    num_steps: int = 0
+    attempt: int = 0
+    created_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    last_step: StepDone | None = None
+    plan: JobPlan | None = None
+    data_report: dict[str, int] = field(default_factory=dict)
+    """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
+    last_sequence: int = 0
+    queue_position: int = 0
+    """From 1 while queued; 0 otherwise. Filled in by the service, not stored."""
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end of a job on the device: from its last steps' pace, before the first one from the plan's prediction."""
+        if self.job_state not in ON_DEVICE:
+            return None
+        if self.last_step is not None:
+            return self.last_step.eta_s
+        num_steps = self.num_steps or self.spec.train.max_steps
+        prediction = self.plan.prediction if self.plan else None
+        return num_steps * prediction.step_s if num_steps and prediction else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """One file of a checkpoint: its relative path, sha256 (hexadecimal) and size in bytes."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """One complete checkpoint of a job."""
+
+    job_id: str
+    step: int
+    files: tuple[CheckpointFile, ...] = field(default=())
+    created_s: float = 0.0
+    eval_loss: float | None = None
+    last: bool = False
+    best: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes over all files."""
+        return sum(f.size_bytes for f in self.files)

@@ -1,0 +1,125 @@
+"""What the names in a job spec stand for: pushed datasets and models, or model folders below an allowed root."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from horizon_server.datasets.data_file import DataFile
+from horizon_server.datasets.formats import DatasetFormat
+from horizon_server.datasets.preparation import (
+    PrepareOptions,
+    PrepareRequest,
+    evaluation_folder,
+    is_prepared,
+    preparation_key,
+    tokenizer_digest,
+)
+from horizon_server.errors import NotAllowed, NotFound
+from horizon_server.jobs.ports import DatasetFiles, PreparationCall
+from horizon_server.records.account import Principal
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.services.datasets import DatasetService
+from horizon_server.services.models import ModelService
+from horizon_server.spec import JobSpec
+
+
+class NodeResources:
+    """Implements `jobs.ports.Resources` over the dataset and model services."""
+
+    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
+        self._datasets = datasets
+        self._models = models
+        self._model_roots = [root.resolve() for root in model_roots]
+
+    async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
+        """Return a READY dataset by name or id.
+
+        Raises:
+            NotFound: when there is none for the caller, or its upload is not finished.
+        """
+        record = await self._datasets.get(principal, name)
+        if not record.ready:
+            raise NotFound(f"dataset {name} is not ready: its upload was not finished; push it again")
+        return self._files(record)
+
+    async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
+        """Return a READY dataset by id, whoever asks."""
+        return self._files(await self._datasets.by_id(dataset_id))
+
+    async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
+        """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
+
+        Raises:
+            NotFound: when there is none for the caller, or its upload is not finished.
+            NotAllowed: when a folder is not below one of the setting's `model_roots`.
+        """
+        if name.startswith("/"):
+            folder = await asyncio.to_thread(self._allowed_folder, name)
+            return str(folder), folder
+        record = await self._models.get(principal, name)
+        if not record.ready:
+            raise NotFound(f"model {name} is not ready: its upload was not finished; push it again")
+        return record.model_id, self._models.folder(record.model_id)
+
+    async def model_folder(self, model_id: str) -> Path:
+        """Return the folder of a model id that `model` gave out."""
+        return Path(model_id) if model_id.startswith("/") else self._models.folder(model_id)
+
+    def _allowed_folder(self, name: str) -> Path:
+        folder = Path(name).resolve()
+        if not any(folder.is_relative_to(root) for root in self._model_roots):
+            roots = ", ".join(map(str, self._model_roots)) or "none"
+            raise NotAllowed(
+                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
+            )
+        if not (folder / "config.json").is_file():
+            raise NotFound(f"model folder {name} holds no config.json")
+        return folder
+
+    def _files(self, record: DatasetRecord) -> DatasetFiles:
+        return DatasetFiles(
+            dataset_id=record.dataset_id,
+            digest=record.digest,
+            format=record.format,
+            field_map=dict(record.field_map),
+            num_rows=record.num_rows,
+            files=tuple((file.name, file.path) for file in self._datasets.data_files(record)),
+        )
+
+
+class PreparationRecipes:
+    """Implements `jobs.ports.PreparationRecipe`: prepared folders live below `root`, under the key of what they were made from."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, spec: JobSpec, dataset: DatasetFiles, model: Path) -> PreparationCall:
+        """Return the call; reads the tokenizer's files.
+
+        Raises:
+            InvalidModel: when the folder holds no tokenizer.
+        """
+        options = PrepareOptions(
+            format=DatasetFormat(dataset.format),
+            field_map=dataset.field_map,
+            method=spec.method,
+            sequence_length=spec.train.sequence_length,
+            train_on=spec.train.train_on,
+            eval_fraction=spec.eval_fraction,
+        )
+        target = self._root / preparation_key(dataset.digest, tokenizer_digest(model), options)
+        request = PrepareRequest(
+            dataset_files=tuple(DataFile.at(path, name=name) for name, path in dataset.files),
+            model_dir=model,
+            output_dir=target,
+            options=options,
+            num_rows=dataset.num_rows,
+        )
+        return PreparationCall(
+            target=target,
+            evaluation=evaluation_folder(target, options),
+            is_whole=is_prepared(target, options),
+            request=request.to_json(),
+        )

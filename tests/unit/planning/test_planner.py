@@ -1,0 +1,138 @@
+"""What a job is planned to run on, and with what kept where."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.machine import Accelerator, HostMemory, usable_accelerators
+from horizon_server.planning.planner import Planner, WorkerMemory
+from horizon_server.spec import JobSpec, parse_job_spec
+
+GIB = 1 << 30
+H100 = Accelerator(index=0, name="H100", memory_bytes=80 * GIB)
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 40, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,), "lm_head.weight": (64, 32)}
+    shapes |= {f"model.layers.{index}.mlp.up_proj.weight": (48, 32) for index in range(40)}
+    save_file(
+        {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    return tmp_path
+
+
+def spec_of(*, device: str = "auto", **train: Any) -> JobSpec:
+    return parse_job_spec(
+        {
+            "name": "j",
+            "model": "m",
+            "dataset": "d",
+            "device": device,
+            "train": {"max_steps": 1, "tokens_per_step": 4096, **train},
+        }
+    )
+
+
+def worker_memory(
+    folder: Path, spec: JobSpec, *, accelerators: tuple[Accelerator, ...] = (), arena_bytes: int = GIB
+) -> WorkerMemory:
+    planner = Planner(
+        memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
+        limit_bytes=None,
+        reserve_bytes=0,
+        arena_limit_bytes=arena_bytes,
+        num_threads=1,
+        accelerators=accelerators,
+    )
+    return planner.worker_memory(spec, folder)
+
+
+def bytes_per_parameter(memory: WorkerMemory) -> float:
+    return sum(memory.plane_bytes.values()) / (memory.plane_bytes["hi"] / 2)
+
+
+def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.sequence_length is 4097; the model allows at most 4096 positions"
+    ) as caught:
+        worker_memory(folder, spec_of(sequence_length=4097))
+
+    assert [violation.field for violation in caught.value.violations] == ["train.sequence_length"]
+    assert worker_memory(folder, spec_of(sequence_length=4096)).plan.num_parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "device", "wanted"),
+    [
+        ((), "auto", "host"),
+        ((), "host", "host"),
+        ((H100,), "auto", "host"),
+        ((H100,), "cuda", "cuda"),
+        ((H100,), "host", "host"),
+    ],
+)
+def test_auto_means_cuda_where_there_is_one(
+    folder: Path, accelerators: tuple[Accelerator, ...], device: str, wanted: str
+) -> None:
+    memory = worker_memory(folder, spec_of(device=device), accelerators=accelerators)
+    assert memory.device_kind == memory.plan.device == wanted
+    assert bytes_per_parameter(memory) == (14 if wanted == "cuda" else 16)
+    assert memory.plan.fits
+
+
+def test_cuda_is_refused_in_one_sentence_where_there_is_none(folder: Path) -> None:
+    with pytest.raises(InvalidSpec, match="device: cuda needs a CUDA device, and this node has none"):
+        worker_memory(folder, spec_of(device="cuda"))
+
+
+@pytest.mark.parametrize("accelerators", [(), (H100,)])
+def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[Accelerator, ...]) -> None:
+    memory = worker_memory(folder, spec_of(max_grad_norm=None), accelerators=accelerators)
+    assert bytes_per_parameter(memory) == 12
+    assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
+
+
+def test_the_device_limit_is_that_of_the_smallest_accelerator(folder: Path) -> None:
+    small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
+
+
+def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:
+    roomy = worker_memory(folder, spec_of(sequence_length=64))
+    tight = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=roomy.plan.device_total_bytes - 1)
+    assert (roomy.activation_placement, tight.activation_placement) == ("device", "host")
+    assert tight.plan.fits
+    assert tight.plan.device_bytes["activations"] == 3 * 4096 * 32 * 4
+    assert tight.plan.host_bytes["activations"] == tight.plan.device_bytes["activations"] + 39 * 4096 * 32 * 4
+
+
+def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder: Path) -> None:
+    plan = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=1_500_000).plan
+    assert "GiB on the device and 0.00 GiB are allowed; it would fit with train.tokens_per_step:" in plan.message
+
+
+async def test_an_accelerator_that_torch_cannot_use_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100, 81559'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = await usable_accelerators(os.environ)
+    assert bool(found) == torch.cuda.is_available()
