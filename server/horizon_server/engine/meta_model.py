@@ -30,7 +30,9 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_ATTENTIONS = ("eager", "sdpa")
 _AUXILIARY_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
+_POSITION_LIMITS = ("max_position_embeddings", "max_seq_len")
 _RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -87,6 +89,9 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config.use_cache = False
     config.return_dict = True
+    if config._attn_implementation not in _ATTENTIONS:
+        # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
+        config._attn_implementation = None
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -111,8 +116,9 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """The longest document that a config allows, in tokens, or None where it sets no limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    text = config.get_text_config()
+    limits = (getattr(text, name, None) for name in _POSITION_LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:

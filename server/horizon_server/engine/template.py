@@ -105,7 +105,7 @@ class Template:
         self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
         self._state = ModuleState(module for module in model.modules() if not isinstance(module, Stub))
         shapes = {place.local_name: place.piece.shape for place in self._places[0]}
-        calls = try_embedding(model, self._tape, self.embed, shapes)
+        calls = try_embedding(model, self._tape, self.embed, shapes, self._layers)
         # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
         self.train(True)
         self._unseen_products = find_unseen_products(
