@@ -90,6 +90,16 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "phi": {},
     "stablelm": {},
     "mamba": {"state_size": 8},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **_MOE},
+    "minicpm3": {**_LATENT},
 }
 
 
