@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import DiskFull, InvalidSpec, Stalled
 from horizon_server.jobs.ports import DatasetFiles
-from horizon_server.previews import Previews
+from horizon_server.records.account import Principal
+from horizon_server.services.previews import Previews
 from horizon_server.settings import child_environment
 
 ADA, BOB = (Principal(name=name, role="user", project="lab") for name in ("ada", "bob"))

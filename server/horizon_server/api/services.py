@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
-from horizon_server.datasets.service import DatasetService
 from horizon_server.events import JobEvent
-from horizon_server.jobs.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
-from horizon_server.models.service import ModelService
-from horizon_server.planning.job_plan import JobPlan
+from horizon_server.records.account import Principal
+from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.records.plan import JobPlan
+from horizon_server.services.datasets import DatasetService
+from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
 
 JobPage = tuple[list[JobRecord], str]

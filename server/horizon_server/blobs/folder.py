@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from horizon_server.blobs.disk import sync_folder
-from horizon_server.blobs.manifest import BlobFile
 from horizon_server.blobs.store import BlobStore
+from horizon_server.records.blob import BlobFile
 
 
 def link_folder(store: BlobStore, files: Iterable[BlobFile], target: Path) -> None:

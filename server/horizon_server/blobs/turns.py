@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from horizon_server.blobs.manifest import BlobRef
 from horizon_server.errors import UploadInProgress
+from horizon_server.records.blob import BlobRef
 
 UploadKey = tuple[str, BlobRef]
 """Who sends which content."""

@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from horizon_server.blobs.manifest import BlobFile, BlobRef, BlobStatus, check_ref
 from horizon_server.blobs.store import BlobStore
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
+from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, check_ref
 
 MAX_REFS = 8192
 

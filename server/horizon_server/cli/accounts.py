@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import click
 
-from horizon_server.accounts.principal import ROLES
-from horizon_server.accounts.service import Accounts
 from horizon_server.cli.options import print_rows, with_output_option, with_settings_options
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.errors import BadSetting
+from horizon_server.records.account import ROLES
+from horizon_server.services.accounts import Accounts
 from horizon_server.settings import load_settings
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
-from horizon_server.accounts.service import Token, User
 from horizon_server.db.database import Database
 from horizon_server.db.tables import TokenRow, UserRow
 from horizon_server.errors import AlreadyExists, NotFound
+from horizon_server.records.account import Token, User
 
 
 class AccountStore:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sqlalchemy.orm import InstrumentedAttribute
 
-from horizon_server.datasets.records import DatasetRecord
 from horizon_server.db.named_rows import NamedRows, blob_files, file_documents
 from horizon_server.db.tables import DatasetRow
+from horizon_server.records.dataset import DatasetRecord
 
 
 class DatasetStore(NamedRows[DatasetRow, DatasetRecord]):

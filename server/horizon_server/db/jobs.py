@@ -15,8 +15,8 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import EventRow, JobRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.jobs.job import JobRecord, JobState, may_move
-from horizon_server.planning.job_plan import JobPlan, StepPrediction
+from horizon_server.records.job import JobRecord, JobState, may_move
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 _PLAIN = (

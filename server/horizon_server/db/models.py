@@ -6,7 +6,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from horizon_server.db.named_rows import NamedRows, blob_files, file_documents
 from horizon_server.db.tables import ModelRow
-from horizon_server.models.records import ModelRecord
+from horizon_server.records.model import ModelRecord
 
 
 class ModelStore(NamedRows[ModelRow, ModelRecord]):

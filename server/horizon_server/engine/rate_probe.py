@@ -211,7 +211,7 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
             device.h2d.record().wait()
             device.raise_failure()
             use = device.take_use().h2d
-            return use.busy_s / use.num_bytes
+            return use.busy_s / use.bytes
 
         def down() -> float:
             unit = next(turn)
@@ -219,7 +219,7 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
             device.d2h.record().wait()
             device.raise_failure()
             use = device.take_use().d2h
-            return use.busy_s / use.num_bytes
+            return use.busy_s / use.bytes
 
         def update() -> float:
             unit = next(turn)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from horizon_server.errors import NotFound
-from horizon_server.jobs.job import CheckpointFile, CheckpointRecord
+from horizon_server.records.job import CheckpointFile, CheckpointRecord
 from horizon_server.store.manifest import MANIFEST_FILE, TRAINER_FOLDER, is_complete, read_manifest
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")

@@ -9,8 +9,8 @@ from typing import Any
 
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent, Payload, StateChanged
-from horizon_server.jobs.job import ENDED, JobRecord, JobState
 from horizon_server.jobs.ports import JobObserver, JobStore
+from horizon_server.records.job import ENDED, JobRecord, JobState
 
 _BATCH = 500
 """Events read at a time: a watcher far behind costs no more memory than this."""

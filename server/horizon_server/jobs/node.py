@@ -7,9 +7,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.jobs.ports import JobStore
 from horizon_server.planning.machine import Accelerator, host_memory
+from horizon_server.records.account import Principal
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 

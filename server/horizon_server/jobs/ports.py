@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.events import JobEvent, Payload, StateChanged
-from horizon_server.jobs.job import JobRecord, JobState
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import JobSpec
 
 

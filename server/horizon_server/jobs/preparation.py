@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+from horizon_server.children.child import Child, exit_reason
 from horizon_server.errors import InvalidData, WorkerFailed
 from horizon_server.events import AttemptEnded, Message, PrepareProgress
-from horizon_server.jobs.child import Child, exit_reason
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
 

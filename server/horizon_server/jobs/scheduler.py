@@ -16,9 +16,9 @@ from horizon_server.errors import DiskFull, HorizonError, WrongJobState
 from horizon_server.events import StateChanged
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import JobRecord, JobState
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.ports import JobObserver
+from horizon_server.records.job import JobRecord, JobState
 
 log = structlog.get_logger(__name__)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from horizon_server.blobs.manifest import BlobFile
 from horizon_server.errors import FieldViolation, InvalidModel
 from horizon_server.planning.model_folder import check_edges, stored_shapes
+from horizon_server.records.blob import BlobFile
 from horizon_server.store.layout import (
     build_layout,
     is_output_projection,

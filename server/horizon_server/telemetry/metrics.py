@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
-from horizon_server.jobs.job import ON_DEVICE, JobRecord, JobState
+from horizon_server.records.job import ON_DEVICE, JobRecord, JobState
 from horizon_server.telemetry.families import Families, Family
 from horizon_server.telemetry.step_metrics import MemoryMetrics, TrainingMetrics, TransferMetrics
 from horizon_server.version import VERSION

@@ -11,9 +11,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from horizon_server.children.entry import EventWriter, Orders
 from horizon_server.errors import HorizonError
 from horizon_server.events import AttemptEnded
-from horizon_server.worker.channel import EventWriter, Orders
 from horizon_server.worker.request import read_request
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from horizon_server.blobs.manifest import (
+from horizon_server.errors import InvalidSpec, TooLarge
+from horizon_server.records.blob import (
     EMPTY_SHA256,
     MAX_FILES,
     BlobFile,
@@ -13,7 +14,6 @@ from horizon_server.blobs.manifest import (
     check_ref,
     digest,
 )
-from horizon_server.errors import InvalidSpec, TooLarge
 
 SHA = "ab" * 32
 

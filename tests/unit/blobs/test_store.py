@@ -16,10 +16,10 @@ import pytest
 
 from horizon_server.blobs import part_writer
 from horizon_server.blobs.disk import SystemDisk
-from horizon_server.blobs.manifest import EMPTY_SHA256, BlobRef
 from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
 from horizon_server.blobs.turns import MAX_TURNS_EACH, Turns
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled, UploadInProgress
+from horizon_server.records.blob import EMPTY_SHA256, BlobRef
 
 CONTENT = random.Random(0).randbytes(3 * 2**20 + 17)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from horizon_server.children.child import STOP, Child, exit_reason, log_tail
 from horizon_server.errors import WorkerFailed
 from horizon_server.events import AttemptEnded, Message
-from horizon_server.jobs.child import STOP, Child, exit_reason, log_tail
 from horizon_server.settings import child_environment
 
 TALKER = """

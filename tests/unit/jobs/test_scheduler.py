@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.job import JobRecord, JobState
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.records.job import JobRecord, JobState
 
 
 class EmptyStore:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from horizon_server.blobs.manifest import BlobFile
 from horizon_server.errors import InvalidModel
 from horizon_server.models.folder_checks import check_folder, check_names
+from horizon_server.records.blob import BlobFile
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from horizon_server.children.entry import EventWriter
 from horizon_server.events import AttemptEnded, Message, decode
-from horizon_server.worker.channel import EventWriter
 from horizon_server.worker.request import read_request
 
 REQUEST: dict[str, Any] = {

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.api.grpc.open_streams import OpenStreams, RequestStream, closing
 from horizon_server.api.grpc.rpc_errors import metadata_bytes, told
 from horizon_server.api.services import AccountsPort
 from horizon_server.api.status import grpc_status
 from horizon_server.errors import HorizonError, Unauthenticated
+from horizon_server.records.account import Principal
 
 _log = logging.getLogger(__name__)
 _principal: ContextVar[Principal] = ContextVar("principal")

@@ -10,8 +10,8 @@ from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.wire_blob import find_missing, from_files, query_status, to_files, write_blob
 from horizon_server.api.grpc.wire_time import to_timestamp
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.models.records import ModelRecord
-from horizon_server.models.service import ModelService
+from horizon_server.records.model import ModelRecord
+from horizon_server.services.models import ModelService
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):

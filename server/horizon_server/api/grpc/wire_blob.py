@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from horizon_proto.v1 import blob_pb2
-from horizon_server.accounts.principal import require_create
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.blobs.manifest import BlobFile, BlobRef, BlobStatus
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import InvalidUpload
+from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
+from horizon_server.services.access import require_create
 
 
 def from_files(entries: Iterable[blob_pb2.FileEntry]) -> list[BlobFile]:

@@ -9,14 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from horizon_server.accounts.principal import Principal, may_see
 from horizon_server.datasets.preview import DatasetPreview
-from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import StepDone
-from horizon_server.jobs.job import CheckpointRecord, JobRecord
 from horizon_server.jobs.node import NodeStatus
-from horizon_server.models.records import ModelRecord
-from horizon_server.planning.job_plan import JobPlan
+from horizon_server.records.account import Principal
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.job import CheckpointRecord, JobRecord
+from horizon_server.records.model import ModelRecord
+from horizon_server.records.plan import JobPlan
+from horizon_server.services.access import may_see
 
 
 class ViolationBody(BaseModel):

@@ -7,9 +7,9 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.api.http.ports import HttpServices
 from horizon_server.errors import Unauthenticated
+from horizon_server.records.account import Principal
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `horizond token create USER`.")
 

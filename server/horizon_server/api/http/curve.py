@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint, finite
 from horizon_server.events import EvalDone, JobEvent, StepDone
-from horizon_server.jobs.job import JobRecord
+from horizon_server.records.job import JobRecord
 
 MAX_POINTS = 2000
 

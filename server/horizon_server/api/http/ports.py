@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
-from horizon_server.datasets.records import DatasetRecord
 from horizon_server.events import JobEvent
-from horizon_server.jobs.job import CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
-from horizon_server.models.records import ModelRecord
+from horizon_server.records.account import Principal
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.records.model import ModelRecord
 
 
 class AccountsPort(Protocol):

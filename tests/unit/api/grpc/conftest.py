@@ -26,15 +26,12 @@ from horizon_proto.v1 import (
     model_pb2_grpc,
     node_pb2_grpc,
 )
-from horizon_server.accounts.principal import Principal, require_visible
-from horizon_server.accounts.service import Accounts
 from horizon_server.api.grpc.server import start_grpc_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
-from horizon_server.datasets.service import DatasetService
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database, migrate
@@ -44,11 +41,15 @@ from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import NotFound
 from horizon_server.events import JobEvent, Payload
-from horizon_server.jobs.job import CheckpointFile, CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeFacts
-from horizon_server.models.service import ModelService
-from horizon_server.planning.job_plan import JobPlan, StepPrediction
 from horizon_server.planning.machine import Accelerator
+from horizon_server.records.account import Principal
+from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.services.access import require_visible
+from horizon_server.services.accounts import Accounts
+from horizon_server.services.datasets import DatasetService
+from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
 
 GIB = 2**30

@@ -15,8 +15,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from horizon_proto.v1 import blob_pb2, dataset_pb2, dataset_pb2_grpc
-from horizon_server.blobs.manifest import BlobRef
 from horizon_server.blobs.store import BlobStore
+from horizon_server.records.blob import BlobRef
 
 CONTENT = random.Random(1).randbytes(2 * 2**20 + 11)
 REF = blob_pb2.BlobRef(sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))

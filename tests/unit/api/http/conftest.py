@@ -10,18 +10,19 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from horizon_server.accounts.principal import Principal, may_see, require_visible
 from horizon_server.api.http.app import make_app
-from horizon_server.blobs.manifest import BlobFile
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
-from horizon_server.datasets.records import DatasetRecord
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
-from horizon_server.jobs.job import ENDED, CheckpointFile, CheckpointRecord, JobRecord, JobState
 from horizon_server.jobs.node import NodeStatus
-from horizon_server.models.records import ModelRecord
-from horizon_server.planning.job_plan import JobPlan, StepPrediction
 from horizon_server.planning.machine import Accelerator
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import BlobFile
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.job import ENDED, CheckpointFile, CheckpointRecord, JobRecord, JobState
+from horizon_server.records.model import ModelRecord
+from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.services.access import may_see, require_visible
 from horizon_server.spec import JobSpec
 from horizon_server.telemetry.metrics import Metrics
 

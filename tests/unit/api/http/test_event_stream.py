@@ -14,7 +14,7 @@ import pytest
 from horizon_server.api.http.event_stream import event_lines, resume_after
 from horizon_server.errors import Draining, InvalidSpec
 from horizon_server.events import JobEvent, StateChanged
-from horizon_server.jobs.job import JobState
+from horizon_server.records.job import JobState
 
 DONE = StateChanged(job_state="SUCCEEDED")
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from horizon_server.api.http.app import make_app
 from horizon_server.errors import Draining
-from horizon_server.jobs.job import CheckpointRecord, JobState
+from horizon_server.records.job import CheckpointRecord, JobState
 from horizon_server.telemetry.metrics import Metrics
 
 _OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]

@@ -13,16 +13,17 @@ from typing import Protocol
 
 import structlog
 
-from horizon_server.accounts.lookup import check_name, choose, page_limit
-from horizon_server.accounts.principal import Principal, require_change, require_create
-from horizon_server.blobs.manifest import BlobFile, check_files, digest
 from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import check_field_map, parse_format
-from horizon_server.datasets.records import DatasetRecord
 from horizon_server.errors import InUse, NotFound
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import BlobFile, check_files, digest
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.services.access import require_change, require_create
+from horizon_server.services.lookup import check_name, choose, page_limit
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from horizon_server.events import StepDone
-from horizon_server.planning.job_plan import JobPlan
+from horizon_server.records.plan import JobPlan
 from horizon_server.spec import JobSpec
 
 

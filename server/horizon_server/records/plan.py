@@ -1,4 +1,4 @@
-"""The plan of a job as a record: memory by component, and how long a step is expected to take."""
+"""A job's memory plan and the predicted time of its steps."""
 
 from __future__ import annotations
 

@@ -1,26 +1,9 @@
-"""Who calls, and the one place that says who may do what."""
+"""The one place that says who may do what."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from horizon_server.errors import NotAllowed, NotFound
-
-ROLES = ("user", "admin", "viewer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Principal:
-    """An authenticated caller. `role` is user, admin or viewer; `project` pays for what they run."""
-
-    name: str
-    role: str
-    project: str
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether everybody's resources are visible: admins see and touch all, viewers see all and touch nothing."""
-        return self.role in ("admin", "viewer")
+from horizon_server.records.account import Principal
 
 
 def may_see(principal: Principal, owner: str) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from horizon_server.accounts.principal import Principal
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.preparation import (
@@ -17,11 +16,12 @@ from horizon_server.datasets.preparation import (
     preparation_key,
     tokenizer_digest,
 )
-from horizon_server.datasets.records import DatasetRecord
-from horizon_server.datasets.service import DatasetService
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall
-from horizon_server.models.service import ModelService
+from horizon_server.records.account import Principal
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.services.datasets import DatasetService
+from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
 
 

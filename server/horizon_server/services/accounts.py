@@ -6,48 +6,15 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from horizon_server.accounts.principal import ROLES, Principal
+from horizon_server.db.accounts import AccountStore
 from horizon_server.errors import BadSetting, Unauthenticated
+from horizon_server.records.account import ROLES, Principal, Token, User
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
 
 TOKEN_PREFIX = "hzn_"  # noqa: S105  # a recognisable start lets secret scanners find leaked tokens
 _RANDOM_BYTES = 32
 _MAX_TOKEN_LENGTH = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class User:
-    """A person or a script that calls. `project` pays for what they run."""
-
-    name: str
-    role: str
-    project: str
-    created_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Token:
-    """What is known of a bearer token: never the token itself. Times are Unix seconds."""
-
-    token_id: str
-    user: str
-    created_s: float
-    expires_s: float | None
-    revoked_s: float | None
-
-
-class AccountStore(Protocol):
-    """Where users and tokens are kept."""
-
-    async def add_user(self, user: User) -> None: ...  # noqa: D102
-    async def users(self) -> list[User]: ...  # noqa: D102
-    async def add_token(self, token: Token, sha256: str) -> None: ...  # noqa: D102
-    async def tokens(self) -> list[Token]: ...  # noqa: D102
-    async def revoke(self, token_id: str, now_s: float) -> None: ...  # noqa: D102
-    async def find(self, sha256: str) -> tuple[Token, User] | None: ...  # noqa: D102
 
 
 class Accounts:

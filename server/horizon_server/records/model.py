@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horizon_server.blobs.manifest import BlobFile
+from horizon_server.records.blob import BlobFile
 
 
 @dataclass(frozen=True, kw_only=True)

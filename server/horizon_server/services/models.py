@@ -12,17 +12,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from horizon_server.accounts.lookup import check_name, choose, page_limit
-from horizon_server.accounts.principal import Principal, require_change, require_create
 from horizon_server.blobs.disk import told_when_full
 from horizon_server.blobs.folder import link_folder, remove_folder, remove_strangers
-from horizon_server.blobs.manifest import BlobFile, check_files, digest
 from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import InUse, NotFound
 from horizon_server.models.folder_checks import check_folder, check_names
-from horizon_server.models.records import ModelRecord
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import BlobFile, check_files, digest
+from horizon_server.records.model import ModelRecord
+from horizon_server.services.access import require_change, require_create
+from horizon_server.services.lookup import check_name, choose, page_limit
 
 ModelPage = tuple[list[ModelRecord], str]
 """Some models, and the token of the next page; empty on the last."""

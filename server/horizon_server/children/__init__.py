@@ -1,0 +1,1 @@
+"""Child processes: the parent's side and the child's side of one protocol."""
