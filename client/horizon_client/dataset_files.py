@@ -6,7 +6,7 @@ The server checks every row; this only saves the upload of a file that it would 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horizon_client.data_containers import (
@@ -17,13 +17,13 @@ from horizon_client.data_containers import (
 from horizon_client.data_fields import AUTO, TEXT, RowFields
 from horizon_client.data_rows import check_array, check_lines, check_text
 from horizon_client.errors import BadFile
-from horizon_client.local_files import SourceFile
-from horizon_client.progress import OnProgress, Progress, in_pieces
+from horizon_client.transfer.files import SourceFile, in_pieces
+from horizon_client.transfer.reporter import Progress
 
 
 async def check_dataset_files(
     files: Sequence[SourceFile],
-    on_progress: OnProgress,
+    on_progress: Callable[[Progress], None],
     *,
     format: str = AUTO,  # noqa: A002 - the name users know from the command and the contract
     field_map: Mapping[str, str] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
 from horizon_client import AsyncClient, Client, NotFound, Unavailable
 from horizon_client.connection import RetryPolicy
@@ -38,7 +39,7 @@ def test_watch_resumes_without_gap_or_repeat(
 ) -> None:
     daemon.stream_cuts = list(cuts)
     notices: list[str] = []
-    events = list(client.jobs.watch("first", on_notice=notices.append))
+    events = list(client.jobs.watch("first", reporter=Recorder(on_notice=notices.append)))
     assert _sequences(events) == list(range(1, 13))
     assert len(notices) == len([cut for cut in cuts if cut < 12])
 
@@ -63,7 +64,9 @@ def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: F
     def complete(notice: str) -> None:
         daemon.events = all_events
 
-    assert _sequences(list(client.jobs.watch(finished_job, on_notice=complete))) == list(range(1, 13))
+    assert _sequences(list(client.jobs.watch(finished_job, reporter=Recorder(on_notice=complete)))) == list(
+        range(1, 13)
+    )
 
 
 def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) -> None:
@@ -79,7 +82,7 @@ def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) ->
 def test_watch_of_an_unknown_job_is_told_at_once(client: Client, daemon: FakeDaemon) -> None:
     with pytest.raises(NotFound, match="job nope does not exist"):
         list(client.jobs.watch("nope"))
-    assert daemon.calls == ["GetJob"]
+    assert daemon.calls == ["GetJob", "ListJobs"]  # the second for similar names
 
 
 def test_watch_can_be_left_and_the_client_used_on(client: Client, finished_job: str) -> None:
