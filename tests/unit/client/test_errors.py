@@ -53,9 +53,9 @@ def test_every_status_has_its_leaf(
     client: Client, daemon: FakeDaemon, code: str, kind: type[HorizonClientError], exit_code: int
 ) -> None:
     violations = (("train.seed", "train.seed is -1; it must be 0 or more"), ("line[3].text", "is empty"))
-    daemon.refuse("GetJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
+    daemon.refuse("CancelJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
     with pytest.raises(kind) as caught:
-        client.jobs.get("x")
+        client.jobs.cancel("x")
     error = caught.value
     assert (error.message, error.reason, error.exit_code) == ("that went wrong", "SOME_REASON", exit_code)
     assert [(v.field, v.description) for v in error.violations] == list(violations)

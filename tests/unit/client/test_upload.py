@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.client.recorder import Recorder
 
-from horizon_client import BadFile, Client, DoesNotFit, InvalidRequest, Progress, Unauthenticated
+from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, Unauthenticated
 from horizon_client.transfer.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Fak
 def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
-    with pytest.raises(DoesNotFit, match="the disk is full") as caught:
+    with pytest.raises(DiskFull, match="the disk is full") as caught:
         client.datasets.push([jsonl], name="notes")
 
     assert caught.value.reason == "DISK_FULL"
