@@ -65,15 +65,6 @@ def spec_to_mapping(spec: job_pb2.JobSpec) -> dict[str, Any]:
     return _plain(spec)
 
 
-def field_paths(descriptor: Any = job_pb2.JobSpec.DESCRIPTOR, prefix: str = "") -> list[str]:
-    """Return the paths of all fields, such as `train.learning_rate`."""
-    paths: list[str] = []
-    for name in _known_keys(descriptor):
-        inner = descriptor.fields_by_name[name].message_type
-        paths += field_paths(inner, f"{prefix}{name}.") if inner is not None else [f"{prefix}{name}"]
-    return paths
-
-
 def enum_choices(descriptor: Any) -> dict[str, int]:
     """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the unset value."""
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")

@@ -119,6 +119,7 @@ class StepEvent:
     learning_rate: float
     epoch: float
     num_input_tokens_seen: int
+    num_tokens: int
     tokens_per_second: float
     duration_s: float
     h2d: TransferFigures | None = field(metadata={"of": TransferFigures})
@@ -161,7 +162,7 @@ class PrepareEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEvent:
-    """One finished evaluation."""
+    """One finished evaluation. What the queues did for it is not part of any step's figures."""
 
     kind: ClassVar[Literal["eval"]] = "eval"
     sequence: int
@@ -171,6 +172,11 @@ class EvalEvent:
     num_targets: int
     num_tokens: int
     duration_s: float
+    h2d: TransferFigures | None = field(metadata={"of": TransferFigures})
+    d2h: TransferFigures | None = field(metadata={"of": TransferFigures})
+    compute_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +189,13 @@ class CheckpointEvent:
     step: int
     duration_s: float
     size_bytes: int
+    eval_loss: float | None
+    """Of the last evaluation before it; None when there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageEvent:
-    """A message for people. `level` is info or warning."""
+    """A message for people. `level` is info, warning or error."""
 
     kind: ClassVar[Literal["message"]] = "message"
     sequence: int
@@ -261,6 +269,8 @@ class Job:
     eta: float | None
     data_report: Mapping[str, int] = field(default_factory=dict)
     """The result of the data preparation: rows, tokens, trained_tokens, error_rows, eval_rows, ...; empty before it."""
+    wanted: str = ""
+    """What a user has asked the running attempt for: cancel or pause; else empty."""
 
     @property
     def name(self) -> str:

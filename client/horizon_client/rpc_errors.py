@@ -117,7 +117,7 @@ def _bad_endpoint(details: str, server: str) -> errors.BadEndpoint | None:
     if "certificate_verify_failed" in lower or "certificate verify failed" in lower:
         text = "its certificate is not signed by the CA file in use; pass the daemon's own with --ca"
         return errors.BadEndpoint(f"cannot trust horizond at {server}: {text}")
-    if "http1.x server" in lower or "missing selected alpn" in lower or "http status 404" in lower:
+    if any(mark in lower for mark in ("http1.x server", "expected settings frame", "missing selected alpn")):
         text = f"{port} is the web port, gRPC is 7171" if port == "7172" else f"{port} is a web (HTTP) port"
         return errors.BadEndpoint(
             f"{server} does not speak gRPC: {text}; horizond prints both addresses when it starts"

@@ -20,7 +20,8 @@ def state_text(job: Job) -> str:
     """Return the state with what a person asks next: the place in the queue, or why the job is stopping."""
     if job.queue_position:
         return f"{job.state} #{job.queue_position}"
-    return f"{job.state} (to {clean(job.reason).lower()})" if job.state == "STOPPING" and job.reason else job.state
+    wanted = clean(job.wanted or job.reason).lower() if job.state == "STOPPING" else ""
+    return f"{job.state} (to {wanted})" if wanted else job.state
 
 
 def has_device(job: Job) -> bool:

@@ -13,6 +13,7 @@ from horizon_client.cli.output import limit_option, output_option, print_list, p
 from horizon_client.cli.reporter import Notices, TransferReporter
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import connected
+from horizon_client.cli.spec_commands import init, schema
 from horizon_client.cli.text import clean
 from horizon_client.errors import InvalidRequest
 
@@ -42,6 +43,10 @@ def job() -> None:
 
     JOB is the id of a job, the beginning of an id, or a name. A name means the newest job with that name.
     """
+
+
+job.add_command(init)
+job.add_command(schema)
 
 
 @job.command(

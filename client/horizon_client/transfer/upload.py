@@ -98,9 +98,8 @@ class BlobUpload:
             if status.blob.sha256 not in by_sha:
                 raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
         totals = _Totals(sum(ref.size_bytes for ref in refs), missing)
-        waiting = deque(
-            sorted(missing, key=_left_bytes, reverse=True)
-        )  # the longest first, so that all streams end at about the same time
+        # the longest first, so that all streams end at about the same time
+        waiting = deque(sorted(missing, key=_left_bytes, reverse=True))
 
         async def one_after_another() -> None:
             while waiting:
