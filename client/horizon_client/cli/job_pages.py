@@ -130,7 +130,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         if has_device(job):
             facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
         if step.host_memory_bytes:
-            facts.append(("memory in use", host_memory_text(step.host_memory_bytes)))
+            facts.append(("memory used", host_memory_text(step.host_memory_bytes)))
     facts.append(("data", data_text(job.data_report)))
     if job.plan is not None:
         plan = job.plan

@@ -287,10 +287,12 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
         self.d = daemon
 
     def _job(self, key: str) -> job_pb2.Job:
-        for job in self.d.jobs.values():
-            if key in (job.job_id, job.spec.name):
-                return job
-        raise _not_found(f"job {key}")
+        found = [job for job in self.d.jobs.values() if key in (job.job_id, job.spec.name)]
+        if len(found) > 1:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{len(found)} jobs are named {key}", reason="INVALID_SPEC")
+        if not found:
+            raise _not_found(f"job {key}")
+        return found[0]
 
     async def SubmitJob(self, request: Any, context: Any) -> Any:
         body = request.spec.SerializeToString(deterministic=True)
@@ -324,7 +326,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
 
     async def ListJobs(self, request: Any, context: Any) -> Any:
         jobs = [job for job in self.d.jobs.values() if not request.states or job.state in request.states]
-        return job_pb2.ListJobsResponse(jobs=jobs)
+        return job_pb2.ListJobsResponse(jobs=reversed(jobs))  # newest first
 
     async def CancelJob(self, request: Any, context: Any) -> Any:
         self._job(request.job_id).state = job_pb2.JOB_STATE_CANCELLED
