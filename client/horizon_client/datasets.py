@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection, all_pages
 from horizon_client.conversion import from_message
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import FieldViolation, InvalidRequest, NotFound
 from horizon_client.job_spec import enum_choices
 from horizon_client.near_names import suggested

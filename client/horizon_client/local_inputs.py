@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_client.connection import Connection
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.datasets import AsyncDatasets, push_dataset
 from horizon_client.errors import AlreadyExists, NotFound
 from horizon_client.model_folder import model_files

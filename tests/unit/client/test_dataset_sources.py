@@ -9,7 +9,7 @@ import pytest
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import dataset_sources
 
 ROW = '{"text": "a"}\n'
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import BadFile
 from horizon_client.transfer.reporter import SILENT
 from horizon_server.datasets.data_file import DataFile

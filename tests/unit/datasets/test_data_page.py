@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.transfer.reporter import SILENT
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
