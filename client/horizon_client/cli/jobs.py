@@ -63,9 +63,9 @@ Exit code 0 when the job fits, 1 when it does not."""
 @output_option
 @connected
 def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> int:
-    """Show how much memory a job needs, whether it fits, and how fast it should be. Queues nothing.
+    """Show how much memory a job needs and whether it fits.
 
-    Local files given as dataset or model are pushed first, because the server needs them to plan.
+    Also predicts the speed. Queues nothing; local files given as dataset or model are pushed first, because the server needs them to plan.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
@@ -218,7 +218,10 @@ def pause(client: Client, job_id: str, output: str) -> None:
 @output_option
 @connected
 def resume(client: Client, job_id: str, output: str) -> None:
-    """Queue a paused or failed job again; it continues from its newest checkpoint."""
+    """Continue a paused or failed job.
+
+    It is queued again and continues from its newest checkpoint.
+    """
     _print_changed(client.jobs.resume(_find(client, job_id).job_id), output)
 
 

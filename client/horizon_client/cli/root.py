@@ -154,12 +154,14 @@ def connection_options(command: Any) -> Any:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Exit codes:
-  0  ok                     3  not authenticated or not allowed
-  1  the job failed, or     4  not found
-     does not fit           5  the server is unreachable, too slow
-  2  usage, or the request     or failed
-     cannot be carried out  130  interrupted
-                            141  the reader of the output has ended
+    0  ok
+    1  the job failed, or the planned job does not fit
+    2  wrong usage, or the request cannot be carried out
+    3  not authenticated or not allowed
+    4  not found
+    5  the server is unreachable, too slow or failed
+  130  interrupted
+  141  the program that reads the output has ended
 
 \b
 Configuration, first wins: option, environment (HORIZON_SERVER, HORIZON_TOKEN,

@@ -43,7 +43,10 @@ def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
 @click.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write the schema to this file.")
 def schema(target: Path | None) -> None:
-    """Print the JSON Schema of a job spec, for completion and checks in an editor."""
+    """Print the JSON Schema of a job spec.
+
+    Editors use it for completion and checks.
+    """
     text = json.dumps(job_schema(), indent=1)
     if target is None:
         click.echo(text)
@@ -56,7 +59,10 @@ def schema(target: Path | None) -> None:
 @click.command(epilog="\b\nExample:\n  horizon job init --to job.yaml")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write it to this file, which must not exist.")
 def init(target: Path | None) -> None:
-    """Print a job spec to start from: the required fields, and every other field with its default as a comment."""
+    """Print a job spec to start from.
+
+    It contains the required fields, and every other field with its default as a comment.
+    """
     if target is None:
         click.echo(template(), nl=False)
         return
