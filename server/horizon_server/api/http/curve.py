@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Generic, TypeVar
 
-from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint, finite
+from horizon_server.api.http.bodies import CurveBody
 from horizon_server.events import EvalDone, JobEvent, StepDone
 from horizon_server.records.job import JobRecord
 
@@ -60,20 +60,12 @@ async def read_curve(job: JobRecord, events: AsyncIterator[JobEvent]) -> CurveBo
     finally:
         if isinstance(events, AsyncGenerator):
             await events.aclose()
-    return CurveBody(
-        job_id=job.job_id,
-        num_steps=job.num_steps,
-        every_steps=steps.every_steps,
-        points=[_curve_point(step) for step in steps.points],
-        evals=[EvalPoint(step=done.step, eval_loss=finite(done.eval_loss)) for done in evals.points],
-    )
-
-
-def _curve_point(step: StepDone) -> CurvePoint:
-    return CurvePoint(
-        step=step.step,
-        loss=finite(step.loss),
-        learning_rate=finite(step.learning_rate),
-        grad_norm=finite(step.grad_norm),
-        tokens_per_second=finite(step.tokens_per_second),
+    return CurveBody.model_validate(
+        {
+            "job_id": job.job_id,
+            "num_steps": job.num_steps,
+            "every_steps": steps.every_steps,
+            "points": steps.points,
+            "evals": evals.points,
+        }
     )
