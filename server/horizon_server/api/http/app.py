@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Response
 
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
+from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.page import load_page
 from horizon_server.api.http.problems import install_handlers
 from horizon_server.api.http.routes import router
@@ -46,6 +47,7 @@ def make_app(
     )
     app.state.services = services
     app.state.streams = OpenStreams()
+    app.state.curves = Curves()
     app.add_middleware(Edge, on_http=metrics.on_http)
     install_handlers(app)
     _add_health(app, ready)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import CurveBody, ErrorBody, QueueBody, QueueEntry
-from horizon_server.api.http.curve import read_curve
+from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.events import event_response
 from horizon_server.api.http.security import Caller, Services
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
@@ -110,10 +110,11 @@ async def watch_job(
 
 
 @router.get("/jobs/{job_id}/metrics", responses=_JOB_ERRORS)
-async def get_curve(services: Services, caller: Caller, job_id: JobKey) -> CurveBody:
+async def get_curve(request: Request, services: Services, caller: Caller, job_id: JobKey) -> CurveBody:
     """Show the job's loss curve: at most 2000 points."""
     job = await services.jobs.get(caller, job_id)
-    return await read_curve(job, services.jobs.watch(caller, job.job_id, 0))
+    curves: Curves = request.app.state.curves
+    return await curves.read(job, lambda after: services.jobs.watch(caller, job.job_id, after))
 
 
 @router.get("/jobs/{job_id}/checkpoints", responses=_JOB_ERRORS, response_model=bodies.CheckpointList)
