@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
@@ -25,6 +25,9 @@ from horizon_server.store.planes import create_memory_file
 
 _GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """The host device keeps gradients in fp32; over a link they travel in bf16."""
+
+_MAX_PLAN_BYTES = 1 << 60
+"""Sizes travel as 64-bit numbers."""
 
 _CUDA_RESERVE_BYTES = 1 << 30
 _CUDA_USABLE = 0.96
@@ -126,6 +129,10 @@ class Planner:
             what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
             raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
+        if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
+            raise InvalidModel(
+                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
+            )
         plan = JobPlan(
             host_bytes=dict(ledger.host),
             device_bytes=dict(ledger.device),

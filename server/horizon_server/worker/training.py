@@ -32,6 +32,7 @@ from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import with_decay
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -56,7 +57,8 @@ class Training:
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        template = Template.from_folder(request.model, layout=open_model_folder(request.model).layout)
+        layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
+        template = Template.from_folder(request.model, layout=layout)
         self._store = HostStore.attach(
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )
