@@ -256,7 +256,6 @@ async def _listen(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        health_open=is_loopback(http.host),
         version=VERSION,
         ready=not_ready,
     )
