@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+# A parent such as `nohup ... &` leaves SIGINT ignored, and children inherit that: the tests that interrupt a command would then wait for a
+# signal that never arrives. A handler of Python's own is reset to the default when a child starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts

@@ -31,19 +31,13 @@ from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.jobs.node import (
-    Accelerator,
-    NodeFacts,
-    find_accelerators,
-    host_memory,
-    num_cpus,
-    usable_accelerators,
-)
-from horizon_server.jobs.plan import Planner
+from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
-from horizon_server.jobs.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.planner import Planner
+from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
@@ -54,6 +48,7 @@ from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
+from horizon_server.store.cpus import available_cpus
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
@@ -178,7 +173,7 @@ async def wire(
     )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
-    num_threads = settings.num_threads or num_cpus()
+    num_threads = settings.num_threads or available_cpus()
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,

@@ -44,7 +44,7 @@ class JobStore:
                 session, user=job.owner, request_id=request_id, method="SubmitJob", body=body
             )
             if earlier is not None:
-                return _record(await _row(session, earlier)), False
+                return await _placed(session, await _row(session, earlier)), False
             row = JobRow(
                 **{name: getattr(job, name) for name in _PLAIN},
                 name=job.spec.name,
@@ -62,7 +62,7 @@ class JobStore:
             await self._requests.record(
                 session, user=job.owner, request_id=request_id, method="SubmitJob", body=body, resource_id=job.job_id
             )
-            return _record(row), True
+            return await _placed(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
         """Return one job by id, with its place in the queue."""
@@ -158,7 +158,7 @@ class JobStore:
         async with self._database.session() as session:
             row = await _row(session, job_id)
             _set(row, fields)
-            return _record(row)
+            return await _placed(session, row)
 
     async def events_after(self, job_id: str, sequence: int, limit: int) -> list[JobEvent]:
         """Return events with a greater number, in order."""

@@ -31,10 +31,10 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.node import oom_kills
-from horizon_server.jobs.plan import Planner, WorkerMemory
 from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.planning.machine import oom_kills
+from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import (
     CANCELLED,
     CANCELLED_MESSAGE,
@@ -314,12 +314,14 @@ class Attempt:
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:
-            target, reason, message = JobState.QUEUED, "DRAINED", "the daemon shut down; it continues when the daemon is back"
+            target, reason, message = (
+                JobState.QUEUED,
+                "DRAINED",
+                "the daemon shut down; it continues when the daemon is back",
+            )
         end = {"ended_s": time.time()} if target in ENDED else {}
         self.job = await self._journal.patiently(
-            lambda: self._journal.move(
-                self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end
-            )
+            lambda: self._journal.move(self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 

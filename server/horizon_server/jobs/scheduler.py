@@ -160,7 +160,9 @@ class Scheduler:
             await self._journal.move(job, JobState.PAUSED, reason=PAUSED, message=PAUSED_MESSAGE, wanted=nothing)
         elif await self._deaths(job_id) + 1 >= self._max_attempts:
             times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
-            message = f"the daemon died {times} under this job without progress; look at its log, then resume it by hand"
+            message = (
+                f"the daemon died {times} under this job without progress; look at its log, then resume it by hand"
+            )
             await self._journal.move(
                 job, JobState.FAILED, reason=DAEMON_DIED, message=message, wanted=nothing, ended_s=now_s
             )

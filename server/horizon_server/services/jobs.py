@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection
@@ -23,8 +22,8 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.log_reader import read_log
-from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
+from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import (
     CANCELLED,
@@ -270,10 +269,12 @@ class JobService:
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
         """Fill in the project and refuse what this version cannot carry out, rather than ignore it."""
         if spec.priority != 0:
-            raise InvalidSpec.of("priority", "priority must be 0: the queue is first come, first served in this version")
+            raise InvalidSpec.of(
+                "priority", "priority must be 0: the queue is first come, first served in this version"
+            )
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
-        return dataclasses.replace(spec, project=spec.project or principal.project)
+        return spec.model_copy(update={"project": spec.project or principal.project})
 
     async def _find(self, principal: Principal, key: str) -> JobRecord:
         absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")

@@ -41,7 +41,9 @@ from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import NotFound
 from horizon_server.events import JobEvent, Payload
-from horizon_server.jobs.node import Accelerator, NodeFacts
+from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.node import NodeFacts
+from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
@@ -330,6 +332,7 @@ class World:
             blobs=uploads,
             node=NodeFacts(
                 JobStore(self.database, requests),
+                Lifecycle(),
                 state_dir=root,
                 accelerators=(Accelerator(index=0, name="GPU", memory_bytes=GIB),),
             ),
