@@ -333,9 +333,14 @@ def _order(wanted: Wanted) -> bytes:
 def _start_time(pid: int) -> str:
     """Return the kernel's start time of a process: with the pid it names one process forever, the pid alone does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
     except (OSError, IndexError) as error:
         raise WorkerFailed("the worker ended before it began") from error
+    if (
+        fields[0] == "Z"
+    ):  # dead, but not yet collected by its parent: in a container without an init that may never happen
+        raise WorkerFailed("the worker ended before it began")
+    return fields[19]
 
 
 def orphan_pid(folder: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -27,6 +28,10 @@ async def read_log(
 def _read(path: Path, offset: int) -> bytes:
     try:
         with path.open("rb") as file:
+            if (
+                offset >= os.fstat(file.fileno()).st_size
+            ):  # before the seek, which some file systems refuse far beyond the end
+                return b""
             file.seek(offset)
             return file.read(PIECE_BYTES)
     except FileNotFoundError:

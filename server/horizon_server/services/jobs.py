@@ -48,7 +48,7 @@ _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1
 """Largest number that the database can compare with."""
 _MAX_OFFSET = 2**62
-"""No file is as long, and what is read from there on still has an offset that the system can count to."""
+"""No file is as long."""
 Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
 
