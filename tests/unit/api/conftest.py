@@ -50,8 +50,9 @@ class World:
 
     async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
         for payload in payloads:
-            is_step = isinstance(payload, StepDone)
-            fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps} if is_step else {}
+            fields: dict[str, Any] = {}
+            if isinstance(payload, StepDone):
+                fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
             job = await self.journal.append(job.job_id, payload, **fields)
         return job
 
