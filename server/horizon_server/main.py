@@ -217,7 +217,7 @@ async def wire(
         accounts=accounts,
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=environment),
+        previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
         node=node,

@@ -39,6 +39,10 @@ STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
         errors.NotAvailableYet: WireStatus("UNIMPLEMENTED", 501),
         errors.Draining: WireStatus("UNAVAILABLE", 503),
         errors.WorkerFailed: WireStatus("INTERNAL", 500),
+        errors.WorkerDied: WireStatus("UNAVAILABLE", 503),
+        errors.WorkerCrashed: WireStatus("INTERNAL", 500),
+        errors.OutOfMemory: WireStatus("INTERNAL", 500),
+        errors.IoFailed: WireStatus("INTERNAL", 500),
         errors.Diverged: WireStatus("ABORTED", 409),
         errors.BadSetting: WireStatus("INTERNAL", 500),
     }
