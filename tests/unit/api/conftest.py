@@ -53,8 +53,8 @@ class World:
             fields: dict[str, Any] = {}
             if isinstance(payload, StepDone):
                 fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
-            job = await self.journal.append(job.job_id, payload, **fields)
-        return job
+            await self.journal.append(job.job_id, payload, **fields)
+        return await self.daemon.job(job.job_id)
 
     def num_watching(self, job: JobRecord) -> int:
         return len(self.journal._watchers.get(job.job_id, ()))
