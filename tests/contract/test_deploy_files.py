@@ -24,11 +24,23 @@ def _yaml(name: str) -> Any:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
 @pytest.mark.parametrize("arguments", [
-    ["config", "--syntax-only", "prometheus.yml"], ["config", "--syntax-only", "prometheus-tls.yml"], ["rules", "alerts.yml"],
+    ["check", "config", "--syntax-only", "prometheus.yml"], ["check", "config", "--syntax-only", "prometheus-tls.yml"],
+    ["check", "rules", "alerts.yml"], ["test", "rules", "alerts-test.yml"],
 ])  # fmt: skip
-def test_promtool_accepts_the_prometheus_files(arguments: list[str]) -> None:
-    ran = subprocess.run(["promtool", "check", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False)
+def test_promtool_accepts_the_prometheus_files_and_the_alerts_do_what_their_tests_say(arguments: list[str]) -> None:
+    ran = subprocess.run(["promtool", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_alerts_that_are_tested_exist_as_they_are_described() -> None:
+    rules = {rule["alert"]: rule for group in _yaml("alerts.yml")["groups"] for rule in group["rules"]}
+    tested = [case for test in _yaml("alerts-test.yml")["tests"] for case in test["alert_rule_test"]]
+    assert {case["alertname"] for case in tested} <= set(rules)
+    for case in tested:
+        for expected in case["exp_alerts"]:
+            rule = rules[case["alertname"]]
+            assert expected["exp_labels"].items() >= rule["labels"].items()
+            assert expected["exp_annotations"]["description"] == rule["annotations"]["description"]
 
 
 def test_both_scrape_the_job_that_the_dashboard_selects() -> None:
