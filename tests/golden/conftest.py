@@ -98,6 +98,17 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v32": {
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "index_topk": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        **_LATENT,
+        **_GROUPED,
+        **_MOE,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
     "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **_MOE},
     "minicpm3": {**_LATENT},
 }
