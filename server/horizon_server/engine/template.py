@@ -191,8 +191,9 @@ class Template:
         with self._state.restored():
             functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
-        if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
-            raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
+        expected = (1, row_ids_T.numel(), self.hidden_size)
+        if hidden_1TD.shape != expected:
+            raise InvalidModel(_other_hidden_states(tuple(hidden_1TD.shape), expected))
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
@@ -294,6 +295,12 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, tensor in tensors.items():
         first_names.setdefault(id(tensor), name)
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
+
+
+def _other_hidden_states(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if shape[:-1] == expected[:-1]:
+        return f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}; a projection between them is not supported"
+    return f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is not supported"
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
