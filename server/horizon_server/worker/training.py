@@ -99,7 +99,7 @@ class Training:
         saved = step
         every = self._spec.checkpoint.every_steps
         while step < self._plan.num_steps:
-            if self._orders.current is not Order.GO_ON:
+            if self._orders.current is not Order.CONTINUE:
                 if self._orders.current is Order.STOP and step > saved:
                     self._save(step)
                 return False
@@ -161,7 +161,9 @@ class Training:
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
         self._checkpoints.path.mkdir(parents=True, exist_ok=True)
-        manifest = save_checkpoint(self._store, target, source=self._request.model, trainer_state=state)
+        manifest = save_checkpoint(
+            self._store, target, source=self._request.model, trainer_state=state, dtype=self._spec.checkpoint.dtype
+        )
         self._events.send(
             CheckpointWritten(
                 step=step,
