@@ -40,7 +40,7 @@ _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
     """Return the error for a failed call to `server` (HOST:PORT)."""
     try:
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it has what is read of a Call
     except (ValueError, DecodeError):  # the details are damaged or belong to another status
         status = None
     info = _detail(status, error_details_pb2.ErrorInfo())

@@ -20,7 +20,9 @@ def test_a_server_error_arrives_under_its_own_name(kind: type[HorizonError]) -> 
     status = status_pb2.Status(code=code.value[0], message="it failed")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain="horizon"))
     trailing = Metadata(("grpc-status-details-bin", status.SerializeToString()))
-    arrived = from_rpc(AioRpcError(code, Metadata(), trailing, details="it failed"), "gpubox:7171")
+    arrived = from_rpc(
+        AioRpcError(code, Metadata(), trailing, details="it failed", debug_error_string=None), "gpubox:7171"
+    )
     ours = getattr(horizon_client, kind.__name__)
     assert issubclass(ours, HorizonClientError)
     assert (type(arrived), arrived.reason, arrived.message) == (ours, kind.reason, "it failed")
@@ -29,5 +31,7 @@ def test_a_server_error_arrives_under_its_own_name(kind: type[HorizonError]) -> 
 
 def test_damaged_details_still_give_an_error() -> None:
     trailing = Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
-    error = AioRpcError(grpc.StatusCode.NOT_FOUND, Metadata(), trailing, details="no such thing")
+    error = AioRpcError(
+        grpc.StatusCode.NOT_FOUND, Metadata(), trailing, details="no such thing", debug_error_string=None
+    )
     assert isinstance(from_rpc(error, "gpubox:7171"), horizon_client.NotFound)
