@@ -16,19 +16,35 @@ from typing import Any
 from horizon_client.errors import BadFile
 from horizon_client.transfer.files import SourceFile
 
-PATTERNS = (
-    "config.json",
+WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
+COMPANION_PATTERNS = (
     "generation_config.json",
     "tokenizer*.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
-    "chat_template.*",
-    "*.safetensors",
-    "*.safetensors.index.json",
+    "tokenizer.model",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "README.md",
 )
+"""What the server keeps with the weights of every checkpoint; a contract test holds this list against the server's."""
+
+_NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")
+"""Binary files, and texts that no program reads."""
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
@@ -48,7 +64,8 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
     names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS)]
+    patterns = (*WEIGHT_PATTERNS, *COMPANION_PATTERNS)
+    chosen = sorted({p.relative_to(root).as_posix() for pattern in patterns for p in root.glob(pattern) if p.is_file()})
     if "config.json" not in chosen:
         raise BadFile(f"{root} contains no config.json, so it is not a model folder")
     if not any(name.endswith(".safetensors") for name in chosen):
@@ -78,7 +95,7 @@ def _check(file: SourceFile, names: set[str]) -> None:
             raise BadFile(f"{file.source} must hold a JSON object")
         if file.path.endswith(".safetensors.index.json"):
             _check_index(file, content, names)
-    elif not file.path.endswith(".model"):
+    elif not any(fnmatchcase(file.path, pattern) for pattern in _NOT_CHECKED):
         _text(file)
 
 

@@ -217,7 +217,7 @@ async def wire(
         accounts=accounts,
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=environment),
+        previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
         node=node,
@@ -256,7 +256,6 @@ async def _listen(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        health_open=is_loopback(http.host),
         version=VERSION,
         ready=not_ready,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationCall:
-    """What the preparation child is to do: the folder it makes, whether that is there already, and its request as JSON.
+    """What the preparation child is to do: the folder it makes, whether that is there already, and its request.
 
     `evaluation` is where the rows held out will lie, or None where none are.
     """
@@ -81,7 +81,7 @@ class PreparationCall:
     target: Path
     evaluation: Path | None
     is_whole: bool
-    request: str
+    request: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

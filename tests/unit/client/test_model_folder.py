@@ -40,16 +40,26 @@ def folder(tmp_path: Path) -> Path:
     (root / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
     (root / "modeling_custom.py").write_text("raise SystemExit")
     (root / "README.md").write_text("hi")
+    (root / "LICENSE").write_bytes(b"caf\xe9")
+    (root / "qwen.tiktoken").write_text("IQ== 0\n")
+    (root / "notes.txt").write_text("hi")
+    (root / "additional_chat_templates").mkdir()
+    (root / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    (root / "additional_chat_templates" / "evil.py").write_text("raise SystemExit")
     return root
 
 
 def test_only_what_a_model_needs_travels(client: Client, daemon: FakeDaemon, folder: Path) -> None:
     result = client.models.push(folder, name="tiny")
     assert [f.path for f in result.model.files] == [
+        "LICENSE",
+        "README.md",
+        "additional_chat_templates/rag.jinja",
         "chat_template.jinja",
         "config.json",
         "merges.txt",
         "model.safetensors",
+        "qwen.tiktoken",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
