@@ -35,6 +35,8 @@ STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
         errors.InUse: WireStatus("FAILED_PRECONDITION", 409),
         errors.DoesNotFit: WireStatus("RESOURCE_EXHAUSTED", 422),
         errors.DiskFull: WireStatus("RESOURCE_EXHAUSTED", 507),
+        errors.DatabaseUnavailable: WireStatus("UNAVAILABLE", 503),
+        errors.TooManyCalls: WireStatus("RESOURCE_EXHAUSTED", 429),
         errors.TooLarge: WireStatus("INVALID_ARGUMENT", 413),
         errors.NotAvailableYet: WireStatus("UNIMPLEMENTED", 501),
         errors.Draining: WireStatus("UNAVAILABLE", 503),

@@ -50,10 +50,11 @@ class World:
 
     async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
         for payload in payloads:
-            is_step = isinstance(payload, StepDone)
-            fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps} if is_step else {}
-            job = await self.journal.append(job.job_id, payload, **fields)
-        return job
+            fields: dict[str, Any] = {}
+            if isinstance(payload, StepDone):
+                fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
+            await self.journal.append(job.job_id, payload, **fields)
+        return await self.daemon.job(job.job_id)
 
     def num_watching(self, job: JobRecord) -> int:
         return len(self.journal._watchers.get(job.job_id, ()))

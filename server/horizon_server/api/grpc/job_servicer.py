@@ -10,7 +10,7 @@ from horizon_proto.v1 import job_pb2, job_pb2_grpc
 from horizon_server.api.grpc.convert import enum_text, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.open_streams import closing
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import InvalidSpec, NotAvailableYet
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.jobs import JobService
 from horizon_server.services.lookup import page_limit
@@ -55,8 +55,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         return job_pb2.ResumeJobResponse(job=_job(await self._jobs.resume(caller(), request.job_id)))
 
     async def UpdateJob(self, request: job_pb2.UpdateJobRequest, context: Any) -> job_pb2.UpdateJobResponse:
-        priority = request.priority if request.HasField("priority") else None
-        return job_pb2.UpdateJobResponse(job=_job(await self._jobs.update(caller(), request.job_id, priority=priority)))
+        raise NotAvailableYet("a job cannot be changed after submission in this version; cancel it and submit it again")
 
     async def WatchJob(self, request: job_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.WatchJobResponse]:
         _require_natural("after_sequence", request.after_sequence)

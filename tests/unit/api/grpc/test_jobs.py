@@ -80,7 +80,7 @@ async def test_a_paused_job_is_resumed_and_priorities_are_not_there_yet(world: A
     await world.ann.call("jobs", "PauseJob", job_pb2.PauseJobRequest(job_id=job.job_id))
     resumed = (await world.ann.call("jobs", "ResumeJob", job_pb2.ResumeJobRequest(job_id=job.job_id))).job
     assert resumed.state == job_pb2.JOB_STATE_QUEUED
-    with pytest.raises(grpc.aio.AioRpcError, match="priority of a job cannot be changed") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="cannot be changed after submission") as caught:
         await world.ann.call("jobs", "UpdateJob", job_pb2.UpdateJobRequest(job_id=job.job_id, priority=3))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with pytest.raises(grpc.aio.AioRpcError) as caught:
