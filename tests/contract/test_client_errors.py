@@ -10,13 +10,13 @@ from grpc.aio import AioRpcError, Metadata
 import horizon_client
 from horizon_client import HorizonClientError
 from horizon_client.rpc_errors import from_rpc
-from horizon_server.api.status import STATUS, grpc_status
+from horizon_server.api.status import STATUS, status_of
 from horizon_server.errors import HorizonError
 
 
 @pytest.mark.parametrize("kind", [*STATUS], ids=lambda kind: str(kind.__name__))
 def test_a_server_error_arrives_under_its_own_name(kind: type[HorizonError]) -> None:
-    code = grpc.StatusCode[grpc_status(kind("it failed"))]
+    code = grpc.StatusCode[status_of(kind("it failed")).grpc]
     status = status_pb2.Status(code=code.value[0], message="it failed")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain="horizon"))
     trailing = Metadata(("grpc-status-details-bin", status.SerializeToString()))
