@@ -102,12 +102,13 @@ async def _serve(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, grpc_address, http_address)
+    found = await find_accelerators()
     async with _database(settings.database_path) as database:
         parts = await wire(
             settings,
             database,
-            found=await find_accelerators(),
-            usable=await usable_accelerators(child_environment()),
+            found=found,
+            usable=await usable_accelerators(found, child_environment()),
         )
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
         _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
