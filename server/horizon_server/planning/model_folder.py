@@ -45,6 +45,9 @@ UNFUSED_ATTENTION = frozenset(
 )  # fmt: skip
 """Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
 
+_PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
+"""Where it is not one: a layer with two attentions; a mask that is multiplied."""
+
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
 
@@ -205,9 +208,9 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
 def _score_planes(text: Mapping[str, Any], num_heads: int, *, is_fused: bool) -> int:
     if text.get("attn_logit_softcapping") is not None:
         return 0
-    # Two attentions in each of LongCat's layers; an indexer scores every pair of tokens as well.
-    num_attentions = 2 if text.get("model_type") == "longcat_flash" else 1
-    return num_attentions * num_heads * (not is_fused) + config_count(text, "index_n_heads")
+    planes_per_head = _PLANES_PER_HEAD.get(str(text.get("model_type")), 1)
+    # An indexer scores every pair of tokens as well.
+    return planes_per_head * num_heads * (not is_fused) + config_count(text, "index_n_heads")
 
 
 def _is_unfused(text: Mapping[str, Any]) -> bool:
