@@ -16,7 +16,7 @@ from typing import Any, Literal
 import click
 
 from horizon_server.cli.options import print_mapping, size_text, with_settings_options
-from horizon_server.errors import WorkerFailed
+from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
@@ -166,7 +166,7 @@ def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
     machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
         measured = asyncio.run(measure_rates(machine, environment=child_environment()))
-    except (WorkerFailed, OSError) as error:
+    except (HorizonError, OSError) as error:
         advice = "jobs would fail in the same way; is the installation complete (pip install 'horizon-train[server]')?"
         return Check(name="speed", verdict="fail", found=f"not measured: {error}", advice=advice), {
             "rates": "not measured"

@@ -105,7 +105,7 @@ class ModelShape:
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
             max_position_embeddings=config_size(
-                text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS
+                text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
             ),
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
