@@ -38,6 +38,7 @@ from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
@@ -188,6 +189,7 @@ async def wire(
         num_threads=num_threads,
         accelerators=usable,
         rates=rates.read,
+        layer_memory=LayerProbe(child_environment()),
     )
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers

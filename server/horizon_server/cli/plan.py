@@ -14,6 +14,7 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, size_text, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
+from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import Machine, RateBook
@@ -49,6 +50,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         num_threads=num_threads,
         accelerators=accelerators,
         rates=rates.read,
+        layer_memory=LayerProbe(child_environment()),
     )
     job_plan = planner.plan(spec, folder)
     mapping: dict[str, Any] = {
