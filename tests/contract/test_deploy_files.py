@@ -62,7 +62,7 @@ def test_compose_mounts_what_exists_and_keeps_its_promises() -> None:
     assert set(services) == {"horizond", "prometheus", "grafana"}
     for service in services.values():
         for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
             assert not source.startswith(".") or source == "./secrets" or (DEPLOY / source).exists(), volume
         assert service["cap_drop"] == ["ALL"]
     assert services["horizond"]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
@@ -76,11 +76,19 @@ def test_compose_mounts_what_exists_and_keeps_its_promises() -> None:
 def test_compose_sets_what_the_daemon_reads_and_waits_for_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     service = _yaml("compose.yaml")["services"]["horizond"]
     for name, value in service["environment"].items():
-        monkeypatch.setenv(name, value.replace("${HORIZON_HOST:-localhost}", "gpu-box"))
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
         assert name.removeprefix("HORIZOND_").lower() in Settings.model_fields
     settings = load_settings()
-    assert settings.tls_names == ("gpu-box",)
+    assert settings.tls_names == ("localhost",)
+    assert settings.model_roots == (Path("/models"),)
+    assert settings.host_memory_reserve_bytes == load_settings(DEPLOY / "horizond.toml").host_memory_reserve_bytes
     assert int(service["stop_grace_period"].removesuffix("m")) * 60 > settings.drain_timeout_s
+
+
+def test_the_example_environment_names_every_variable_of_compose() -> None:
+    used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text("utf-8")))
+    named = set(re.findall(r"^(\w+)=", (DEPLOY / "env.example").read_text("utf-8"), re.MULTILINE))
+    assert used == named - {"COMPOSE_FILE"}
 
 
 def test_the_image_copies_what_exists_and_nothing_is_ignored_that_it_needs() -> None:
