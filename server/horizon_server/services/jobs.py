@@ -215,7 +215,7 @@ class JobService:
         async for event in self._journal.follow(job.job_id, after_sequence):
             yield event
 
-    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> list[Figures]:
+    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
         """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
         return await self._journal.store.figures_after(job.job_id, after, names, limit)
 

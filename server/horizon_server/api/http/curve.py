@@ -13,7 +13,7 @@ from horizon_server.services.jobs import JobService
 
 MAX_POINTS = 2000
 KEPT_CURVES = 32
-_BATCH = 5000
+_BATCH = 1000
 """Events read at a time, so that other calls get their turn in between."""
 _FIGURES = tuple({**CurvePoint.model_fields, **EvalPoint.model_fields})
 
