@@ -174,6 +174,28 @@ class WorkerFailed(HorizonError, RuntimeError):
     reason = "WORKER_FAILED"
 
 
+class WorkerDied(WorkerFailed):
+    """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
+
+    reason = "WORKER_DIED"
+
+
+class WorkerCrashed(WorkerDied):
+    """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+
+
+class OutOfMemory(HorizonError, MemoryError):
+    """A child process needed more memory than it may take, or than there is."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class IoFailed(HorizonError, OSError):
+    """A child process could not read or write a file."""
+
+    reason = "IO_ERROR"
+
+
 class Diverged(HorizonError, RuntimeError):
     """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -234,7 +235,7 @@ async def wire(
         accounts=accounts,
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=environment),
+        previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
         node=node,
@@ -270,11 +271,12 @@ async def _listen(
     grpc_server = await start_grpc_server(
         parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
     )
+    if certificate is not None:
+        parts.metrics.set_certificate_expiry(certificate.expires_s)
     app = make_app(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        health_open=is_loopback(http.host),
         version=VERSION,
         ready=not_ready,
     )
@@ -311,6 +313,8 @@ async def _chores(settings: Settings, parts: Parts) -> None:
     while True:
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
+        disk = shutil.disk_usage(settings.state_dir)
+        parts.metrics.set_disk(disk.total, disk.free)
         if loop.time() >= next_sweep_s:
             next_sweep_s = loop.time() + _SWEEP_EVERY_S
             await sweep(settings, parts)

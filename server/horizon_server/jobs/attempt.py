@@ -7,7 +7,6 @@ the attempt waits for it, and its worker with it.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,10 +16,9 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.child import CANCEL, STOP, Child, exit_reason, log_tail
+from horizon_server.children.child import CANCEL, STOP, Child, log_tail
 from horizon_server.errors import DatabaseUnavailable, DiskFull, DoesNotFit, HorizonError, WorkerFailed
 from horizon_server.events import (
-    AttemptEnded,
     AttemptReady,
     CheckpointWritten,
     EvalDone,
@@ -33,7 +31,6 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
-from horizon_server.planning.machine import oom_kills
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import (
     CANCELLED,
@@ -58,6 +55,15 @@ WORKER_MODULE = "horizon_server.worker"
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded:
+    """How an attempt ended. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed."""
+
+    outcome: str
+    reason: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,6 @@ class Attempt:
         self._options = options
         self._child: Child | None = None
         self._wanted = Wanted.NOTHING
-        self._ended: AttemptEnded | None = None
         self._over = False
         self._moving = asyncio.Lock()
         """Held while the state changes, so that a stop and the attempt's own progress never pass each other."""
@@ -158,7 +163,7 @@ class Attempt:
             self._wanted = wanted
         self._preparation.stop()
         if self._child is not None:
-            self._child.tell(_order(wanted))
+            self._child.send_order(_order(wanted))
             if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
@@ -211,20 +216,16 @@ class Attempt:
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
         attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
-        kills_before = oom_kills()
         with memory.lent() as planes:
             request = self._request(memory, planes, model=model, prepared=prepared, evaluation=evaluation)
-            async with self._running(request, tuple(planes.values()), attempt_log) as child:
-                async for line in child.lines():
-                    await self._on_line(line)
-                code = await child.wait()
-        if self._ended is None:
-            why = exit_reason(code, oom_killed=oom_kills() > kills_before)
-            await self._explain(attempt_log)
-            self._ended = AttemptEnded(outcome="failed", reason="WORKER_DIED", message=why)
-        elif self._ended.outcome == "failed":
-            await self._explain(attempt_log)
-        await self._finish(self._ended)
+            try:
+                async with self._running(request, tuple(planes.values()), attempt_log) as child:
+                    outcome = await child.answer(self._on_line)
+            except HorizonError as error:
+                if not isinstance(error, WorkerFailed):  # `run` does it for those
+                    await self._explain(attempt_log)
+                raise
+        await self._finish(AttemptEnded(outcome=outcome))
 
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
@@ -246,22 +247,23 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": self._options.trace,
+            "trace": str(self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json"))
+            if self._options.trace
+            else None,
         }
 
     @asynccontextmanager
     async def _running(self, request: dict[str, Any], fds: tuple[int, ...], attempt_log: Path) -> AsyncIterator[Child]:
         """Start the worker, and make sure that it is gone at the end of the block, however that ends."""
-        path = attempt_log.with_name("request.json")
-        path.write_text(json.dumps(request, indent=1), "utf-8")
         child = await Child.start(
-            self._options.module, [str(path)], log=attempt_log, environment=self._options.environment, pass_fds=fds
-        )
+            self._options.module, request, who="the worker", environment=self._options.environment,
+            request_file=attempt_log.with_name("request.json"), log_file=attempt_log, pass_fds=fds,
+        )  # fmt: skip
         attempt_log.with_name("pid").write_text(f"{child.pid} {_start_time(child.pid)}", "utf-8")
         log.info("worker started", pid=child.pid)
         self._child = child
         if self._wanted:
-            child.tell(_order(self._wanted))
+            child.send_order(_order(self._wanted))
         try:
             yield child
         finally:
@@ -281,8 +283,6 @@ class Attempt:
                 await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():
                 await self._journal.append(job_id, line)
-            case AttemptEnded():
-                self._ended = line
 
     async def _advance(self, state: JobState, **fields: Any) -> bool:
         """Move on, unless the attempt has been asked to stop."""

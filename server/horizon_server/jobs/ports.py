@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from horizon_server.records.account import Principal
 from horizon_server.spec import JobSpec
@@ -24,7 +25,7 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationCall:
-    """What the preparation child is to do: the folder it makes, whether that is there already, and its request as JSON.
+    """What the preparation child is to do: the folder it makes, whether that is there already, and its request.
 
     `evaluation` is where the rows held out will lie, or None where none are.
     """
@@ -32,7 +33,7 @@ class PreparationCall:
     target: Path
     evaluation: Path | None
     is_whole: bool
-    request: str
+    request: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,11 @@ class JobRecord:
     """From 1 while queued; 0 otherwise. Counted when it is read, not stored."""
 
     @property
+    def progress(self) -> float:
+        """Steps done of steps in all, 0 to 1; 0 while their number is unknown."""
+        return min(1.0, self.step / self.num_steps) if self.num_steps > 0 else 0.0
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds to the end of a job on the device: from its last steps' pace, before the first one from the plan's prediction."""
         if self.job_state not in ON_DEVICE:

@@ -135,5 +135,5 @@ class PreparationRecipes:
             target=target,
             evaluation=evaluation_folder(target, options),
             is_whole=is_prepared(target, options),
-            request=request.to_json(),
+            request=request.to_mapping(),
         )
