@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class HorizonError(Exception):
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, field: str, message: str, *, retry_after_s: float | None = None) -> Self:
+        """Return the error of one refused field: its message is also its only violation."""
+        return cls(message, violations=[FieldViolation(field=field, description=message)], retry_after_s=retry_after_s)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.violations, self.retry_after_s))
@@ -151,19 +157,21 @@ class Draining(HorizonError, RuntimeError):
 
 
 class WorkerFailed(HorizonError, RuntimeError):
-    """A worker or preparation child ended with an error; the message carries the true reason."""
+    """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 
     reason = "WORKER_FAILED"
 
 
-class WorkerDied(WorkerFailed):
+class WorkerDied(HorizonError, RuntimeError):
     """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
 
     reason = "WORKER_DIED"
 
 
-class WorkerCrashed(WorkerDied):
+class WorkerCrashed(HorizonError, RuntimeError):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+
+    reason = "WORKER_CRASHED"
 
 
 class OutOfMemory(HorizonError, MemoryError):

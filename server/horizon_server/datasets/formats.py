@@ -55,7 +55,7 @@ def parse_format(name: str) -> DatasetFormat:
     except ValueError:
         allowed = ", ".join(DatasetFormat)
         sentence = f"format is {name!r}; it must be one of {allowed}"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="format", description=sentence)]) from None
+        raise InvalidSpec.of("format", sentence) from None
 
 
 def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from horizon_server.children.child import CANCEL, STOP, Child, log_tail
-from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerFailed
+from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -28,14 +28,19 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.plan import Planner, WorkerMemory
 from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import JobRecord, JobState
 
 log = structlog.get_logger(__name__)
 
 _STOP_MESSAGE = {"cancel": "cancelled by a user", "pause": "paused by a user", "drain": "the daemon shuts down"}
+
+WORKER_MODULE = "horizon_server.worker"
+
+_UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
+"""Errors whose cause is in the log of the attempt."""
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
@@ -57,6 +62,7 @@ class WorkerOptions:
     num_threads: int
     environment: dict[str, str]
     trace: bool = False
+    module: str = WORKER_MODULE
 
 
 class Attempt:
@@ -103,7 +109,7 @@ class Attempt:
         try:
             await self._prepare_and_train()
         except HorizonError as error:
-            if isinstance(error, WorkerFailed):
+            if isinstance(error, _UNEXPLAINED):
                 await self._explain(self._folders.log(self.job.job_id, number))
             await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
         except OSError as error:
@@ -180,7 +186,7 @@ class Attempt:
                 async with self._running(request, tuple(planes.values()), attempt_log) as child:
                     outcome = await child.answer(self._on_line)
             except HorizonError as error:
-                if not isinstance(error, WorkerFailed):  # `run` does it for those
+                if not isinstance(error, _UNEXPLAINED):  # `run` does it for those
                     await self._explain(attempt_log)
                 raise
         await self._finish(AttemptEnded(outcome=outcome))
@@ -190,6 +196,7 @@ class Attempt:
     ) -> dict[str, Any]:
         checkpoints = self._folders.checkpoints(self.job.job_id)
         newest = checkpoints.newest()
+        trace = self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json")
         return {
             "job_id": self.job.job_id,
             "attempt": self.job.attempt,
@@ -205,16 +212,14 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": str(self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json"))
-            if self._options.trace
-            else None,
+            "trace": str(trace) if self._options.trace else None,
         }
 
     @asynccontextmanager
     async def _running(self, request: dict[str, Any], fds: tuple[int, ...], attempt_log: Path) -> AsyncIterator[Child]:
         """Start the worker, and make sure that it is gone at the end of the block, however that ends."""
         child = await Child.start(
-            "horizon_server.worker", request, who="the worker", environment=self._options.environment,
+            self._options.module, request, who="the worker", environment=self._options.environment,
             request_file=attempt_log.with_name("request.json"), log_file=attempt_log, pass_fds=fds,
         )  # fmt: skip
         attempt_log.with_name("pid").write_text(f"{child.pid} {_start_time(child.pid)}", "utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from horizon_server.children.child import Limits, run_child
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_answer
-from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec, OutOfMemory, Stalled
+from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
 from horizon_server.jobs.ports import Resources
 from horizon_server.records.account import Principal
 
@@ -49,12 +49,12 @@ class Previews:
         options.check()
         if not model:
             sentence = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
-            raise InvalidSpec(sentence, violations=[FieldViolation(field="model", description=sentence)])
+            raise InvalidSpec.of("model", sentence)
         files = await self._resources.dataset(principal, dataset)
         _, model_dir = await self._resources.model(principal, model)
         if options.offset >= files.num_rows > 0 and files.format != "text":
             sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
-            raise InvalidSpec(sentence, violations=[FieldViolation(field="offset", description=sentence)])
+            raise InvalidSpec.of("offset", sentence)
         request = PreviewRequest(
             dataset_files=tuple(DataFile.at(path, name=name) for name, path in files.files),
             model_dir=model_dir,

@@ -39,10 +39,17 @@ _train = st.fixed_dictionaries(
         "seed": _int64,
         "train_on": st.sampled_from(["assistant", "last-assistant", "all"]),
         "max_skipped_steps": _int64,
+        "decay": st.sampled_from(["trainer", "matrices", "all"]),
     },
 )
 _checkpoint = st.fixed_dictionaries(
-    {}, optional={"every_steps": _int64, "keep_last": _int64, "keep_best": st.booleans()}
+    {},
+    optional={
+        "every_steps": _int64,
+        "keep_last": _int64,
+        "keep_best": st.booleans(),
+        "dtype": st.sampled_from(["source", "bf16", "fp16", "fp32"]),
+    },
 )
 _specs = st.fixed_dictionaries(
     {"name": _names, "model": _names, "dataset": _names},
@@ -89,9 +96,10 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "seed": 11,
             "train_on": "last-assistant",
             "max_skipped_steps": 12,
+            "decay": "matrices",
         },
         "eval_every_steps": 12,
-        "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False},
+        "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
         "priority": 15,
         "device": "host",
         "eval_fraction": 0.25,
