@@ -18,7 +18,8 @@ from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import InUse, NotFound
-from horizon_server.models.folder_checks import check_folder, check_names
+from horizon_server.models.checking import check_model
+from horizon_server.models.folder_checks import check_names
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, check_files, digest
 from horizon_server.records.model import ModelRecord
@@ -191,7 +192,7 @@ class ModelService:
         try:
             with told_when_full():
                 await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
-            facts = await in_thread(lambda: check_folder(folder))
+            facts = await check_model(folder)
             ready = await self._store.mark_ready(
                 record.model_id, architecture=facts.architecture, num_parameters=facts.num_parameters
             )

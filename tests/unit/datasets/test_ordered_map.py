@@ -47,4 +47,4 @@ def test_results_come_in_order_and_little_is_read_ahead() -> None:
 
 
 def test_a_killed_process_is_told() -> None:
-    assert "was killed, by hand or by the kernel for want of memory" in outcome("2", "die")
+    assert "was killed, by hand or by the kernel for lack of memory" in outcome("2", "die")

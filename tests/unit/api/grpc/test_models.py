@@ -21,7 +21,10 @@ def folder(seed: int = 0) -> dict[str, bytes]:
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
-    config = {"model_type": "tiny", "num_hidden_layers": 1, "tie_word_embeddings": False, "seed": seed}
+    config = {
+        "model_type": "tiny", "num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 4, "num_attention_heads": 1,
+        "tie_word_embeddings": False, "seed": seed,
+    }  # fmt: skip
     return {
         "config.json": json.dumps(config).encode(),
         "model.safetensors": struct.pack("<Q", len(raw)) + raw + bytes(offset),
