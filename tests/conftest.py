@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
 
-    MakeDaemon = Callable[..., AbstractAsyncContextManager[DaemonParts]]
+MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prepared")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_daemon(model_folder: Path, prepared_data: Path) -> MakeDaemon:
     """Make daemons: `async with make_daemon(state_dir) as daemon`; the same folder again is a restart."""
     from tests.daemon_parts import daemon_parts  # heavy imports, which most tests do without

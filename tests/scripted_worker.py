@@ -40,22 +40,21 @@ class ScriptedWorker:
         self.num_steps = self.script.get("num_steps") or self.request["spec"]["train"]["max_steps"] or 3
 
     def run(self) -> str:
-        """Do the steps that are left; return the outcome."""
+        """Do the steps that are left; return how that ended, as the real worker does."""
         self._at("start")
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
         self.events.send(AttemptReady(step=done, num_steps=self.num_steps, device="host", packed_rows=4))
         for step in range(done + 1, self.num_steps + 1):
+            self._at(step)
             if self.orders.current is Order.CANCEL:
                 return "stopped"
             if self.orders.current is Order.STOP:
                 self._checkpoint(step - 1)
                 return "stopped"
-            self._at(step)
-            if self.orders.current is Order.CONTINUE:
-                self._step(step)
-                if step % (self.script.get("checkpoint_every") or self.num_steps) == 0:
-                    self._checkpoint(step)
+            self._step(step)
+            if step % (self.script.get("checkpoint_every") or self.num_steps) == 0:
+                self._checkpoint(step)
         self._at("end")
         return "succeeded"
 

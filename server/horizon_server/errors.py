@@ -21,7 +21,7 @@ class FieldViolation:
 
 
 class HorizonError(Exception):
-    """Root of everything a user can be told. `reason` is stable: scripts may match it."""
+    """Root of every error that is shown to a user. `reason` is stable: scripts may match it."""
 
     reason = "INTERNAL"
 
@@ -133,9 +133,21 @@ class DoesNotFit(HorizonError, MemoryError):
 
 
 class DiskFull(HorizonError, OSError):
-    """A write failed for want of space; what was half-written is gone."""
+    """A write failed for lack of space; what was partially written is gone."""
 
     reason = "DISK_FULL"
+
+
+class DatabaseUnavailable(HorizonError, RuntimeError):
+    """The daemon cannot use its database for a reason that may pass, such as another process that writes for long."""
+
+    reason = "DATABASE_UNAVAILABLE"
+
+
+class TooManyCalls(HorizonError, RuntimeError):
+    """The caller has too many calls under way; a retry after a moment is served."""
+
+    reason = "TOO_MANY_CALLS"
 
 
 class TooLarge(HorizonError, ValueError):

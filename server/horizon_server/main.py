@@ -30,6 +30,7 @@ from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
@@ -44,6 +45,7 @@ from horizon_server.services.inputs import NodeResources, PreparationRecipes
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
+from horizon_server.services.turns import UserTurns
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
@@ -65,17 +67,16 @@ class Parts:
     services: Services
     accounts: Accounts
     jobs: JobService
-    node: NodeFacts
+    lifecycle: Lifecycle
     journal: Journal
     scheduler: Scheduler
     metrics: Metrics
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, checkpoint the running job at its step boundary, and end every watch."""
-        self.node.draining = True
-        self.jobs.start_draining()
         await self.scheduler.drain(timeout_s)
-        self.journal.close()
+        self.lifecycle.close()
+        self.journal.end_watches()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -148,13 +149,11 @@ async def wire(
     environment = child_environment() | dict(more_environment)
     requests = Requests()
     store = JobStore(database, requests)
-    journal = Journal(store, metrics)
+    lifecycle = Lifecycle()
+    journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
     memory = host_memory()
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-
-    async def in_use(resource_id: str) -> str | None:
-        return await jobs.in_use(resource_id)
 
     uploads = Uploads(
         BlobStore(settings.state_dir),
@@ -163,14 +162,14 @@ async def wire(
         on_upload=metrics.on_upload,
     )
     datasets = DatasetService(
-        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=in_use
+        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=store.user_of
     )
     models = ModelService(
         ModelStore(database, requests),
         uploads,
         root=settings.state_dir / "models",
         max_bytes=settings.max_model_bytes,
-        in_use=in_use,
+        in_use=store.user_of,
     )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
@@ -194,7 +193,7 @@ async def wire(
         return Attempt(
             job,
             journal=journal,
-            resources=resources,
+            find_inputs=resources.of_job,
             folders=folders,
             planner=planner,
             preparation=Preparation(recipes),
@@ -203,15 +202,24 @@ async def wire(
 
     scheduler = Scheduler(
         journal,
-        observer=metrics,
+        metrics=metrics,
+        lifecycle=lifecycle,
         folders=folders,
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
         when_idle=IdleMeasurement(rates, environment=environment),
     )
-    jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
-    node = NodeFacts(store, state_dir=settings.state_dir, accelerators=tuple(found))
+    jobs = JobService(
+        journal,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        resources=resources,
+        planner=planner,
+        folders=folders,
+        turns=UserTurns(),
+    )
+    node = NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found))
     accounts = Accounts(AccountStore(database))
     services = Services(
         accounts=accounts,
@@ -226,7 +234,7 @@ async def wire(
         services=services,
         accounts=accounts,
         jobs=jobs,
-        node=node,
+        lifecycle=lifecycle,
         journal=journal,
         scheduler=scheduler,
         metrics=metrics,
@@ -247,7 +255,7 @@ async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
     def not_ready() -> str | None:
-        return "the daemon is shutting down" if parts.node.draining else None
+        return "the daemon is shutting down" if parts.lifecycle.draining else None
 
     grpc_server = await start_grpc_server(
         parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
@@ -256,7 +264,6 @@ async def _listen(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        health_open=is_loopback(http.host),
         version=VERSION,
         ready=not_ready,
     )

@@ -136,6 +136,10 @@ _CHILD_ENVIRONMENT = {
     # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
+    # Attention multiplies inside OpenMP's threads, and MKL's thread count chooses the order of a product's sum. A new OpenMP thread has
+    # this count until torch gives it one, which is 1 too: without it the first step of a process has other bits than the same step later.
+    # The compute thread sets its own count, so products outside such threads still use all of them.
+    "MKL_NUM_THREADS": "1",
     # A layer's intermediates are freed and asked for again all the time. glibc would give them back to the kernel in between, which then
     # clears every page anew: 200,000 page faults a step of a 40 M model, 5 % of its time.
     "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),

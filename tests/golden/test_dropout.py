@@ -12,6 +12,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.meta_model import find_layer_list
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.random_keys import StepKey
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
-DROPOUTS: dict[str, dict[str, Any]] = {"llama": {"attention_dropout": 0.3}, "phi3": {"resid_pdrop": 0.3}}
+DROPOUTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.3},
+    "phi3": {"resid_pdrop": 0.3},
+    "dbrx": {"attn_config": {"attn_pdrop": 0.3, "kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+}
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
     report = run.trainer.train_step(rows)
 
     reference, key, current = model.reference().train(), StepKey(seed=11, step=0), [0]
-    layers: Any = reference.get_submodule("model.layers")
+    layers = find_layer_list(reference)[1]
 
     def seed(unit: int) -> Callable[..., None]:
         def before(*_: object) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_ATTENTIONS = ("eager", "sdpa")
 _AUXILIARY_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
+_POSITION_LIMITS = ("max_position_embeddings", "max_seq_len")
 _RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -83,9 +85,13 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
             "only decoder-only language models can be trained"
         )
     _refuse_auxiliary_loss(config)
+    _refuse_dropped_layers(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     config.return_dict = True
+    if config._attn_implementation not in _ATTENTIONS:
+        # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
+        config._attn_implementation = None
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -110,18 +116,32 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """The longest document that a config allows, in tokens, or None where it sets no limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    text = config.get_text_config()
+    limits = (getattr(text, name, None) for name in _POSITION_LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
-    settings = config.get_text_config().to_dict()
-    return any(
-        isinstance(value, (int, float)) and value > 0
-        for name, value in settings.items()
-        if any(part in name for part in _RANDOM_SETTINGS)
-    )
+    settings = _numbers(config.get_text_config().to_dict())
+    return any(value > 0 and any(part in name for part in _RANDOM_SETTINGS) for name, value in settings)
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a config with their names, those of its parts (`attn_config`) too."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, (int, float)):
+            yield name, value
+
+
+def _refuse_dropped_layers(config: PretrainedConfig) -> None:
+    for name, value in _numbers(config.get_text_config().to_dict()):
+        if "layerdrop" in name and not name.startswith("encoder") and value > 0:
+            raise InvalidModel(
+                f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; set it to 0"
+            )
 
 
 def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:

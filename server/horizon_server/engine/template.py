@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +38,8 @@ from horizon_server.engine.meta_model import (
     max_positions,
     name_of_parameter,
 )
+from horizon_server.engine.module_state import ModuleState
+from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.pieces import Piece, Strided
 from horizon_server.engine.template_trial import try_embedding
 from horizon_server.engine.unseen_product import find_unseen_products
@@ -101,13 +103,17 @@ class Template:
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
         self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
-        calls = try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
+        self._state = ModuleState(module for module in model.modules() if not isinstance(module, Stub))
+        shapes = {place.local_name: place.piece.shape for place in self._places[0]}
+        calls = try_embedding(model, self._tape, self.embed, shapes, self._layers)
         # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
         self.train(True)
         self._unseen_products = find_unseen_products(
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
+        self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in set(self.layer_groups)}
+        self.packing_limit = self._find_packing_limit(shapes, calls)
 
     @classmethod
     def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
@@ -143,10 +149,8 @@ class Template:
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
-        for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
-            for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta:
-                    module._buffers[name] = place(buffer)
+        for state in (self._state, *self._layer_states.values()):
+            state.place(place)
 
     @cached_property
     def table_place(self) -> Place:
@@ -184,7 +188,8 @@ class Template:
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
-        functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
+        with self._state.restored():
+            functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
         if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
             raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
@@ -193,7 +198,8 @@ class Template:
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
         args, kwargs = call.with_hidden(hidden_1TD)
-        output = functional_call(self._layers[index], dict(parameters), args, kwargs)
+        with self._layer_states[self.layer_groups[index]].restored():
+            output = functional_call(self._layers[index], dict(parameters), args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
             name = f"{self._prefixes['layer']}{index}"
@@ -213,7 +219,7 @@ class Template:
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}
-        with self._tape.injecting(hidden_1CD):
+        with self._state.restored(), self._tape.injecting(hidden_1CD):
             output = functional_call(self._model, bound, kwargs=_accepted(self._model, inputs))
         logits_CV: Tensor = output.logits[0]
         if logits_CV.shape != (hidden_1CD.shape[1], self.vocab_size):
@@ -232,6 +238,20 @@ class Template:
             num_rows += like_1CD.shape[1] if isinstance(module, nn.Embedding) else 0
             stand_ins[self._prefixes["embedding"] + place.local_name] = zero.expand(num_rows, *rest)
         return stand_ins
+
+    def _find_packing_limit(self, shapes: Mapping[str, tuple[int, ...]], calls: Sequence[LayerCall]) -> int | None:
+        parameters = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+        def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
+            with torch.no_grad():
+                return self.embed(parameters, torch.zeros_like(position_ids_T), position_ids_T)[1]
+
+        return find_packing_limit(
+            calls_of,
+            [(self._layers[group], calls[group]) for group in self._layer_states],
+            hidden_size=self.hidden_size,
+            max_document_tokens=self.max_document_tokens,
+        )
 
     def _unit_places(self, unit: UnitLayout, bindings: list[Binding]) -> list[Place]:
         layers = self._prefixes["layer"]

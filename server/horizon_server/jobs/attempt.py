@@ -1,13 +1,14 @@
 """One attempt at a job, from its turn on the device to its end: prepare the data, lend the memory, run the worker, judge how it ended.
 
-Whatever goes wrong in here ends the attempt with its true reason, and never the daemon.
+Whatever goes wrong in here ends the attempt with its true reason, and never the daemon. A database that cannot be written ends nothing:
+the attempt waits for it, and its worker with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,15 @@ from typing import Any
 import structlog
 
 from horizon_server.children.child import CANCEL, STOP, Child, log_tail
-from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerCrashed, WorkerDied, WorkerFailed
+from horizon_server.errors import (
+    DatabaseUnavailable,
+    DiskFull,
+    DoesNotFit,
+    HorizonError,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerFailed,
+)
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -28,14 +37,27 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
+from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import (
+    CANCELLED,
+    CANCELLED_MESSAGE,
+    ENDED,
+    PAUSED,
+    PAUSED_MESSAGE,
+    JobRecord,
+    JobState,
+    Wanted,
+)
 
 log = structlog.get_logger(__name__)
 
-_STOP_MESSAGE = {"cancel": "cancelled by a user", "pause": "paused by a user", "drain": "the daemon shuts down"}
+_STOP_MESSAGE = {
+    Wanted.CANCEL: "cancelled by a user",
+    Wanted.PAUSE: "paused by a user",
+    Wanted.DRAIN: "the daemon shuts down",
+}
 
 WORKER_MODULE = "horizon_server.worker"
 
@@ -65,6 +87,18 @@ class WorkerOptions:
     module: str = WORKER_MODULE
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobInputs:
+    """The files on this node that a job's ids stand for."""
+
+    model: Path
+    dataset: DatasetFiles
+    evaluation: DatasetFiles | None
+
+
+FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
+
+
 class Attempt:
     """One execution of a job.
 
@@ -76,7 +110,7 @@ class Attempt:
         job: JobRecord,
         *,
         journal: Journal,
-        resources: Resources,
+        find_inputs: FindInputs,
         folders: JobFolders,
         planner: Planner,
         preparation: Preparation,
@@ -84,87 +118,100 @@ class Attempt:
     ) -> None:
         self.job = job
         self._journal = journal
-        self._resources = resources
+        self._find_inputs = find_inputs
         self._folders = folders
         self._planner = planner
         self._preparation = preparation
         self._options = options
         self._child: Child | None = None
-        self._wanted = ""
+        self._wanted = Wanted.NOTHING
         self._over = False
         self._moving = asyncio.Lock()
         """Held while the state changes, so that a stop and the attempt's own progress never pass each other."""
 
     async def run(self) -> None:
-        """Carry the job from QUEUED to wherever this attempt ends."""
-        number = self.job.attempt + 1
-        self.job = await self._journal.move(
-            self.job,
-            JobState.PREPARING,
-            attempt=number,
-            started_s=self.job.started_s or time.time(),
-            wanted="",
-        )
-        structlog.contextvars.bind_contextvars(job_id=self.job.job_id, attempt=number)
-        try:
-            await self._prepare_and_train()
-        except HorizonError as error:
-            if isinstance(error, _UNEXPLAINED):
-                await self._explain(self._folders.log(self.job.job_id, number))
-            await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
-        except OSError as error:
-            await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=f"the node failed: {error}"))
+        """Carry the job from QUEUED to the end of this attempt.
 
-    async def stop(self, wanted: str) -> None:
-        """Ask it to end: `cancel`, `pause`, or `drain` (checkpoint, and queue again when the daemon is back)."""
+        Raises:
+            WrongJobState: when the job has left the queue meanwhile.
+        """
+        number = self.job.attempt + 1
+        with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=number):
+            self.job = await self._journal.patiently(
+                lambda: self._journal.move(
+                    self.job,
+                    JobState.PREPARING,
+                    attempt=number,
+                    started_s=self.job.started_s or time.time(),
+                    wanted=Wanted.NOTHING,
+                )
+            )
+            try:
+                await self._prepare_and_train()
+            except HorizonError as error:
+                if isinstance(error, _UNEXPLAINED):
+                    await self._explain(self._folders.log(self.job.job_id, number))
+                await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
+            except OSError as error:
+                message = f"the node failed: {error}"
+                await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=message))
+
+    async def stop(self, wanted: Wanted) -> None:
+        """Ask it to end.
+
+        Raises:
+            DiskFull, DatabaseUnavailable: when a user's order cannot be stored; the attempt continues then.
+        """
         async with self._moving:
-            if self._wanted in ("cancel", wanted) or self._over:
+            if self._wanted in (Wanted.CANCEL, wanted) or self._over:
                 return
+            try:
+                await self._store_stop(wanted)
+            except (DiskFull, DatabaseUnavailable) as error:
+                if wanted is not Wanted.DRAIN:
+                    raise
+                log.error("the drain cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
-            if wanted != "drain":
-                self.job = await self._journal.store.set(self.job.job_id, wanted=wanted)
-            if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                await self._note_stop(wanted)
         self._preparation.stop()
         if self._child is not None:
-            self._child.send_order(CANCEL if wanted == "cancel" else STOP)
-            if wanted == "cancel":
+            self._child.send_order(_order(wanted))
+            if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
-    async def _note_stop(self, wanted: str) -> None:
-        try:
+    async def _store_stop(self, wanted: Wanted) -> None:
+        # The next daemon knows by itself that this one has ended, so a drain is no wish that has to be stored.
+        fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
+        if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
             self.job = await self._journal.move(
-                self.job, JobState.STOPPING, reason=wanted.upper(), message=_STOP_MESSAGE[wanted]
+                self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
             )
-        except DiskFull:
-            if wanted != "drain":
-                raise
-            log.exception("the drain cannot be noted")  # the worker is told all the same
+        elif fields:
+            self.job = await self._journal.store.set(self.job.job_id, **fields)
 
     def kill(self) -> None:
-        """End the worker at once; the job goes on from its last checkpoint."""
+        """End the worker at once; the job continues from its last checkpoint."""
         self._preparation.stop()
         if self._child is not None:
             self._child.kill()
 
     async def _prepare_and_train(self) -> None:
-        folder = await self._resources.model_folder(self.job.model_id)
-        prepared = await self._prepare(await self._resources.dataset_by_id(self.job.dataset_id), folder)
+        inputs = await self._journal.patiently(lambda: self._find_inputs(self.job))
+        prepared = await self._prepare(inputs.dataset, inputs.model)
         evaluation = prepared.evaluation if prepared else None
-        if prepared and self.job.eval_dataset_id:
-            held_out = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+        if prepared and inputs.evaluation is not None:
+            held_out = await self._prepare(inputs.evaluation, inputs.model)
             evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, folder)
+        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, inputs.model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        await self._train(memory, model=folder, prepared=prepared.folder, evaluation=evaluation)
+        await self._train(memory, model=inputs.model, prepared=prepared.folder, evaluation=evaluation)
 
     async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
         """Return what was prepared, or None when that was stopped."""
@@ -196,7 +243,6 @@ class Attempt:
     ) -> dict[str, Any]:
         checkpoints = self._folders.checkpoints(self.job.job_id)
         newest = checkpoints.newest()
-        trace = self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json")
         return {
             "job_id": self.job.job_id,
             "attempt": self.job.attempt,
@@ -212,7 +258,9 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": str(trace) if self._options.trace else None,
+            "trace": str(self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json"))
+            if self._options.trace
+            else None,
         }
 
     @asynccontextmanager
@@ -226,7 +274,7 @@ class Attempt:
         log.info("worker started", pid=child.pid)
         self._child = child
         if self._wanted:
-            child.send_order(CANCEL if self._wanted == "cancel" else STOP)
+            child.send_order(_order(self._wanted))
         try:
             yield child
         finally:
@@ -248,12 +296,16 @@ class Attempt:
                 await self._journal.append(job_id, line)
 
     async def _advance(self, state: JobState, **fields: Any) -> bool:
-        """Move on, unless somebody has asked for a stop."""
-        async with self._moving:
-            if self._wanted:
-                return False
-            self.job = await self._journal.move(self.job, state, **fields)
-            return True
+        """Move on, unless the attempt has been asked to stop."""
+
+        async def move() -> bool:
+            async with self._moving:  # not held while waiting for the database, so that a stop is heard then
+                if self._wanted:
+                    return False
+                self.job = await self._journal.move(self.job, state, **fields)
+                return True
+
+        return await self._journal.patiently(move)
 
     async def _explain(self, attempt_log: Path) -> None:
         tail = await asyncio.to_thread(log_tail, attempt_log)
@@ -266,29 +318,40 @@ class Attempt:
             self._over = True
         if ended.outcome == "succeeded":
             target, reason, message = JobState.SUCCEEDED, "", ended.message
-        elif self._wanted == "cancel":
-            target, reason, message = JobState.CANCELLED, "CANCELLED", "cancelled by a user"
-        elif ended.outcome == "failed" and self._wanted != "drain":
+        elif self._wanted is Wanted.CANCEL:
+            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
+        elif ended.outcome == "failed" and self._wanted is not Wanted.DRAIN:
             target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
-        elif self._wanted == "pause":
-            target, reason, message = JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"
+        elif self._wanted is Wanted.PAUSE:
+            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:
             target, reason, message = (
                 JobState.QUEUED,
                 "DRAINED",
                 "the daemon shut down; it continues when the daemon is back",
             )
-        end = {"ended_s": time.time()} if target is not JobState.QUEUED and target is not JobState.PAUSED else {}
-        self.job = await self._journal.move(self.job, target, reason=reason, message=message, wanted="", **end)
+        end = {"ended_s": time.time()} if target in ENDED else {}
+        self.job = await self._journal.patiently(
+            lambda: self._journal.move(self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 
 
+def _order(wanted: Wanted) -> bytes:
+    return CANCEL if wanted is Wanted.CANCEL else STOP
+
+
 def _start_time(pid: int) -> str:
-    """Return the kernel's start time of a process: with the pid it names one process for ever, the pid alone does not."""
+    """Return the kernel's start time of a process: with the pid it names one process forever, the pid alone does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
     except (OSError, IndexError) as error:
         raise WorkerFailed("the worker ended before it began") from error
+    if (
+        fields[0] == "Z"
+    ):  # dead, but not yet collected by its parent: in a container without an init that may never happen
+        raise WorkerFailed("the worker ended before it began")
+    return fields[19]
 
 
 def orphan_pid(folder: Path) -> int | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from horizon_server.planning.model_folder import ModelShape
-from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
@@ -38,6 +38,9 @@ THREAD_BYTES = 8 << 20
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
+
+_SHARE_FOR_PLANES = 0.9
+"""Of a large model's host memory; the rest is staging, activations and the worker's heap."""
 
 _FP64 = 8
 _FP32 = 4
@@ -119,6 +122,12 @@ def plan_memory(
     else:
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
     return MemoryPlan(host=host, device=device)
+
+
+def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
+    """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens a step."""
+    bytes_per_parameter = sum(PLANE_BYTES.values()) + grad_bytes
+    return max(0, int((limit_bytes - WORKER_BYTES) * _SHARE_FOR_PLANES / bytes_per_parameter))
 
 
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:

@@ -28,8 +28,12 @@ from horizon_server.store.model_files import (
 )
 from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
+_HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
 """What configs call the columns of the embedding, the special names first."""
+
+WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
+"""Model types of recurrent layers only. What some of them call heads are not those of attention."""
 
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
@@ -54,6 +58,7 @@ class ModelShape:
     vocab_size: int
     intermediate_size: int
     num_attention_heads: int
+    """0 in a model without attention."""
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
@@ -74,7 +79,8 @@ class ModelShape:
         """
         text = text_config(config)
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
-        num_heads = config_size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+        has_attention = text.get("model_type") not in WITHOUT_ATTENTION
+        num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
         return cls(
             hidden_size=hidden_size,
             num_hidden_layers=num_decoder_layers(text),
@@ -82,9 +88,9 @@ class ModelShape:
             intermediate_size=config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
-            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
+            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
             max_position_embeddings=config_size(
-                text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS
+                text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
             ),
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,

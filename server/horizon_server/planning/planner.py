@@ -23,7 +23,7 @@ from horizon_server.store.layout import (
 )
 from horizon_server.store.planes import create_memory_file
 
-_GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """The host device keeps gradients in fp32; over a link they travel in bf16."""
 
 _MAX_PLAN_BYTES = 1 << 60
@@ -140,7 +140,7 @@ class Planner:
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=layout.num_parameters,
             device=choice.device_kind,
-            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice),
+            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice) or _warning(spec),
             prediction=self._prediction(spec, found, choice),
         )
         return plan, layout, choice
@@ -171,7 +171,7 @@ class Planner:
             # Which of several the driver counts as the first is its own affair, so the smallest is planned with.
             smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
             limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
-        grad_bytes = 0 if spec.train.max_grad_norm is None else _GRAD_BYTES[device_kind]
+        grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
         return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
 
     def _placed(
@@ -234,6 +234,17 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _warning(spec: JobSpec) -> str:
+    """What is likely not meant although it fits, or nothing."""
+    train = spec.train
+    if train.max_steps is None or train.warmup_steps < train.max_steps:
+        return ""
+    return (
+        f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
+        f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -11,8 +11,19 @@ from collections.abc import Mapping
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_answer
-from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
+from horizon_server.datasets.preview import (
+    DatasetPreview,
+    PreviewOptions,
+    PreviewRequest,
+    PreviewRow,
+    rows_from_answer,
+)
+from horizon_server.errors import (
+    InvalidModel,
+    InvalidSpec,
+    OutOfMemory,
+    Stalled,
+)
 from horizon_server.jobs.ports import Resources
 from horizon_server.records.account import Principal
 

@@ -32,25 +32,38 @@ _SIZE_LIMITS: Mapping[str, int] = {
 
 _PREDICTION_HEAD = "mtp"
 
-COMPANION_FILES = (
+COMPANION_PATTERNS = (
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
-    "sentencepiece.bpe.model",
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
+    "spm.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "README.md",
 )
-"""Files copied beside the weights of a checkpoint when the source has them: data only, never code, never a pickle."""
+"""Files that are kept with the weights: data only, never code, never a pickle. The client pushes the same (a test compares the lists)."""
+
+
+def companion_files(folder: Path) -> list[str]:
+    """The names, relative to the folder, of its files that travel with the weights."""
+    found = {
+        path.relative_to(folder).as_posix() for p in COMPANION_PATTERNS for path in folder.glob(p) if path.is_file()
+    }
+    return sorted(found)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -77,6 +77,9 @@ class Metrics:
     def on_job_state(self, job: JobRecord, old: str | None) -> None:
         """Take a change of state in; `old` is None for a job just submitted, and `job` holds the new state."""
         self._transitions.labels(job.job_state.value, job.reason).inc()
+        if old is not None:
+            self._jobs.labels(old).dec()
+        self._jobs.labels(job.job_state.value).inc()
         if job.job_state is JobState.QUEUED:
             self._queued_s[job.job_id] = self._clock()
         elif old == JobState.QUEUED:
@@ -89,7 +92,7 @@ class Metrics:
             self._transfer.drop(job.job_id)
 
     def set_jobs(self, counts: Mapping[str, int]) -> None:
-        """Show the number of jobs in each state; states that are not named have none."""
+        """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have none."""
         for job_state in JobState:
             self._jobs.labels(job_state.value).set(counts.get(job_state.value, 0))
 

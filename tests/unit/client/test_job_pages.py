@@ -16,7 +16,7 @@ def test_only_what_there_is_is_told() -> None:
 
 def test_rows_that_did_not_go_through_whole_and_how_full_the_packed_ones_are() -> None:
     report = REPORT | {"truncated_rows": 12, "error_rows": 3, "eval_rows": 370, "packed_rows": 1200}
-    assert data_text(report).split(", ")[2:] == ["12 truncated", "3 left out", "370 held out", "packed to 97.7%"]
+    assert data_text(report).split(", ")[2:] == ["12 truncated", "3 skipped", "370 held out", "packed to 97.7%"]
 
 
 def test_the_events_of_a_preparation_read_as_sentences() -> None:

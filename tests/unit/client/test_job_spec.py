@@ -130,9 +130,9 @@ def test_yaml_numbers_and_booleans() -> None:
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        ({"lerning": 1}, "lerning", "not a field of the job spec; known here: name, project, model"),
+        ({"lerning": 1}, "lerning", "not a field of the job spec; fields: name, project, model"),
         ({"train": {"no_clipping": True}}, "train.no_clipping", "not a field"),
-        ({"train": {"lr": 1}}, "train.lr", "known here: epochs, max_steps"),
+        ({"train": {"lr": 1}}, "train.lr", "fields: epochs, max_steps"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate", "is 'fast'; it must be a number"),
         ({"train": {"learning_rate": True}}, "train.learning_rate", "must be a number"),
         ({"train": {"learning_rate": math.nan}}, "train.learning_rate", "must be a finite number"),
@@ -201,7 +201,7 @@ def test_overrides() -> None:
         ("train.seed", "write it as field=value"),
         ("=3", "write it as field=value"),
         ("train..seed=3", "write it as field=value"),
-        ("name.first=3", "name is no section"),
+        ("name.first=3", "name is not a section"),
         ("train.seed=[1", "the value is not YAML"),
     ],
 )
@@ -215,7 +215,7 @@ def test_bad_overrides(override: str, words: str) -> None:
     [
         ("job.yaml", "name: a\nname: b\n", "line 2: not YAML: the key 'name' is given twice"),
         ("job.yaml", "name: [a\nmodel: b\n", "not YAML"),
-        ("job.yaml", "- a\n", "must hold a mapping"),
+        ("job.yaml", "- a\n", "must contain a mapping"),
         ("job.yaml", "!!python/object:os.system {}", "not YAML"),
         ("job.json", '{"name": \n}', "line 2: not JSON"),
         ("job.yaml", "\x00", "not YAML"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from horizon_server.engine.meta_model import build_meta_model
+from horizon_server.engine.meta_model import build_meta_model, load_config
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
 from horizon_server.store.layout import build_layout
@@ -22,6 +22,23 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 8,
     "pad_token_id": 5,
+}
+
+
+LATENT_EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -145,12 +162,47 @@ def test_a_router_loss_is_refused_and_without_it_the_plain_forward_is_followed()
 
 
 @pytest.mark.parametrize(
+    "choice", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn", "flex_attention"]
+)
+def test_attention_that_needs_other_packages_is_not_asked_for(choice: str, tmp_path: Path) -> None:
+    config = {**config_of("llama").to_dict(), "attn_implementation": choice}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert build_meta_model(load_config(tmp_path)).config._attn_implementation == "sdpa"
+
+
+def test_eager_attention_is_kept_where_the_folder_names_it(tmp_path: Path) -> None:
+    config = {**config_of("llama").to_dict(), "attn_implementation": "eager"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert build_meta_model(load_config(tmp_path)).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("model_type", ["opt", "biogpt", "xglm"])
+def test_layers_skipped_at_random_are_refused_by_the_name_of_the_setting(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, layerdrop=0.1)
+    with pytest.raises(InvalidModel, match=r"config\.json sets layerdrop to 0\.1, .*; set it to 0$"):
+        Template.from_config(config)
+
+
+@pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
         (
             "gemma4_text",
             {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
             r"tensor model\.embed_tokens_per_layer\.weight is used before the layers, beside the token embedding",
+        ),
+        (
+            "glm_moe_dsa",
+            {
+                **LATENT_EXPERTS,
+                "index_topk": 4,
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+                "indexer_types": ["full", "shared", "full", "full"],
+            },
+            "layer 1 uses a result of the layer before it besides the hidden state, which is not supported",
         ),
         ("rwkv", {"attention_hidden_size": 16}, "its forward cannot be run layer by layer"),
     ],
