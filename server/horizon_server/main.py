@@ -18,6 +18,7 @@ from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.store import BlobStore
+from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
@@ -25,6 +26,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.models import ModelStore
+from horizon_server.db.pairing import Pairing
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
@@ -57,7 +59,7 @@ from horizon_server.version import VERSION
 log = structlog.get_logger(__name__)
 
 _MEMORY_EVERY_S = 5.0
-_EXPIRY_EVERY_S = 3600.0
+_SWEEP_EVERY_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Parts:
     journal: Journal
     scheduler: Scheduler
     metrics: Metrics
+    pairing: Pairing
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, checkpoint the running job at its step boundary, and end every watch."""
@@ -238,6 +241,7 @@ async def wire(
         journal=journal,
         scheduler=scheduler,
         metrics=metrics,
+        pairing=Pairing(database, settings.state_dir),
     )
 
 
@@ -294,21 +298,34 @@ async def run_queue(parts: Parts) -> None:
 
 
 async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the memory gauges fresh, and remove half uploads that nobody went on with."""
+    """Keep the memory gauges fresh, and clear away what is not used any more."""
     loop = asyncio.get_running_loop()
-    next_expiry_s = loop.time()
+    next_sweep_s = loop.time()
     while True:
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-        if loop.time() >= next_expiry_s:
-            next_expiry_s = loop.time() + _EXPIRY_EVERY_S
-            try:
-                await parts.services.datasets.sweep(settings.upload_expiry_s)
-                await parts.services.models.sweep(settings.upload_expiry_s)
-                await parts.services.blobs.sweep(settings.upload_expiry_s)
-            except (HorizonError, OSError):
-                log.exception("half uploads could not be removed")
+        if loop.time() >= next_sweep_s:
+            next_sweep_s = loop.time() + _SWEEP_EVERY_S
+            await sweep(settings, parts)
         await asyncio.sleep(_MEMORY_EVERY_S)
+
+
+async def sweep(settings: Settings, parts: Parts) -> None:
+    """Remove uploads that were given up, and move what the database does not know to the trash. Where the database may be the wrong
+    one, touch nothing."""
+    try:
+        problem = await parts.pairing.problem()
+        parts.services.blobs.store.trusts_database = problem is None
+        if problem is not None:
+            log.error("nothing is removed from the state folder", why=problem)
+            return
+        await parts.services.datasets.sweep(settings.upload_expiry_s)
+        await parts.services.models.sweep(settings.upload_expiry_s)
+        await parts.services.blobs.sweep(settings.upload_expiry_s)
+        trash = parts.services.blobs.store.trash
+        await in_thread(lambda: trash.expire(settings.trash_days * 86400.0))
+    except (HorizonError, OSError):
+        log.exception("the state folder could not be swept")
 
 
 async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http_server: HttpServer) -> None:

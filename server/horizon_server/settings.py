@@ -56,7 +56,12 @@ class Settings(BaseSettings):
     trace_workers: bool = Field(
         False, description="Leave trace.json in a job's attempt folder: what ran when in its last steps, for Perfetto."
     )
-    upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Half uploads older than this are removed.")
+    upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Partial uploads older than this are removed.")
+    trash_days: float = Field(
+        7.0,
+        ge=0,
+        description="Unreferenced files are kept so long in the state folder's trash/ before they are removed.",
+    )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
     drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
