@@ -23,10 +23,9 @@ from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
-from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.models import ModelStore
 from horizon_server.db.pairing import Pairing
+from horizon_server.db.pushed import DatasetStore, ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions

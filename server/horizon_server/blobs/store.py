@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
-from horizon_server.blobs.disk import Disk, SystemDisk, sync_folder, told_when_full
+from horizon_server.blobs.disk import Disk, SystemDisk, disk_full_reported, sync_folder
 from horizon_server.blobs.part import Part
 from horizon_server.blobs.part_writer import PartWriter
 from horizon_server.blobs.threads import in_thread, to_the_end
@@ -98,7 +98,7 @@ class BlobStore:
         async with self._turns.take((owner, ref)) as turn:
             if self.proved_by(owner, ref):
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-            with told_when_full():
+            with disk_full_reported():
                 return await self._receive(turn, owner, ref, offset, chunks)
 
     async def forget_proofs(self, owner: str, refs: Iterable[BlobRef]) -> None:
