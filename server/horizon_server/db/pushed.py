@@ -155,7 +155,8 @@ class PushedStore(Generic[RowT, RecordT]):
 
     def _record(self, row: RowT) -> RecordT:
         plain = {field.name: getattr(row, field.name) for field in dataclasses.fields(self.record_type)}
-        return self.record_type(**plain | {"files": tuple(BlobFile(**file) for file in row.files)})
+        documents: list[dict[str, Any]] = row.files
+        return self.record_type(**plain | {"files": tuple(BlobFile(**document) for document in documents)})
 
 
 class DatasetStore(PushedStore[DatasetRow, DatasetRecord]):

@@ -99,7 +99,7 @@ def check_names(files: Sequence[BlobFile]) -> None:
 
 
 def check_config(config: Mapping[str, Any]) -> str:
-    """Refuse what can be told from config.json alone; returns its model_type.
+    """Refuse what config.json alone rules out; returns its model_type.
 
     Raises:
         InvalidModel: with the field and what is wrong with it.

@@ -52,7 +52,7 @@ class PushedService(ABC, Generic[RecordT]):
         """Check the files, all of which have arrived, and return the fields that are known from then on."""
 
     async def _clean_up(self, record: RecordT) -> None:
-        """Remove what belongs to a resource besides its contents: after it was deleted, or when its check has failed."""
+        """Remove what a resource has besides its contents: after it was deleted, or when its check has failed."""
 
     async def finalize(self, principal: Principal, resource_id: str) -> RecordT:
         """Check the files and make the resource READY. A caller who hangs up may ask again and joins the check under way.
