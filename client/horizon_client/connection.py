@@ -276,7 +276,7 @@ def certificate_names(endpoint: Endpoint) -> list[str]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
             context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
         ):
-            held = (secure.getpeercert() or {}).get("subjectAltName", ())
+            held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
     except (OSError, ValueError, BadConfig):
         return []
-    return [str(name) for _, name in held]  # type: ignore[misc]
+    return [str(name) for _, name in held]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,6 +264,8 @@ async def _listen(
     grpc_server = await start_grpc_server(
         parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
     )
+    if certificate is not None:
+        parts.metrics.set_certificate_expiry(certificate.expires_s)
     app = make_app(
         parts.services,
         parts.metrics,
@@ -303,6 +306,8 @@ async def _chores(settings: Settings, parts: Parts) -> None:
     while True:
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
+        disk = shutil.disk_usage(settings.state_dir)
+        parts.metrics.set_disk(disk.total, disk.free)
         if loop.time() >= next_sweep_s:
             next_sweep_s = loop.time() + _SWEEP_EVERY_S
             await sweep(settings, parts)

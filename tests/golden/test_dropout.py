@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from horizon_server.engine.random_keys import StepKey
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
+    from transformers import PreTrainedModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -47,7 +48,7 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
     report = run.trainer.train_step(rows)
 
     reference, key, current = model.reference().train(), StepKey(seed=11, step=0), [0]
-    layers = find_layer_list(reference)[1]
+    layers = find_layer_list(cast("PreTrainedModel", reference))[1]
 
     def seed(unit: int) -> Callable[..., None]:
         def before(*_: object) -> None:

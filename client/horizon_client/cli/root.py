@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -132,7 +132,7 @@ def _line(violation: FieldViolation) -> str:
     return description if description.startswith((field, "line ")) else f"{field}: {description}"
 
 
-def connection_options(command: Any) -> Any:
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that choose the daemon to a command."""
     for option in (
         click.option("--profile", "profile_name", metavar="NAME", help="Profile to use."),

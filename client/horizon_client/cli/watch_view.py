@@ -189,7 +189,8 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
             if event.report
             else (f"preparing data: {count_text(event.done_rows)}{of_total} rows")
         )
-    return f"{'warning: ' if event.level == 'warning' else ''}{clean(event.text)}"
+    level = "" if event.level == "info" else f"{clean(event.level)}: "
+    return level + "\n  ".join(map(clean, event.text.splitlines()))
 
 
 def _training_figures(step: StepEvent) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -79,6 +80,10 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
             checkpoint holds.
     """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language model for it"
+        )
     if config.is_encoder_decoder:
         raise InvalidModel(
             f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
@@ -101,13 +106,17 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except ValueError as error:
+        what = " ".join(str(error).split())
         raise InvalidModel(
-            f"model_type {config.model_type!r} cannot be trained as a causal language model: {error}"
+            f"transformers {__version__} refuses the config of this {config.model_type} model: {what}"
         ) from error
+    on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                module._parameters[name] = nn.Parameter(parameter.to("meta"))
+                # One for each: tied parameters stay tied.
+                new = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
+                module._parameters[name] = new
     _check_buffers(model)
     model.train(False)
     model.requires_grad_(False)
@@ -170,7 +179,10 @@ def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     largest = max((_num_parameters(module) for _, module in outer), default=0)
     found = [(n, m) for n, m in outer if _num_parameters(m) == largest]
     if len(found) != 1:
-        raise InvalidModel(f"model_type {model.config.model_type!r}: found no single list of decoder layers")
+        lists_found = f"{len(found)} lists of equal size: {', '.join(name for name, _ in found)}" if found else "none"
+        raise InvalidModel(
+            f"model_type {model.config.model_type!r}: its decoder layers must be in one list, and this model has {lists_found}"
+        )
     return found[0]
 
 

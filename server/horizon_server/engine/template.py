@@ -13,7 +13,6 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -59,6 +58,7 @@ class Place:
 
     local_name: str
     piece: Piece
+    stored_names: tuple[str, ...]
     trained: bool = True
 
     def view(self, flat: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Template:
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
         bindings = bind(model, layout)
-        self.layout = _without_decay_of_buffers(layout, bindings)
+        self.layout = layout
 
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
@@ -191,8 +191,9 @@ class Template:
         with self._state.restored():
             functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
-        if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
-            raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
+        expected = (1, row_ids_T.numel(), self.hidden_size)
+        if hidden_1TD.shape != expected:
+            raise InvalidModel(_other_hidden_states(tuple(hidden_1TD.shape), expected))
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
@@ -266,10 +267,18 @@ class Template:
                     f"tensor {binding.name} is stored with {unit.name}, where the model does not have it"
                 )
             local_name = binding.name.removeprefix(prefix)
-            places.append(Place(local_name=local_name, piece=binding.piece, trained=not binding.is_buffer))
+            places.append(
+                Place(
+                    local_name=local_name,
+                    piece=binding.piece,
+                    stored_names=binding.stored_names,
+                    trained=not binding.is_buffer,
+                )
+            )
         if unit.kind == "head" and self.tied:
-            table = next(binding.piece for binding in bindings if binding.name == self.embedding_parameter)
-            places.append(Place(local_name=self.projection_name, piece=table.shifted(unit.num_elements)))
+            table = next(binding for binding in bindings if binding.name == self.embedding_parameter)
+            piece = table.piece.shifted(unit.num_elements)
+            places.append(Place(local_name=self.projection_name, piece=piece, stored_names=table.stored_names))
         return places
 
 
@@ -288,15 +297,10 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
 
 
-def _without_decay_of_buffers(layout: StoreLayout, bindings: list[Binding]) -> StoreLayout:
-    """Buffers lie in the store like parameters; with no gradient and no decay, AdamW leaves their bits alone."""
-    buffers = {name for binding in bindings if binding.is_buffer for name in binding.stored_names}
-
-    def spared(unit: UnitLayout) -> UnitLayout:
-        tensors = tuple(dataclasses.replace(t, decay=t.decay and t.name not in buffers) for t in unit.tensors)
-        return dataclasses.replace(unit, tensors=tensors)
-
-    return dataclasses.replace(layout, units=tuple(spared(unit) for unit in layout.units)) if buffers else layout
+def _other_hidden_states(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if shape[:-1] == expected[:-1]:
+        return f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}; a projection between them is not supported"
+    return f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is not supported"
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

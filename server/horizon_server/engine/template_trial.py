@@ -39,23 +39,33 @@ def try_embedding(
     Raises:
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
     """
-    refusals = []
+    refusal: InvalidModel | None = None
     for answer in ANSWERS:
         tape.answer = answer
-        calls = _try(model, tape, embed, shapes)
-        if not isinstance(calls, str):
-            if isinstance(answer(torch.empty(0)), tuple):
-                _refuse_second_results(model, tape, embed, shapes, layers)
-                tape.answer = answer
-            return calls
-        refusals.append(calls)
-    raise InvalidModel(f"model_type {model.config.model_type!r}: {refusals[0]}")
+        try:
+            calls = _try(model, tape, embed, shapes)
+        except InvalidModel as error:
+            # Of several, the first that says why: with the wrong answer, a model's code fails in ways that say nothing.
+            refusal = error if refusal is None or isinstance(refusal, _CodeFailed) else refusal
+            continue
+        if isinstance(answer(torch.empty(0)), tuple):
+            _refuse_second_results(model, tape, embed, shapes, layers)
+            tape.answer = answer
+        return calls
+    assert refusal is not None
+    raise InvalidModel(f"model_type {model.config.model_type!r}: {refusal.message}") from refusal
 
 
-def _try(
-    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
-) -> list[LayerCall] | str:
-    """The layers' calls, or why there are none."""
+class _CodeFailed(InvalidModel):
+    """The model's own code failed, which says nothing to a user; the error is the cause."""
+
+
+def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> list[LayerCall]:
+    """The layers' calls.
+
+    Raises:
+        InvalidModel: there are none, or they are not what the schedule expects.
+    """
     zero = torch.zeros((), requires_grad=True)
     parameters = {name: zero.expand(shape) for name, shape in shapes.items()}
     ids_T, positions_T = torch.zeros(NUM_TRIAL_TOKENS, dtype=torch.int64), torch.arange(NUM_TRIAL_TOKENS)
@@ -63,15 +73,20 @@ def _try(
     try:
         with foreign:
             _, calls = embed(parameters, ids_T, positions_T)
-    except InvalidModel as error:
-        return error.message
     except RUN_ERRORS as error:
+        if isinstance(error, InvalidModel):
+            raise
         if foreign.names:
-            return f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
-        return f"its forward cannot be run layer by layer ({_first_line(error)})"
+            raise InvalidModel(
+                f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
+            ) from error
+        where = "passes more than the hidden state from layer to layer" if tape.has_calls else "needs more than tokens"
+        raise _CodeFailed(f"its layers cannot be run one at a time, because its code {where}") from error
     for index, call in enumerate(calls):
         if any(tensor.requires_grad for tensor in call.tensors()):
-            return f"layer {index} gets more from the embedding than the hidden state, which is not supported"
+            raise InvalidModel(
+                f"layer {index} gets more from the embedding than the hidden state, which is not supported"
+            )
     return calls
 
 
@@ -87,10 +102,8 @@ def _refuse_second_results(
     tape.answer = lambda hidden: (hidden, second)
     try:
         calls = _try(model, tape, embed, shapes)
-    except _SecondResultUsed:
-        return  # By the model, between its layers; with None in its place it has just run.
-    if isinstance(calls, str):
-        return
+    except (_SecondResultUsed, InvalidModel):
+        return  # The model itself does something with it; with None in its place it has just run.
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         if not any(value is second for value in (*call.args, *call.kwargs.values())):
             continue
@@ -145,7 +158,3 @@ class _ForeignParameters(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.is_meta and id(value) in self._names:
                     self.names.append(self._names[id(value)])
         return func(*args, **(kwargs or {}))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

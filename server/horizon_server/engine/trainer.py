@@ -230,7 +230,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return 0
         grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale))
+        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
         return len(self._template.layout.units)
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:

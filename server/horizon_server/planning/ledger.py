@@ -201,8 +201,8 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
 
 
 def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
-    """The attention scores that are kept on the host where only a GPU has a fused kernel, counted on DeepSeek-V3."""
-    return model.num_attention_heads * row_tokens * row_tokens if model.narrow_values else 0
+    """The attention scores that a layer keeps where attention is not fused, counted on DeepSeek-V3, BLOOM, GPT-J, MPT and gpt-oss."""
+    return model.num_score_planes * row_tokens * row_tokens
 
 
 def _inner_saved_elements(model: ModelShape) -> int:
@@ -252,7 +252,9 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     """
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16
+    # Scores in fp32 and in bf16, and the gradients of both.
+    scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
+    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16 + scores_bytes
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
     head_bytes = (
         chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16

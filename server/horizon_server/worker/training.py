@@ -33,6 +33,7 @@ from horizon_server.store.checkpoint import load_checkpoint, load_model, save_ch
 from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
+from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -230,8 +231,9 @@ class Training:
     def _step_done(self, figures: StepFigures) -> StepDone:
         self._pace.append(figures.duration_s)
         remaining = self._plan.num_steps - figures.step
+        used = host_components(figures, device=self._device.name, process_bytes=process_bytes())
         return StepDone(
-            **vars(figures),
+            **{**vars(figures), "host_memory_bytes": used},
             num_steps=self._plan.num_steps,
             epoch=self._plan.epoch_of(figures.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,

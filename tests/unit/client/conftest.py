@@ -285,12 +285,12 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
         self.d = daemon
 
     def _job(self, key: str) -> job_pb2.Job:
-        found = [job for job in self.d.jobs.values() if key in (job.job_id, job.spec.name)]
-        if len(found) > 1:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{len(found)} jobs are named {key}", reason="INVALID_SPEC")
+        jobs = [*self.d.jobs.values()]
+        found = [job for job in jobs if key in (job.job_id, job.spec.name)]
+        found = found or [job for job in jobs if job.job_id.startswith(key)]
         if not found:
             raise _not_found(f"job {key}")
-        return found[0]
+        return found[-1]
 
     async def SubmitJob(self, request: Any, context: Any) -> Any:
         body = request.spec.SerializeToString(deterministic=True)

@@ -130,13 +130,17 @@ def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bo
 
 def test_the_default_web_port_names_the_default_grpc_port() -> None:
     details = "Failed parsing HTTP/2 (Trying to connect an http1.x server (HTTP status 404))"
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string=None
+    )
     assert "7172 is the web port, gRPC is 7171" in from_rpc(error, "127.0.0.1:7172").message
 
 
 def test_a_text_of_grpc_itself_is_never_shown_raw() -> None:
     empty = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, empty, empty, details="Unexpected <class 'KeyError'>: 7")
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNKNOWN, empty, empty, details="Unexpected <class 'KeyError'>: 7", debug_error_string=None
+    )
     problem = from_rpc(error, "gpubox:7171")
     assert problem.message == "horizond at gpubox:7171 failed unexpectedly (UNKNOWN); its log says why"
     assert problem.__notes__ == ["gRPC UNKNOWN: Unexpected <class 'KeyError'>: 7"], "a traceback has it"

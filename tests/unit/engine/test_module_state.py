@@ -65,8 +65,8 @@ def test_placed_buffers_are_what_is_restored() -> None:
         with state.restored():
             module(7)
 
-    assert module.table.dtype == torch.float64
-    assert module.table.tolist() == [0, 1, 2]
+    table = module.get_buffer("table")
+    assert (table.dtype, table.tolist()) == (torch.float64, [0, 1, 2])
 
 
 def test_the_training_mode_is_not_part_of_it() -> None:

@@ -134,8 +134,14 @@ def test_a_config_of_the_wrong_types_is_refused_by_field_in_one_line(tmp_path: P
 
 
 def test_a_model_that_is_no_language_model_is_refused() -> None:
-    with pytest.raises(InvalidModel, match="cannot be trained as a causal language model"):
+    with pytest.raises(InvalidModel, match=r"'vit' cannot be trained: .* has no causal language model for it$"):
         Template.from_config(AutoConfig.for_model("vit"))
+
+
+def test_parameters_that_transformers_ties_stay_tied() -> None:
+    model = build_meta_model(config_of("bert", is_decoder=True))
+
+    assert model.get_parameter("cls.predictions.decoder.bias") is model.get_parameter("cls.predictions.bias")
 
 
 def test_the_pad_token_is_remembered_and_taken_from_the_module() -> None:
@@ -204,7 +210,23 @@ def test_layers_skipped_at_random_are_refused_by_the_name_of_the_setting(model_t
             },
             "layer 1 uses a result of the layer before it besides the hidden state, which is not supported",
         ),
-        ("rwkv", {"attention_hidden_size": 16}, "its forward cannot be run layer by layer"),
+        (
+            "rwkv",
+            {"attention_hidden_size": 16},
+            "its layers cannot be run one at a time, because its code passes more than the hidden state from layer to layer$",
+        ),
+        (
+            "opt",
+            {"word_embed_proj_dim": 8, "ffn_dim": 24},
+            "its token embedding is 8 wide and its layers 16; a projection between them is not supported",
+        ),
+        ("hy_v4", {}, r"its layers take hidden states of shape \[1, 4, 4, 16\] instead of \[1, 4, 16\]"),
+        (
+            "hrm_text",
+            {},
+            r"its decoder layers must be in one list, and this model has 2 lists .*: model\.L_module\.layers, ",
+        ),
+        ("bert", {"is_decoder": True}, r"tensor bert\.embeddings\.LayerNorm\.weight is used before the layers"),
     ],
 )
 def test_a_model_that_the_schedule_would_get_wrong_is_refused(
@@ -224,11 +246,8 @@ def test_learned_positions_travel_with_the_table() -> None:
     assert Template.from_config(config_of("llama")).embeds_by_rows
 
 
-def test_buffers_of_the_checkpoint_have_a_place_and_no_decay() -> None:
+def test_buffers_of_the_checkpoint_have_a_place_and_are_not_trained() -> None:
     template = Template.from_config(config_of("minimax", num_local_experts=4, num_experts_per_tok=2))
     untrained = {place.local_name for place in template.places(2) if not place.trained}
 
     assert untrained == {f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
-    decayed = {tensor.name for _, tensor in template.layout.tensors() if tensor.decay}
-    assert "model.layers.1.self_attn.qkv_proj.weight" in decayed
-    assert not any(name.endswith(("_decay", "slope_rate")) for name in decayed)

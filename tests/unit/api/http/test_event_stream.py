@@ -69,7 +69,7 @@ async def test_a_wrong_number_is_named(ann: httpx.AsyncClient, given: str) -> No
 
 async def test_a_refusal_on_the_way_is_an_event(ann: httpx.AsyncClient, world: Any, make_step: Any) -> None:
     job = await world.job(make_step(1))
-    world.journal.close()
+    world.daemon.parts.lifecycle.close()
     *_, step, last = _frames((await ann.get(f"/horizon/v1/jobs/{job.job_id}/events")).text)
     assert step["event"] == "step"
     assert last["event"] == "problem"
