@@ -20,7 +20,6 @@ from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
@@ -48,6 +47,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
+from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus

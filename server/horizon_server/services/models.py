@@ -11,7 +11,6 @@ from typing import Any
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.folder import link_folder, remove_folder, remove_unreferenced
 from horizon_server.blobs.threads import in_thread
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.pushed import ModelStore
 from horizon_server.errors import InvalidModel
 from horizon_server.models.checking import check_model
@@ -22,6 +21,7 @@ from horizon_server.records.model import ModelRecord
 from horizon_server.services.access import require_create
 from horizon_server.services.lookup import check_name
 from horizon_server.services.pushed import FindUser, PushedService
+from horizon_server.services.uploads import Uploads
 from horizon_server.store.model_files import CONFIG_FILE, parse_config
 
 MAX_ANNOUNCED_CONFIG_BYTES = 2**20

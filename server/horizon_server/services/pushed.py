@@ -1,6 +1,6 @@
 """Datasets and models from announcement to READY: who may see them, when they may be used, when they may be removed.
 
-What both kinds have in common. Contents arrive through `blobs.uploads`. A kind adds what an announcement must hold, how its files are
+What both kinds have in common. Contents arrive through `services.uploads`. A kind adds what an announcement must hold, how its files are
 checked, and what else there is to remove. Knows neither the wire nor the database's tables.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from horizon_server.blobs.shared_calls import SharedCalls
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.pushed import PushedStore
 from horizon_server.errors import InUse, NotFound
 from horizon_server.records.account import Principal
@@ -21,6 +20,7 @@ from horizon_server.records.blob import BlobFile, check_files
 from horizon_server.records.pushed import PushedRecord
 from horizon_server.services.access import require_change
 from horizon_server.services.lookup import choose, page_limit
+from horizon_server.services.uploads import Uploads
 
 RecordT = TypeVar("RecordT", bound=PushedRecord)
 FindUser = Callable[[str], Awaitable[str | None]]

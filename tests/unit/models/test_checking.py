@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from horizon_server.api.status import grpc_status
+from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.models.checking import LIMITS, check_model
@@ -136,7 +136,7 @@ async def test_a_check_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
     task = await check_and(lambda _: checks()[0].kill(), write(tmp_path))
     error = task.exception()
     assert isinstance(error, WorkerDied)
-    assert (grpc_status(error), error.retry_after_s) == ("UNAVAILABLE", 1.0)
+    assert (status_of(error).grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:

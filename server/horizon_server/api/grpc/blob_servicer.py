@@ -1,4 +1,4 @@
-"""BlobService on the wire: the contents of datasets and models, a thin layer over `blobs.uploads`."""
+"""BlobService on the wire: the contents of datasets and models, a thin layer over `services.uploads`."""
 
 # ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Any
 from horizon_proto.v1 import blob_pb2, blob_pb2_grpc
 from horizon_server.api.grpc.convert import from_message, to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import InvalidUpload
 from horizon_server.records.blob import BlobRef, BlobStatus
 from horizon_server.services.access import require_create
+from horizon_server.services.uploads import Uploads
 
 
 class BlobServicer(blob_pb2_grpc.BlobServiceServicer):
