@@ -111,6 +111,12 @@ class PushedStore(Generic[RowT, RecordT]):
         async with self._database.reading() as session:
             return [self._record(row) for row in await session.scalars(query)]
 
+    async def has_ready(self, digest: str) -> bool:
+        """Whether anything READY of any user has this digest."""
+        query = select(self._id).where(self.row_type.digest == digest, self.row_type.ready.is_(True)).limit(1)
+        async with self._database.reading() as session:
+            return await session.scalar(query) is not None
+
     async def ids(self) -> frozenset[str]:
         """Return the ids of all."""
         async with self._database.reading() as session:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
+from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import check_field_map, parse_format
+from horizon_server.db.pushed import DatasetStore
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.services.access import require_create
 from horizon_server.services.lookup import check_name
-from horizon_server.services.pushed import PushedService
+from horizon_server.services.pushed import FindUser, PushedService
+from horizon_server.services.uploads import Uploads
 
 log = structlog.get_logger(__name__)
 
 
 class DatasetService(PushedService[DatasetRecord]):
     """What callers may do with datasets. A dataset has no files of its own: its rows are read from the blob store."""
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        uploads: Uploads,
+        *,
+        max_bytes: int,
+        in_use: FindUser,
+        clock: Callable[[], float] = time.time,
+        remove_prepared: Callable[[str], None] = lambda digest: None,
+    ) -> None:
+        """`remove_prepared` removes the tokens of the dataset with this digest, and blocks."""
+        super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use, clock=clock)
+        self._remove_prepared = remove_prepared
 
     async def create(
         self,
@@ -58,6 +76,12 @@ class DatasetService(PushedService[DatasetRecord]):
         """Return where the files of a dataset are, with the names their owner gave them."""
         store = self._uploads.store
         return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
+
+    async def _remove(self, record: DatasetRecord) -> None:
+        await super()._remove(record)
+        # Datasets of equal content share their tokens, of all users.
+        if record.ready and not await self._store.has_ready(record.digest):
+            await in_thread(lambda: self._remove_prepared(record.digest))
 
     async def _check(self, record: DatasetRecord) -> dict[str, Any]:
         found = await check_dataset(

@@ -216,6 +216,19 @@ async def test_a_stream_without_a_token_is_refused_without_hanging(world: Any) -
     assert reason(caught) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
 
 
+async def test_prepared_tokens_go_with_the_last_dataset_of_their_content(world: Any, chats: bytes) -> None:
+    removed: list[str] = []
+    world.services.datasets._remove_prepared = removed.append
+    first = await world.ann.push("chats", {"a.jsonl": chats})
+    await world.bob.push("mine", {"a.jsonl": chats})
+    await world.ann.create("unfinished", {"b.jsonl": b"x"})
+    for caller, name in ((world.ann, "chats"), (world.ann, "unfinished")):
+        await caller.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name=name))
+    assert removed == [], "another dataset has the same content"
+    await world.bob.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="mine"))
+    assert removed == [first.digest]
+
+
 async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, chats: bytes) -> None:
     theirs = await world.ann.push("chats", {"a.jsonl": chats})
     assert len(await world.bob.missing({"a.jsonl": chats})) == 1, "bob has not shown that he has it"
