@@ -15,7 +15,7 @@ _VARIABLES_PER_QUERY = 10_000
 
 
 class BlobReferences:
-    """The contents of all datasets and models, by sha256."""
+    """The contents that datasets and models refer to. Each call is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -1,6 +1,6 @@
 """BlobService on the wire: the contents of datasets and models, a thin layer over `services.uploads`."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
+# the contract names and documents the calls
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
