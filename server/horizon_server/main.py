@@ -18,7 +18,7 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
-from horizon_server.blobs.disk import told_when_full
+from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
 from horizon_server.db.accounts import AccountStore
@@ -93,7 +93,10 @@ def run_daemon(settings: Settings) -> int:
         DiskFull: when the state folder's disk has no space to start with.
     """
     configure_logging(settings.log_level, settings.log_json)
-    with told_when_full(f"free space for {settings.state_dir}, then start again"), held_state_dir(settings.state_dir):
+    with (
+        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        held_state_dir(settings.state_dir),
+    ):
         asyncio.run(_serve(settings))
     return 0
 
