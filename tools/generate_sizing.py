@@ -78,7 +78,9 @@ def header_only_folder(config: dict[str, Any], folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(**config), dtype=torch.bfloat16
+        )
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     tensors, end = [], 0
     for name, shape in stored_shapes(model):

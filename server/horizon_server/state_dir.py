@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, InUse
 
 log = logging.getLogger(__name__)
@@ -95,10 +96,4 @@ def held_state_dir(path: Path) -> Iterator[Path]:
 def write_endpoints(path: Path, *, grpc: str, http: str, authority: Path | None) -> None:
     """Say where the running daemon listens, for scripts and for the other horizond commands."""
     document = {"grpc": grpc, "http": http, "authority": str(authority) if authority else None, "pid": os.getpid()}
-    partial = path / "endpoints.json.partial"
-    try:
-        partial.write_text(json.dumps(document) + "\n", "utf-8")
-        partial.replace(path / "endpoints.json")
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    replace_file(path / "endpoints.json", json.dumps(document) + "\n")
