@@ -137,15 +137,14 @@ class _CountedPositions(TorchFunctionMode):
             if not any(leaf.is_meta for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
                 return tree_map_only(Tensor, self._keep, result)
         self.used.extend(derived)
-        args, named = tree_map_only(Tensor, self._without_values, (args, named))
+        # They meet tensors without storage here, and an operation needs its operands on one device.
+        meta = {id(tensor): tensor.to("meta") for tensor in derived}
+        args, named = tree_map_only(Tensor, lambda tensor: meta.get(id(tensor), tensor), (args, named))
         return func(*args, **named)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._derived[id(tensor)] = tensor
         return tensor
-
-    def _without_values(self, tensor: Tensor) -> Tensor:
-        return tensor.to("meta") if id(tensor) in self._derived else tensor
 
 
 def _tensors(calls: Sequence[LayerCall]) -> dict[object, Tensor]:

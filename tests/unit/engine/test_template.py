@@ -114,9 +114,7 @@ def test_a_folder_without_config_or_with_a_foreign_one_is_refused(tmp_path: Path
     foreign = {"model_type": "from-elsewhere", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(foreign))
     (tmp_path / "code.py").write_text("raise SystemExit('code of a model folder was run')")
-    with pytest.raises(
-        InvalidModel, match="model_type is 'from-elsewhere', which transformers"
-    ):
+    with pytest.raises(InvalidModel, match="model_type is 'from-elsewhere', which transformers"):
         Template.from_folder(tmp_path)
     for config, words in (({}, "model_type is None"), ({"model_type": ["llama"]}, r"model_type is \['llama'\]")):
         (tmp_path / "config.json").write_text(json.dumps(config))
