@@ -180,6 +180,24 @@ class Draining(Unavailable):
     reason = "DRAINING"
 
 
+class TooManyCalls(Unavailable):
+    """The caller has too many calls in progress."""
+
+    reason = "TOO_MANY_CALLS"
+
+
+class DatabaseUnavailable(Unavailable):
+    """The server cannot use its database at the moment."""
+
+    reason = "DATABASE_UNAVAILABLE"
+
+
+class WorkerDied(Unavailable):
+    """A child process of the server ended without an answer; the same call may succeed later."""
+
+    reason = "WORKER_DIED"
+
+
 class UploadInProgress(Unavailable):
     """Another connection of the same user is sending the same content right now."""
 
@@ -214,6 +232,24 @@ class WorkerFailed(ServerFailed):
     """A child process of the server failed; the message says why."""
 
     reason = "WORKER_FAILED"
+
+
+class WorkerCrashed(ServerFailed):
+    """A child process of the server crashed; the same call will most likely crash it again."""
+
+    reason = "WORKER_DIED"
+
+
+class OutOfMemory(ServerFailed):
+    """A child process of the server needed more memory than it may use."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class IoFailed(ServerFailed):
+    """A child process of the server could not read or write a file."""
+
+    reason = "IO_ERROR"
 
 
 class Diverged(ServerFailed):

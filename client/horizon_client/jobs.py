@@ -32,7 +32,7 @@ _SEARCHED_JOBS = 1000
 
 
 class AsyncJobs:
-    """`client.jobs`: the caller's jobs. Every `job` is an id, or a name that only one of the caller's jobs has; `find` takes more."""
+    """`client.jobs`: the caller's jobs. Every `job` is an id, the unique beginning of an id, or a name: the newest job with that name."""
 
     def __init__(self, connection: Connection, datasets: AsyncDatasets, models: AsyncModels) -> None:
         self._connection = connection
@@ -88,41 +88,11 @@ class AsyncJobs:
         Raises:
             NotFound: with similar names, when there is no such job.
         """
+        request = job_pb2.GetJobRequest(job_id=job)
         try:
-            return await self._get(job)
+            return from_message(Job, (await self._connection.unary(self._stub().GetJob, request)).job)
         except NotFound as problem:
             raise await suggested(problem, "job", job, self._names) from None
-
-    async def find(self, job: str, *, reporter: Reporter = SILENT) -> Job:
-        """Return the job with this id, the newest job with this name, or the only job whose id starts with this text.
-
-        Raises:
-            NotFound: with similar names, when there is no such job.
-            InvalidRequest: when several ids start with this text.
-        """
-        found, problem = None, None
-        try:
-            found = await self._get(job)
-        except (NotFound, InvalidRequest) as error:  # InvalidRequest: several jobs have this name
-            problem = error
-        if found is not None and found.job_id == job:
-            return found
-        jobs = await self.list(limit=_SEARCHED_JOBS)
-        named = [j for j in jobs if j.name == job and (found is None or j.owner == found.owner)]
-        if named:
-            if len(named) > 1:
-                reporter.notice(f"{len(named)} jobs are named {job}; this is the newest, {named[0].job_id}")
-            return named[0]
-        if found is not None:
-            return found
-        begun = [j for j in jobs if j.job_id.startswith((job, f"job_{job}"))] if job else []
-        if len(begun) > 1:
-            raise InvalidRequest(f"{len(begun)} job ids start with {job}: {', '.join(j.job_id for j in begun[:5])}")
-        if begun:
-            return begun[0]
-        if isinstance(problem, NotFound):
-            raise await suggested(problem, "job", job, self._names)
-        raise problem or NotFound(f"job {job} does not exist")
 
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
@@ -241,10 +211,6 @@ class AsyncJobs:
             return answer.jobs, answer.next_page_token
 
         return [from_message(Job, item) for item in await all_pages(page, limit)]
-
-    async def _get(self, job: str) -> Job:
-        answer = await self._connection.unary(self._stub().GetJob, job_pb2.GetJobRequest(job_id=job))
-        return from_message(Job, answer.job)
 
     async def _names(self) -> Iterable[str]:
         jobs = await self.list(limit=_SEARCHED_JOBS)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 
 from horizon_client.errors import HorizonClientError, NotFound
 
+_SIMILAR = 0.6
+_AS_SIMILAR = 0.08
+_MOST_NAMES = 3
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean X or Y?`, or nothing when no known name is similar."""
-    by_lower = {other.lower(): other for other in known}
-    near = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(by_lower[match] for match in near)}?" if near else ""
+    """Return `did you mean X or Y?` with the most similar known names, or nothing when none is similar."""
+    scored = {other: SequenceMatcher(None, name.lower(), other.lower()).ratio() for other in known}
+    best = max(scored.values(), default=0.0)
+    near = [other for other, score in scored.items() if score >= max(_SIMILAR, best - _AS_SIMILAR)]
+    near.sort(key=scored.__getitem__, reverse=True)
+    return f"did you mean {' or '.join(near[:_MOST_NAMES])}?" if near else ""
 
 
 async def suggested(

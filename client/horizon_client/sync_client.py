@@ -204,7 +204,7 @@ class Models:
 
 
 class Jobs:
-    """`client.jobs`: the caller's jobs. Every `job` is an id, or a name that only one of the caller's jobs has; `find` takes more."""
+    """`client.jobs`: the caller's jobs. Every `job` is an id, the unique beginning of an id, or a name: the newest job with that name."""
 
     def __init__(self, inner: AsyncJobs, loop: LoopThread) -> None:
         self._inner = inner
@@ -245,15 +245,6 @@ class Jobs:
             NotFound: with similar names, when there is no such job.
         """
         return self._loop.run(self._inner.get(job))
-
-    def find(self, job: str, *, reporter: Reporter = SILENT) -> Job:
-        """Return the job with this id, the newest job with this name, or the only job whose id starts with this text.
-
-        Raises:
-            NotFound: with similar names, when there is no such job.
-            InvalidRequest: when several ids start with this text.
-        """
-        return self._loop.run(self._inner.find(job, reporter=reporter))
 
     def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""

@@ -19,8 +19,8 @@ def kinds(root: type[HorizonError] = HorizonError) -> Iterator[type[HorizonError
             yield from kinds(kind)
 
 
-def test_the_table_holds_every_leaf_and_nothing_else() -> None:
-    assert set(STATUS) == {kind for kind in kinds() if not kind.__subclasses__()}
+def test_the_table_holds_every_error_and_nothing_else() -> None:
+    assert set(STATUS) == set(kinds())
 
 
 @pytest.mark.parametrize("kind", [*STATUS])
@@ -41,12 +41,12 @@ def test_every_entry_is_a_true_error_status(kind: type[HorizonError]) -> None:
 
 
 def test_reasons_are_stable_words_and_unique() -> None:
-    reasons = [kind.reason for kind in STATUS]
+    reasons = [kind.reason for kind in STATUS if "reason" in vars(kind)]  # else it is its parent's on purpose
     assert len(set(reasons)) == len(reasons)
     assert all(reason and reason.replace("_", "").isupper() for reason in reasons)
 
 
-def test_a_refinement_is_told_like_what_it_refines() -> None:
+def test_a_refinement_is_reported_like_what_it_refines() -> None:
     class BadLine(InvalidData):
         reason = "BAD_LINE"
 

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ async def test_both_clients_have_the_same_methods(member: str) -> None:
         assert not inspect.iscoroutinefunction(method)
 
 
-def _methods(thing: object) -> dict[str, object]:
+def _methods(thing: object) -> dict[str, Any]:
     return {
         name: value for name, value in inspect.getmembers(type(thing), inspect.isfunction) if not name.startswith("_")
     }

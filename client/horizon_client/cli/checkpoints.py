@@ -8,9 +8,9 @@ import click
 
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
-from horizon_client.cli.reporter import Notices, TransferReporter
+from horizon_client.cli.reporter import TransferReporter
 from horizon_client.cli.root import Commands
-from horizon_client.cli.session import connected
+from horizon_client.cli.session import connected, find_job
 from horizon_client.cli.text import age_text, bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def checkpoint() -> None:
 @connected
 def list_checkpoints(client: Client, job: str, output: str) -> None:
     """List the checkpoints of a job, oldest first."""
-    print_list(client.checkpoints.list(_job_id(client, job)), _VIEW, output)
+    print_list(client.checkpoints.list(find_job(client, job).job_id), _VIEW, output)
 
 
 @checkpoint.command(
@@ -83,7 +83,7 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
     job, at = _job_and_place(checkpoint, default="last")
     with TransferReporter("interrupted; what has arrived is kept: the same command continues from there") as reporter:
         result = client.checkpoints.pull(
-            _job_id(client, job), to, at=at, with_trainer=with_trainer, force=force, reporter=reporter
+            find_job(client, job).job_id, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter
         )
     if output in ("json", "yaml"):
         print_plain(result, output)
@@ -105,17 +105,13 @@ def delete(client: Client, checkpoint: str, output: str) -> None:
     job, at = _job_and_place(checkpoint, default="")
     if not isinstance(at, int):
         raise click.UsageError("name the checkpoint to delete by its step: JOB@STEP")
-    job_id = _job_id(client, job)
+    job_id = find_job(client, job).job_id
     gone = next((c for c in client.checkpoints.list(job_id) if c.step == at), None)
     client.checkpoints.delete(job_id, at)
     if output == "table" or gone is None:
         click.echo(f"deleted step {at} of {job}")
     else:
         print_one(gone, _VIEW, output)
-
-
-def _job_id(client: Client, job: str) -> str:
-    return client.jobs.find(job, reporter=Notices()).job_id
 
 
 def _job_and_place(text: str, *, default: str) -> tuple[str, int | str]:

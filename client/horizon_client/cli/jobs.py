@@ -12,7 +12,7 @@ from horizon_client.cli.job_pages import JOB_VIEW, job_list_view, print_plan, sp
 from horizon_client.cli.output import limit_option, output_option, print_list, print_one, print_plain
 from horizon_client.cli.reporter import Notices, TransferReporter
 from horizon_client.cli.root import Commands, Interrupted
-from horizon_client.cli.session import connected
+from horizon_client.cli.session import connected, find_job
 from horizon_client.cli.spec_commands import init, schema
 from horizon_client.cli.text import clean
 from horizon_client.errors import InvalidRequest
@@ -148,7 +148,7 @@ def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) 
 @connected
 def get(client: Client, job_id: str, output: str) -> None:
     """Show one job."""
-    print_one(_find(client, job_id), JOB_VIEW, output)
+    print_one(find_job(client, job_id), JOB_VIEW, output)
 
 
 @job.command(
@@ -166,7 +166,7 @@ Reconnects automatically. Ctrl-C leaves the job running."""
 @connected
 def watch(client: Client, job_id: str, output: str) -> int:
     """Show the progress of a job until it has ended."""
-    return _watch(client, _find(client, job_id), output, sys.stdout)
+    return _watch(client, find_job(client, job_id), output, sys.stdout)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job logs JOB --follow")
@@ -178,7 +178,7 @@ def watch(client: Client, job_id: str, output: str) -> int:
 @connected
 def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
     """Print the log of a job's worker."""
-    found = _find(client, job_id)
+    found = find_job(client, job_id)
     out = sys.stdout.buffer
     is_terminal = sys.stdout.isatty()
     try:
@@ -195,7 +195,7 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
 @connected
 def cancel(client: Client, job_id: str, output: str) -> None:
     """End a job; a running one stops after its current step."""
-    found = _find(client, job_id)
+    found = find_job(client, job_id)
     if found.ended:
         Notices().notice(f"{found.name} ({found.job_id}) has already ended ({found.state}); nothing to cancel")
         if output != "table":
@@ -210,7 +210,7 @@ def cancel(client: Client, job_id: str, output: str) -> None:
 @connected
 def pause(client: Client, job_id: str, output: str) -> None:
     """Checkpoint a job after its current step and free the device."""
-    _print_changed(client.jobs.pause(_find(client, job_id).job_id), output)
+    _print_changed(client.jobs.pause(find_job(client, job_id).job_id), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job resume JOB")
@@ -222,7 +222,7 @@ def resume(client: Client, job_id: str, output: str) -> None:
 
     It is queued again and continues from its newest checkpoint.
     """
-    _print_changed(client.jobs.resume(_find(client, job_id).job_id), output)
+    _print_changed(client.jobs.resume(find_job(client, job_id).job_id), output)
 
 
 @job.command(
@@ -237,11 +237,7 @@ def resume(client: Client, job_id: str, output: str) -> None:
 @connected
 def set_priority(client: Client, job_id: str, priority: int, output: str) -> None:
     """Change a job's priority. Not available yet: in this version the queue is first come, first served."""
-    _print_changed(client.jobs.set_priority(_find(client, job_id).job_id, priority), output)
-
-
-def _find(client: Client, job_id: str) -> Job:
-    return client.jobs.find(job_id, reporter=Notices())
+    _print_changed(client.jobs.set_priority(find_job(client, job_id).job_id, priority), output)
 
 
 def _print_changed(changed: Job, output: str) -> None:

@@ -18,7 +18,9 @@ ItemT = TypeVar("ItemT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _GAP = 2
-_MIN_COLUMN = 6
+_MIN_COLUMN = 4
+_SHORT_COLUMN = 12
+"""Cells up to this length are shortened only when the long ones are not enough."""
 _UNLIMITED = 100_000
 
 
@@ -93,14 +95,20 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="")
-    for i, header in enumerate(headers):
-        is_figures = bool(rows) and all(_is_figure(row[i]) for row in rows)
-        widest = max(len(header), *(len(row[i]) for row in rows), 0)
+    columns = list(zip(headers, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    # rich shortens the columns that may wrap first; an id is useless when shortened
+    is_rigid = [
+        i == 0 or widest <= _SHORT_COLUMN or all(map(_is_figure, columns[i][1:])) for i, widest in enumerate(widths)
+    ]
+    least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
+    gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
+    grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    for column, widest, rigid in zip(columns, widths, is_rigid, strict=True):
         grid.add_column(
-            Text(header, no_wrap=True, overflow="ellipsis"),
-            justify="right" if is_figures else "left",
-            no_wrap=i == 0,  # rich shortens the other columns first
+            Text(column[0], no_wrap=True, overflow="ellipsis"),
+            justify="right" if rows and all(map(_is_figure, column[1:])) else "left",
+            no_wrap=rigid,
             min_width=min(widest, _MIN_COLUMN),
         )
     for row in rows:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.cli.reporter import Notices
 from horizon_client.cli.root import connection_options
 from horizon_client.endpoint import SYSTEM_CA, read_token_file
 
 if TYPE_CHECKING:
     from horizon_client.async_client import AsyncClient
+    from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
+_SEARCHED_JOBS = 200
 _OPTIONS = ("server", "token_file", "ca", "profile_name")
 
 
@@ -29,6 +32,17 @@ def connected(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(client, **{name: value for name, value in values.items() if name not in _OPTIONS})
 
     return run
+
+
+def find_job(client: Client, text: str) -> Job:
+    """Return the job that `text` means, and say so where it is the newest of several with that name."""
+    job = client.jobs.get(text)
+    if job.name == text and job.job_id != text:
+        jobs = client.jobs.list(limit=_SEARCHED_JOBS)
+        number = sum(other.name == text and other.owner == job.owner for other in jobs)
+        if number > 1:
+            Notices().notice(f"{number} jobs are named {text}; this is the newest, {job.job_id}")
+    return job
 
 
 def open_client(ctx: click.Context) -> Client:
@@ -47,7 +61,7 @@ def open_async_client(ctx: click.Context) -> AsyncClient:
     from horizon_client.async_client import AsyncClient
     from horizon_client.connection import RetryPolicy
 
-    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))
+    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))  # a user waits at the TAB key
 
 
 def _arguments(ctx: click.Context) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class PlainView(Reporter):
             self._release()
             self._print(event_line(event, on_device=self._on_device))
             return
+        # a line for each of ten steps a second would only hide the other events
         if event.skipped or self._clock() >= self._next_at:
             self._held = None
             self._next_at = self._clock() + _PLAIN_INTERVAL_S
@@ -189,7 +190,8 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
             if event.report
             else (f"preparing data: {count_text(event.done_rows)}{of_total} rows")
         )
-    return f"{'warning: ' if event.level == 'warning' else ''}{clean(event.text)}"
+    level = "" if event.level == "info" else f"{clean(event.level)}: "
+    return level + "\n  ".join(map(clean, event.text.splitlines()))
 
 
 def _training_figures(step: StepEvent) -> str:

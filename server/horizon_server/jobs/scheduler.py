@@ -93,6 +93,9 @@ class Scheduler:
                 await self.current.run()
             except WrongJobState:
                 log.info("the job left the queue before its turn", job_id=first[0].job_id)
+            except HorizonError as error:
+                log.error("attempt broke", job_id=first[0].job_id, why=error.message)
+                await self._fail(first[0].job_id, error)
             except Exception as error:  # a defect in one attempt must not block everybody's queue
                 log.exception("attempt broke", job_id=first[0].job_id)
                 await self._fail(first[0].job_id, error)

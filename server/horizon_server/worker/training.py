@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from horizon_server.children.entry import EventWriter, Order, Orders
+from horizon_server.durable import remove_unfinished
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
@@ -30,9 +31,9 @@ from horizon_server.jobs.checkpoint_folder import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
-from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
+from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -228,8 +229,9 @@ class Training:
     def _step_done(self, figures: StepFigures) -> StepDone:
         self._pace.append(figures.duration_s)
         remaining = self._plan.num_steps - figures.step
+        used = host_components(figures, device=self._device.name, process_bytes=process_bytes())
         return StepDone(
-            **vars(figures),
+            **{**vars(figures), "host_memory_bytes": used},
             num_steps=self._plan.num_steps,
             epoch=self._plan.epoch_of(figures.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,

@@ -1,4 +1,4 @@
-"""The `horizon` command against a small daemon: outputs, exit codes, sentences."""
+"""The `horizon` command against a small daemon: outputs, exit codes, messages."""
 
 from __future__ import annotations
 
@@ -264,12 +264,19 @@ def test_steering(run: Run, daemon: FakeDaemon) -> None:
 
 def test_tables_fit_eighty_columns(run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(3):
-        daemon.add_job(job_pb2.JobSpec(name="a-very-long-name-" * 4 + str(n)), job_pb2.JOB_STATE_QUEUED)
+        spec = job_pb2.JobSpec(
+            name="a-very-long-name-" * 4 + str(n), model="a-long-model" * 3, dataset="a-long-dataset" * 3
+        )
+        job = daemon.add_job(spec, job_pb2.JOB_STATE_RUNNING)
+        job.owner, job.step, job.num_steps = f"user-{n}", 12345, 99999
+        job.eta.FromSeconds(99999)
     monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: 80)
     lines = run("job", "list").stdout.splitlines()
-    assert lines[0].split()[:3] == ["ID", "NAME", "STATE"]
     assert max(map(len, lines)) <= 80
-    assert "job-1" in lines[1]
+    assert [line.split()[0] for line in lines] == ["ID", "job-3", "job-2", "job-1"], "ids are whole"
+    assert all("RUNNING" in line and "12345/99999" in line for line in lines[1:])
+    monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: None)
+    assert "a-very-long-name-a-very-long-name-a-very-long-name-a-very-long-name-0" in run("job", "list").stdout
 
 
 def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: str) -> None:

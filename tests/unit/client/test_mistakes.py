@@ -92,6 +92,17 @@ def test_a_spec_with_an_unknown_name_suggests_similar_ones(
     assert f"is not yours; did you mean {known}? See: horizon {kind} list" in result.stderr
 
 
+def test_a_preview_suggests_for_what_is_missing(run: Run, daemon: FakeDaemon) -> None:
+    daemon.models["tiny-base"] = model_pb2.Model(name="tiny-base")
+    daemon.datasets["gsm8k"] = dataset_pb2.Dataset(name="gsm8k")
+    for kind, name, known in (("model", "tiny-bse", "tiny-base"), ("dataset", "gsm8", "gsm8k")):
+        daemon.refuse("PreviewDataset", "NOT_FOUND", f"{kind} '{name}' does not exist", reason="NOT_FOUND")
+        names = {"dataset": "gsm8k", "model": "tiny-base"} | {kind: name}
+        result = run("dataset", "preview", names["dataset"], "--model", names["model"])
+        assert result.exit_code == 4
+        assert f"did you mean {known}? See: horizon {kind} list" in result.stderr
+
+
 def test_a_name_means_the_newest_job_and_the_command_says_so(run: Run, daemon: FakeDaemon) -> None:
     for _ in range(2):
         daemon.add_job(job_pb2.JobSpec(name="quick"), job_pb2.JOB_STATE_RUNNING)
@@ -102,13 +113,11 @@ def test_a_name_means_the_newest_job_and_the_command_says_so(run: Run, daemon: F
     assert daemon.jobs["job-1"].state == job_pb2.JOB_STATE_RUNNING
 
 
-def test_the_beginning_of_an_id_is_enough_where_it_is_the_only_one(run: Run, daemon: FakeDaemon) -> None:
-    for job_id in ("job_abc1", "job_abd2"):
-        daemon.jobs[job_id] = job_pb2.Job(job_id=job_id, spec=job_pb2.JobSpec(name="n"))
-    assert run("job", "get", "job_abc", "-o", "name").stdout == "job_abc1\n"
-    assert run("job", "get", "abd", "-o", "name").stdout == "job_abd2\n"
-    several = run("job", "get", "job_ab")
-    assert (several.exit_code, several.stderr) == (2, "Error: 2 job ids start with job_ab: job_abd2, job_abc1\n")
+def test_a_job_is_named_without_a_notice_by_its_id(run: Run, daemon: FakeDaemon) -> None:
+    daemon.jobs["job_abc1"] = job_pb2.Job(job_id="job_abc1", spec=job_pb2.JobSpec(name="n"))
+    for text in ("job_abc1", "job_a", "n"):
+        result = run("job", "get", text, "-o", "name")
+        assert (result.stdout, result.stderr) == ("job_abc1\n", "")
 
 
 def test_a_plan_that_does_not_fit_is_one(run: Run, daemon: FakeDaemon) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,6 +112,20 @@ def test_a_certificate_error_is_not_retried(daemon: FakeDaemon, own_ca: Path, tm
         client.node.status()  # the first retry would outlast the test
 
 
+def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_bytes(_self_signed()[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GRPC_", "HORIZON_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "horizon_client", "node", "status", "--server", daemon.address, "--ca", str(other)],
+        env=environment | {"HORIZON_CONFIG_DIR": str(tmp_path / "none"), "HORIZON_TOKEN": TOKEN},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 5
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: cannot trust horizond at {daemon.address}: its certificate is not signed by the CA")
+
+
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bool, tmp_path: Path) -> None:
     certificate = tmp_path / "both.pem"
@@ -130,13 +147,17 @@ def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bo
 
 def test_the_default_web_port_names_the_default_grpc_port() -> None:
     details = "Failed parsing HTTP/2 (Trying to connect an http1.x server (HTTP status 404))"
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string=None
+    )
     assert "7172 is the web port, gRPC is 7171" in from_rpc(error, "127.0.0.1:7172").message
 
 
 def test_a_text_of_grpc_itself_is_never_shown_raw() -> None:
     empty = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, empty, empty, details="Unexpected <class 'KeyError'>: 7")
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNKNOWN, empty, empty, details="Unexpected <class 'KeyError'>: 7", debug_error_string=None
+    )
     problem = from_rpc(error, "gpubox:7171")
     assert problem.message == "horizond at gpubox:7171 failed unexpectedly (UNKNOWN); its log says why"
     assert problem.__notes__ == ["gRPC UNKNOWN: Unexpected <class 'KeyError'>: 7"], "a traceback has it"
