@@ -1,7 +1,7 @@
 """From a prepared dataset on disk to the micro-batches of step i: order, packing and labels.
 
-Owns the order in which documents are seen. Must not know how they were tokenised, what a job is or how a step is computed. Everything
-follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
+Owns the order in which documents are seen. Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number
+of its step, so a resume asks for the next i.
 
 Shapes: N tokens of the dataset, D documents, T tokens of one row.
 """

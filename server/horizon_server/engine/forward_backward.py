@@ -147,6 +147,7 @@ class ForwardBackward:
         all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
         tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
         self._activations.reserve(tokens.num_tokens)
+        # In fp64, because the losses of all chunks of a step add up in it.
         loss = self._device.place(torch.zeros((), dtype=torch.float64))
         return _Pass(tokens=tokens, loss=loss, key=key)
 
@@ -292,6 +293,7 @@ class ForwardBackward:
         # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
         hidden_1TD = self._activations.layer_input(layer)[span][None].data.requires_grad_()
         leaves = _leaves(self._template.places(layer + 1), flat, gradient, self._sink.reached)
+        # As in forward, so that the recompute draws the same dropout masks.
         self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
             output_1TD = self._template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])

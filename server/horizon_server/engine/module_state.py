@@ -1,10 +1,10 @@
 """Restores modules that change themselves when they run.
 
-Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has seen, or is
+Some modules of transformers do: a rotary table grows with the longest position it has seen, or is
 overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on where it was stopped. Here
 each call starts from the same state.
 
-Owns the buffers and plain attributes of the modules it is given. Must not know what they mean.
+Owns the buffers and plain attributes of the modules it is given.
 Thread: the thread that calls the modules.
 """
 
@@ -43,6 +43,7 @@ class ModuleState:
         try:
             yield
         finally:
+            # Also after an error: the trials of a template run code that may fail halfway.
             for module, attributes, buffers in self._modules:
                 _restore_attributes(module, attributes)
                 _restore_buffers(module, buffers)

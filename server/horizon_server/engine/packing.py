@@ -2,7 +2,7 @@
 
 What best-fit does depends on lengths only, so it is done once for a histogram of them: rows that hold documents of the same lengths are
 one pattern, and ten million documents are packed by a few thousand decisions. Which document takes which place is a permutation
-within each length, drawn again for every epoch. Must not know tokens, steps or files.
+within each length, drawn again for every epoch.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class Template:
         self._base_model = model.get_submodule(base_name)
         self._prefixes = {"embedding": f"{base_name}.", "layer": f"{layer_list_name}.", "head": ""}
         layout = layout or build_layout(_stored_shapes(model), num_layers=self.num_layers, tied=self.tied)
+        # The head's buffer is laid out by `tied`, so both must mean the same.
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
         bindings = bind(model, layout)
@@ -113,6 +114,7 @@ class Template:
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
+        # After the search above, which replaces a projection's forward for good.
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in set(self.layer_groups)}
         self.packing_limit = self._find_packing_limit(shapes, calls)
 

@@ -1,7 +1,6 @@
 """The engine's interface: takes one optimizer step from the micro-batches of that step.
 
-Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue. Must not know jobs,
-datasets, files or the wire.
+Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue.
 
 Thread: one driving thread per trainer.
 """
@@ -91,6 +90,7 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
         )
+        # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_parameter
@@ -115,6 +115,7 @@ class Trainer:
         answer = supports_packing(
             self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
         )
+        # The trial is no part of any step's figures.
         self._device.take_use()
         return answer
 
@@ -190,6 +191,7 @@ class Trainer:
         start_s = time.perf_counter()
         rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
+        # In groups no larger than a step, so that an evaluation needs no more memory than training.
         for group in _groups(rows, max_tokens=self._forward_backward.capacity_tokens):
             group_targets = sum(row.num_targets for row in group)
             if group_targets:
@@ -233,6 +235,7 @@ class Trainer:
 
         It does not complain about a failure that `train_step` has already raised.
         """
+        # Work that is still queued would write into freed memory.
         for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
         self._optimizer.wait()

@@ -1,7 +1,6 @@
 """The host device: a CPU in the place of a GPU, with real queues, real copies and a bounded arena.
 
 Owns the exact fp32 copy-in (hi + lo merged), the copy-out of gradients with their norms, link emulation and the debug switches.
-Must not know models or the schedule.
 
 Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
