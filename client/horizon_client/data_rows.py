@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from horizon_client.data_fields import RowFields
-from horizon_client.errors import BadFile, Violation
-from horizon_client.progress import PIECE_BYTES
+from horizon_client.errors import BadFile, FieldViolation
+from horizon_client.transfer.files import PIECE_BYTES
 
 _MAX_VIOLATIONS = 100
 _MAX_ROW_BYTES = 16 * 2**20
@@ -114,7 +114,7 @@ class _Tally:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: list[Violation] = []
+        self._kept: list[FieldViolation] = []
         self._total = 0
 
     def add(self, unit: str, number: int, column: str, problem: str) -> None:
@@ -122,7 +122,7 @@ class _Tally:
         if len(self._kept) < _MAX_VIOLATIONS:
             field = f"{unit}[{number}]" + (f".{column}" if column else "")
             sentence = f"{unit} {number}: {column} {problem}" if column else f"{unit} {number}: {problem}"
-            self._kept.append(Violation(field=field, description=sentence))
+            self._kept.append(FieldViolation(field=field, description=sentence))
 
     def add_fields(self, unit: str, number: int, fields: RowFields, row: dict[str, Any]) -> None:
         for column, problem in fields.problems(row):

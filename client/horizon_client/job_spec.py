@@ -1,8 +1,8 @@
 """Job spec, plain mapping <-> wire, by walking the descriptor of `JobSpec`: a new field of the contract needs no line here.
 
-Refuses unknown keys and wrong types, every one with its path and what is allowed, before anything is sent; ranges are the server's
-business. null means "the default", except for `train.max_grad_norm`, where it turns clipping off. YAML reads `1e-5` as text, so number
-fields take numbers written as text too.
+Refuses unknown keys and wrong types before anything is sent, each with its path and what is allowed; the server checks the ranges. null
+means the default, except for `train.max_grad_norm`, where it turns clipping off. YAML reads `1e-5` as text, so number fields also accept
+numbers written as text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from horizon_client.errors import InvalidRequest, Violation
+from horizon_client.errors import FieldViolation, InvalidSpec
+from horizon_client.near_names import did_you_mean
 from horizon_proto.v1 import job_pb2
 
 REQUIRED = ("name", "model", "dataset")
@@ -30,32 +31,31 @@ _INT_BITS = {
 
 
 class _Refused(Exception):
-    """A value that a field cannot take; the text goes on after "it"."""
+    """A value that a field cannot have; the text is the part of the message after "it"."""
 
 
 def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     """Return the wire form of a job spec.
 
     Raises:
-        InvalidRequest: with one violation for each key that is unknown, missing or of the wrong type.
+        InvalidSpec: with one violation for each key that is unknown, missing or of the wrong type.
     """
     if not isinstance(mapping, Mapping):
-        raise InvalidRequest(
-            f"the job spec must be a mapping of fields such as {', '.join(REQUIRED)}, not {_kind_of(mapping)}",
-            reason="INVALID_SPEC",
-        )
+        kind = "nothing" if mapping is None else type(mapping).__name__
+        fields = ", ".join(REQUIRED)
+        raise InvalidSpec(f"the job spec must be a mapping of fields such as {fields}, not {kind}")
     spec = job_pb2.JobSpec()
-    violations: list[Violation] = []
+    violations: list[FieldViolation] = []
     _fill(spec, mapping, "", violations)
     refused = {violation.field for violation in violations}
     violations += [
-        Violation(field=name, description=f"{name} is required")
+        FieldViolation(field=name, description=f"{name} is required")
         for name in REQUIRED
         if not getattr(spec, name) and name not in refused
     ]
     if violations:
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise InvalidRequest(f"{violations[0].description}{more}", reason="INVALID_SPEC", violations=violations)
+        raise InvalidSpec(f"{violations[0].description}{more}", violations=violations)
     return spec
 
 
@@ -70,22 +70,23 @@ def enum_choices(descriptor: Any) -> dict[str, int]:
     return {v.name.removeprefix(prefix).lower().replace("_", "-"): v.number for v in descriptor.values if v.number != 0}
 
 
-def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[Violation]) -> None:
+def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[FieldViolation]) -> None:
     known = _known_keys(message.DESCRIPTOR)
     for key, value in mapping.items():
         path = f"{prefix}{key}"
         descriptor = message.DESCRIPTOR.fields_by_name[key] if key in known else None
         if descriptor is None:
-            text = f"{path} is not a field of the job spec; known here: {', '.join(known)}"
-            violations.append(Violation(field=path, description=text))
+            hint = did_you_mean(str(key), known) or f"fields: {', '.join(known)}"
+            text = f"{path} is not a field of the job spec; {hint}"
+            violations.append(FieldViolation(field=path, description=text))
             continue
         try:
             _set(message, descriptor, value, path, violations)
         except _Refused as refused:
-            violations.append(Violation(field=path, description=f"{path} is {_shown(value)}; it {refused}"))
+            violations.append(FieldViolation(field=path, description=f"{path} is {_shown(value)}; it {refused}"))
 
 
-def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[Violation]) -> None:
+def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[FieldViolation]) -> None:
     if value is None:
         if descriptor.name == _CLIPPING:
             setattr(message, _CLIPPING_OFF, True)
@@ -195,10 +196,6 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _known_keys(descriptor: Any) -> list[str]:
     return [field.name for field in descriptor.fields if field.name != _CLIPPING_OFF]
-
-
-def _kind_of(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
 
 
 def _shown(value: object) -> str:

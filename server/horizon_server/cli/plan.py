@@ -12,9 +12,10 @@ from typing import Any
 import click
 import yaml
 
-from horizon_server.cli.options import print_mapping, with_settings_options
+from horizon_server.cli.options import print_mapping, size_text, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.planning.machine import host_memory, usable_accelerators
+from horizon_server.planning.layer_probe import LayerProbe
+from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import Machine, RateBook
 from horizon_server.settings import child_environment, load_settings
@@ -38,7 +39,8 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
     num_threads = settings.num_threads or available_cpus()
-    accelerators = asyncio.run(usable_accelerators(child_environment()))
+    found = asyncio.run(find_accelerators())
+    accelerators = asyncio.run(usable_accelerators(found, child_environment()))
     rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
@@ -48,6 +50,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         num_threads=num_threads,
         accelerators=accelerators,
         rates=rates.read,
+        layer_memory=LayerProbe(child_environment()),
     )
     job_plan = planner.plan(spec, folder)
     mapping: dict[str, Any] = {
@@ -66,7 +69,14 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     }
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
-    print_mapping(_readable(mapping) if output == "table" else mapping, output)
+    if output == "table":
+        # On the host the device's memory is part of the host's, so a second column would count it twice.
+        shown = {
+            key: value for key, value in mapping.items() if job_plan.device != "host" or not key.startswith("device_")
+        }
+        print_mapping(_readable(shown), output)
+    else:
+        print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
 
 
@@ -98,9 +108,9 @@ def _readable(mapping: dict[str, Any]) -> dict[str, str]:
         if key == "prediction":
             lines |= {} if value is None else _prediction_lines(value)
         elif isinstance(value, dict):
-            lines |= {f"{key.removesuffix('_bytes')}.{part}": _mib(size) for part, size in value.items()}
+            lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
         elif key.endswith("_bytes"):
-            lines[key.removesuffix("_bytes")] = _mib(value)
+            lines[key.removesuffix("_bytes")] = size_text(value)
         elif value != "":
             lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return lines
@@ -115,7 +125,3 @@ def _prediction_lines(prediction: dict[str, Any]) -> dict[str, str]:
     if prediction["total_s"] is not None:
         lines["predicted.total"] = f"{prediction['total_s'] / 60:,.1f} min"
     return lines
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -20,13 +20,13 @@ from types import TracebackType
 
 from horizon_server.datasets.preparation import EVALUATION_FOLDER, REPORT_FILE, TOKENS_FILE
 from horizon_server.datasets.token_batch import DocumentColumns
+from horizon_server.durable import is_out_of_space
 from horizon_server.errors import DiskFull
 from horizon_server.store.safetensors_writer import file_header
 
 # Wide elements first, so that each plane stays aligned in the file.
 _PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
 _COPY_BYTES = 16 * 1024 * 1024
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DocumentPlanes:
@@ -104,7 +104,7 @@ class PreparedFolder:
                 if planes is not None:
                     planes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
+        if is_out_of_space(error):
             raise DiskFull(
                 f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
             ) from error

@@ -13,7 +13,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from horizon_server.errors import WorkerFailed
+from horizon_server.children.entry import end_with_parent
+from horizon_server.errors import WorkerDied
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -27,7 +28,7 @@ _function: Callable[[Any], Any] | None = None
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_processes: int) -> Iterator[Result]:
     """Yield `function(item)` for each item in order; one process is the caller's own.
 
-    The others are forked, so that they share what the function has loaded. Raises: WorkerFailed when one of them is killed.
+    The others are forked, so that they share what the function has loaded. Raises: WorkerDied when one of them is killed.
     Thread: to be called while this is the only one.
     """
     if num_processes == 1:
@@ -44,8 +45,8 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise WorkerFailed(
-            "a process of the data preparation was killed, by hand or by the kernel for want of memory"
+        raise WorkerDied(
+            "a process of the data preparation was killed, by hand or by the kernel for lack of memory"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -57,6 +58,8 @@ def _adopt(function: Callable[[Any], Any]) -> None:
     _function = function
     # The parent ends its processes; its own handler would run in them with its cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Where the parent is killed, nobody else ends them.
+    end_with_parent()
 
 
 def _apply(item: Any) -> Any:

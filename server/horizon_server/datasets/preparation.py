@@ -69,20 +69,20 @@ class PrepareRequest:
     options: PrepareOptions
     num_rows: int = 0
 
-    def to_json(self) -> str:
+    def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
         files = [{"path": str(file.path), "name": file.name} for file in self.dataset_files]
         plain = {"dataset_files": files, "model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
-        return json.dumps(plain | self.options.to_mapping() | {"num_rows": self.num_rows})
+        return plain | self.options.to_mapping() | {"num_rows": self.num_rows}
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> PrepareRequest:
-        """Return the request in `text`; a data file may be a bare path.
+    def from_mapping(cls, request: Mapping[str, Any]) -> PrepareRequest:
+        """Return the request in plain data; a data file may be a bare path.
 
         Raises: InvalidSpec when it is not a request.
         """
         try:
-            plain = json.loads(text)
+            plain = dict(request)
             options = PrepareOptions(
                 format=DatasetFormat(plain.pop("format", "auto")),
                 field_map=dict(plain.pop("map", None) or {}),

@@ -1,21 +1,19 @@
-"""The rendering child of a preview: one request in, some rows out.
+"""The child that renders a preview: one request in, some rows out.
 
-`python -m horizon_server.datasets.render_preview --events-fd N REQUEST.json` writes the rows to the request's answer file and how it ended
-to descriptor N. The chat template that it runs came with a model and is trusted by nobody: this process bounds its own memory,
-processor time and files, and the daemon bounds how long it lives. Must not know jobs or databases.
+The chat template that it runs came with a model and is not trusted: the daemon bounds this process, see `services.previews`. Must not
+know jobs or databases.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import itertools
-import os
-import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any
 
+from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import DataFile, Row
 from horizon_server.datasets.documents import Document, TextSplitter
@@ -29,32 +27,24 @@ from horizon_server.datasets.preview import (
     PreviewRequest,
     PreviewRow,
     PreviewSpan,
-    rows_to_json,
 )
 from horizon_server.datasets.rows import read_rows, read_text, resolve_format
 from horizon_server.datasets.text_blocks import text_blocks
 from horizon_server.datasets.text_codec import TextCodec
 from horizon_server.datasets.tokenization import RowTokenizer, ShownRow, TextSpan
 from horizon_server.errors import HorizonError
-from horizon_server.events import AttemptEnded, encode
 
-MAX_MEMORY_BYTES = 4 * 2**30
-MAX_PROCESSOR_S = 60
-_MAX_FILE_BYTES = 64 * 2**20
-_LONGEST_SENTENCE = 2000
+_LONGEST_MESSAGE = 2000
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one request and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.render_preview", description=__doc__)
-    parser.add_argument("request", type=Path, help="file with the request")
-    parser.add_argument("--events-fd", type=int, default=1, help="descriptor to say the end to")
-    options = parser.parse_args(arguments)
-    _bound_this_process()
-    request = PreviewRequest.from_json(options.request.read_bytes())
-    ended = _answer(request)
-    os.write(options.events_fd, encode(ended).encode() + b"\n")
-    return 0 if ended.outcome == "succeeded" else 1
+def work(plain: Any, _: EventWriter) -> list[dict[str, Any]]:
+    """Return the rows as plain data."""
+    request = PreviewRequest.from_mapping(plain)
+    try:
+        return [dataclasses.asdict(row) for row in render(request)]
+    except HorizonError as error:
+        message = error.message.replace(str(request.model_dir), "the model's folder")
+        raise type(error)(message[:_LONGEST_MESSAGE]) from error
 
 
 def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
@@ -68,21 +58,6 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
     room = _Room()
     wanted = itertools.islice(shows, first, first + request.options.num_rows)
     return tuple(room.clip(file, *show()) for file, show in wanted)
-
-
-def _answer(request: PreviewRequest) -> AttemptEnded:
-    try:
-        request.answer_file.write_text(rows_to_json(render(request)), "utf-8")
-    except HorizonError as error:
-        sentence = error.message.replace(str(request.model_dir), "the model's folder")
-        return AttemptEnded(outcome="failed", reason=error.reason, message=sentence[:_LONGEST_SENTENCE])
-    except MemoryError:
-        sentence = f"rendering these rows takes more than {MAX_MEMORY_BYTES // 2**30} GiB of memory; is the chat template right?"
-        return AttemptEnded(outcome="failed", reason="INVALID_MODEL", message=sentence)
-    except OSError as error:
-        sentence = f"a file of the dataset or the model could not be read: {error.strerror}"
-        return AttemptEnded(outcome="failed", reason="IO_ERROR", message=sentence)
-    return AttemptEnded(outcome="succeeded")
 
 
 Show = Callable[[], tuple[str, ShownRow]]
@@ -156,12 +131,5 @@ class _Room:
         )
 
 
-def _bound_this_process() -> None:
-    """Memory is counted without that of mapped files, which libraries take in plenty and do not use up."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_PROCESSOR_S, MAX_PROCESSOR_S))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(work, who="the preview"))

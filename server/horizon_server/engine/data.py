@@ -115,12 +115,13 @@ class StepPlan:
     last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
     the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps.
 
-    `packing=False` gives every document its own row. `shuffle=False` keeps the order of the file: for evaluation.
+    `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one document.
+    `shuffle=False` keeps the order of the file: for evaluation.
     Thread: not thread-safe; a plan caches the epoch it is in.
     """
 
     ORDER = 2
-    """Raised whenever the same arguments would give another order, so that no checkpoint goes on in one it did not begin in."""
+    """Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it began in."""
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class StepPlan:
         sequence_length: int,
         tokens_per_step: int,
         packing: bool = True,
+        packing_limit: int | None = None,
         seed: int = 0,
         epochs: float | None = None,
         max_steps: int | None = None,
@@ -142,7 +144,7 @@ class StepPlan:
         _check_lengths(dataset, sequence_length)
         self._dataset = dataset
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
-        self._row_limit = min(sequence_length, tokens_per_step)
+        self._row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         self._tokens_per_step = tokens_per_step
         lengths = dataset.document_lengths
         self._rows: Rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)
@@ -223,7 +225,7 @@ class StepPlan:
 
 
 def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.int64], limit: int) -> int:
-    """Go on filling steps with rows of so many `tokens`, the first of which is row `begin`; returns what the open step holds."""
+    """Continue filling steps with rows of `tokens` tokens each, from row `begin`; returns the tokens in the last, open step."""
     ends = np.cumsum(tokens)
     before = -filled
     while (row := int(np.searchsorted(ends, before + limit, side="right"))) < len(ends):

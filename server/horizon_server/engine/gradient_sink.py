@@ -1,4 +1,4 @@
-"""Gradients on their way home: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
+"""Gradients on their way to the host: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
 
 Owns the gradient slots, the square sums and the loss of a step. Must not know how gradients are computed or applied.
 
@@ -45,6 +45,8 @@ class GradientSink:
             num_elements=max(units[0].num_elements, template.head_elements),
         )
         self._head_slot: Slot | None = None
+        self.reached: set[str] = set()
+        """Stored tensors that got a gradient in the step begun last. Thread: compute adds to it."""
 
     @property
     def square_sums(self) -> Tensor:
@@ -57,9 +59,11 @@ class GradientSink:
         return float(self._sets[self._set, 0])
 
     def start_step(self) -> None:
-        """Forget the last step's numbers: a unit that sends no gradient would not go unnoticed."""
+        """Forget the last step's numbers, so that a unit that sends no gradient is noticed."""
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
+        # A new one, because updates of the last step may still look at theirs.
+        self.reached = set()
 
     def open(self, unit_index: int) -> Slot:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
@@ -69,7 +73,7 @@ class GradientSink:
         return slot
 
     def send_loss(self, loss: Tensor) -> None:
-        """Send the loss, ahead of the gradients that came about with it."""
+        """Send the loss, ahead of the gradients of the same step."""
         self._device.d2h.wait(self._device.compute.record())
         self._device.read_back(loss, self._sets[self._set, 0])
 
@@ -88,7 +92,7 @@ class GradientSink:
         return slot
 
     def embedding_part(self, slot: Slot) -> Tensor:
-        """Where the embedding unit's gradient lies in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
+        """Where the embedding unit's gradient is in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
         if self._template.tied:
             return self._tied_part(slot)
         return slot.flat[: self._template.layout.units[0].num_elements]
@@ -105,11 +109,11 @@ class GradientSink:
         target = self._landing.open(0)
         device.d2h.wait(device.compute.record())
         device.download_rows(gradient_RD, target, template.table_place.view(target), rows_R, self.square_sums[0])
-        self._landing.landed(0, self._finiteness(0))
+        self._landing.landed(0, self._finiteness(0), self.reached)
         self._edge_ring.release(slot, device.d2h)
 
     def close(self) -> None:
-        """Give the slots back. The queues must be idle."""
+        """Free the slots. The queues must be idle."""
         self._layer_ring.close()
         self._edge_ring.close()
         self._device.free_host(self._numbers)
@@ -121,7 +125,7 @@ class GradientSink:
         device.d2h.wait(device.compute.record())
         square_sum = self.square_sums[unit_index]
         device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")
-        self._landing.landed(unit_index, self._finiteness(unit_index))
+        self._landing.landed(unit_index, self._finiteness(unit_index), self.reached)
 
     def _finiteness(self, unit_index: int) -> IsFinite:
         loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]

@@ -1,8 +1,8 @@
 """Any Hugging Face decoder, one unit at a time, without copying its code.
 
-The model class of transformers is built without storage. Stubs stand in place of its decoder layers, so that the model's own
+The model class of transformers is built without storage. Stubs take the place of its decoder layers, so that the model's own
 forward computes what every layer is to be called with (masks, position embeddings, per-layer arguments), and so that the same
-forward, started behind the layers, is the head. A layer then runs with parameters that are views into streamed memory.
+forward, started after the layers, is the head. A layer then runs with parameters that are views into streamed memory.
 
 Owns the three ways to run a unit, and which parameters each unit has. Must not know slots, queues or schedules.
 
@@ -13,9 +13,8 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,9 +37,11 @@ from horizon_server.engine.meta_model import (
     max_positions,
     name_of_parameter,
 )
+from horizon_server.engine.module_state import ModuleState
+from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.pieces import Piece, Strided
+from horizon_server.engine.skipped_projection import find_skipped_projections
 from horizon_server.engine.template_trial import try_embedding
-from horizon_server.engine.unseen_product import find_unseen_products
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
@@ -57,14 +58,15 @@ class Place:
 
     local_name: str
     piece: Piece
+    stored_names: tuple[str, ...]
     trained: bool = True
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view into the buffer; a copy where its tensors do not lie as one."""
+        """The parameter's view into the buffer; a copy where its tensors are not contiguous."""
         return self.piece.read(flat)
 
     def add(self, flat: Tensor, values: Tensor) -> None:
-        """Add a gradient to what lies in the parameter's place."""
+        """Add a gradient to the values at the parameter's place."""
         self.piece.add(flat, values)
 
 
@@ -87,7 +89,7 @@ class Template:
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
         bindings = bind(model, layout)
-        self.layout = _without_decay_of_buffers(layout, bindings)
+        self.layout = layout
 
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
@@ -101,13 +103,17 @@ class Template:
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
         self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
-        calls = try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
-        # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
+        self._state = ModuleState(module for module in model.modules() if not isinstance(module, Stub))
+        shapes = {place.local_name: place.piece.shape for place in self._places[0]}
+        calls = try_embedding(model, self._tape, self.embed, shapes, self._layers)
+        # Dropout after a layer's last projection saves its mask, so the search runs in training mode.
         self.train(True)
-        self._unseen_products = find_unseen_products(
+        self._skipped_projections = find_skipped_projections(
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
+        self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in set(self.layer_groups)}
+        self.packing_limit = self._find_packing_limit(shapes, calls)
 
     @classmethod
     def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
@@ -125,9 +131,11 @@ class Template:
         return cls(config, layout=layout)
 
     @property
-    def num_unseen_parameters(self) -> int:
-        """Parameters of all layers whose product a layer's recompute leaves out."""
-        return sum(self._unseen_products[g].num_parameters for g in self.layer_groups if g in self._unseen_products)
+    def num_skipped_parameters(self) -> int:
+        """Parameters of all layers whose product the recompute of a layer skips."""
+        return sum(
+            self._skipped_projections[g].num_parameters for g in self.layer_groups if g in self._skipped_projections
+        )
 
     @property
     def head_elements(self) -> int:
@@ -142,11 +150,9 @@ class Template:
                 module.train(mode)
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
-        for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
-            for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta:
-                    module._buffers[name] = place(buffer)
+        """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
+        for state in (self._state, *self._layer_states.values()):
+            state.place(place)
 
     @cached_property
     def table_place(self) -> Place:
@@ -184,16 +190,19 @@ class Template:
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
-        functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
+        with self._state.restored():
+            functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
-        if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
-            raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
+        expected = (1, row_ids_T.numel(), self.hidden_size)
+        if hidden_1TD.shape != expected:
+            raise InvalidModel(_other_hidden_states(tuple(hidden_1TD.shape), expected))
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
         args, kwargs = call.with_hidden(hidden_1TD)
-        output = functional_call(self._layers[index], dict(parameters), args, kwargs)
+        with self._layer_states[self.layer_groups[index]].restored():
+            output = functional_call(self._layers[index], dict(parameters), args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
             name = f"{self._prefixes['layer']}{index}"
@@ -204,16 +213,16 @@ class Template:
         self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
     ) -> Tensor:
         """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is exact."""
-        unseen = self._unseen_products.get(self.layer_groups[index])
+        unseen = self._skipped_projections.get(self.layer_groups[index])
         with unseen.skipped() if unseen else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
-        """Final norm, projection and whatever scaling follows, for tokens that need not be neighbours. Shapes: [C, V]."""
+        """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}
-        with self._tape.injecting(hidden_1CD):
+        with self._state.restored(), self._tape.injecting(hidden_1CD):
             output = functional_call(self._model, bound, kwargs=_accepted(self._model, inputs))
         logits_CV: Tensor = output.logits[0]
         if logits_CV.shape != (hidden_1CD.shape[1], self.vocab_size):
@@ -221,7 +230,7 @@ class Template:
         return logits_CV
 
     def _stand_ins(self, like_1CD: Tensor) -> dict[str, Tensor]:
-        """What precedes the layers has no part in the head, but its code runs: zeros of the right shape, without memory.
+        """The head does not use what precedes the layers, but its code runs: zeros of the right shape, without memory.
 
         Tables of positions get rows enough for a chunk, whose tokens are counted as if they were neighbours.
         """
@@ -232,6 +241,20 @@ class Template:
             num_rows += like_1CD.shape[1] if isinstance(module, nn.Embedding) else 0
             stand_ins[self._prefixes["embedding"] + place.local_name] = zero.expand(num_rows, *rest)
         return stand_ins
+
+    def _find_packing_limit(self, shapes: Mapping[str, tuple[int, ...]], calls: Sequence[LayerCall]) -> int | None:
+        parameters = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+        def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
+            with torch.no_grad():
+                return self.embed(parameters, torch.zeros_like(position_ids_T), position_ids_T)[1]
+
+        return find_packing_limit(
+            calls_of,
+            [(self._layers[group], calls[group]) for group in self._layer_states],
+            hidden_size=self.hidden_size,
+            max_document_tokens=self.max_document_tokens,
+        )
 
     def _unit_places(self, unit: UnitLayout, bindings: list[Binding]) -> list[Place]:
         layers = self._prefixes["layer"]
@@ -246,10 +269,18 @@ class Template:
                     f"tensor {binding.name} is stored with {unit.name}, where the model does not have it"
                 )
             local_name = binding.name.removeprefix(prefix)
-            places.append(Place(local_name=local_name, piece=binding.piece, trained=not binding.is_buffer))
+            places.append(
+                Place(
+                    local_name=local_name,
+                    piece=binding.piece,
+                    stored_names=binding.stored_names,
+                    trained=not binding.is_buffer,
+                )
+            )
         if unit.kind == "head" and self.tied:
-            table = next(binding.piece for binding in bindings if binding.name == self.embedding_parameter)
-            places.append(Place(local_name=self.projection_name, piece=table.shifted(unit.num_elements)))
+            table = next(binding for binding in bindings if binding.name == self.embedding_parameter)
+            piece = table.piece.shifted(unit.num_elements)
+            places.append(Place(local_name=self.projection_name, piece=piece, stored_names=table.stored_names))
         return places
 
 
@@ -268,15 +299,10 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
 
 
-def _without_decay_of_buffers(layout: StoreLayout, bindings: list[Binding]) -> StoreLayout:
-    """Buffers lie in the store like parameters; with no gradient and no decay, AdamW leaves their bits alone."""
-    buffers = {name for binding in bindings if binding.is_buffer for name in binding.stored_names}
-
-    def spared(unit: UnitLayout) -> UnitLayout:
-        tensors = tuple(dataclasses.replace(t, decay=t.decay and t.name not in buffers) for t in unit.tensors)
-        return dataclasses.replace(unit, tensors=tensors)
-
-    return dataclasses.replace(layout, units=tuple(spared(unit) for unit in layout.units)) if buffers else layout
+def _other_hidden_states(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if shape[:-1] == expected[:-1]:
+        return f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}; a projection between them is not supported"
+    return f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is not supported"
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

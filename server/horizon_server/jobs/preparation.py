@@ -7,10 +7,11 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from horizon_server.children.child import Child, exit_reason
-from horizon_server.errors import InvalidData, WorkerFailed
-from horizon_server.events import AttemptEnded, Message, PrepareProgress
+from horizon_server.children.child import Child
+from horizon_server.errors import HorizonError
+from horizon_server.events import Message, PrepareProgress, WorkerLine
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
 
@@ -41,8 +42,8 @@ class Preparation:
         """Return what was done, or None when `stop` came first.
 
         Raises:
-            InvalidData: when rows cannot be used; each was told with file, line and field.
-            WorkerFailed: when the child died.
+            InvalidData: when rows cannot be used; a message names each with file, line and field.
+            WorkerDied: when the child was killed, or crashed.
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
         if not self._stopped and not call.is_whole:
@@ -50,9 +51,7 @@ class Preparation:
             # not whole somebody has removed files.
             for leftover in (call.target, *call.target.parent.glob("*.tmp-*")):
                 await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
-            path = log.with_name("preparation.json")
-            path.write_text(call.request, "utf-8")
-            await self._run_child(path, log, environment, tell)
+            await self._run_child(call.request, log, environment, tell)
         if self._stopped:
             return None
         report = await _tell_report(call, tell)
@@ -64,30 +63,29 @@ class Preparation:
         if self._child is not None:
             self._child.kill()
 
-    async def _run_child(self, request: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> None:
-        child = await Child.start("horizon_server.datasets.prepare", [str(request)], log=log, environment=environment)
+    async def _run_child(
+        self, request: Mapping[str, Any], log: Path, environment: Mapping[str, str], tell: Tell
+    ) -> None:
+        async def on_event(event: WorkerLine) -> None:
+            if isinstance(event, PrepareProgress):
+                await tell(event)
+
+        child = await Child.start(
+            "horizon_server.datasets.prepare", request, who="the data preparation", environment=environment,
+            request_file=log.with_name("preparation.json"), log_file=log,
+        )  # fmt: skip
         self._child = child
-        ended: AttemptEnded | None = None
         try:
-            async for line in child.lines():
-                if isinstance(line, AttemptEnded):
-                    ended = line
-                elif isinstance(line, PrepareProgress) and not line.report:
-                    await tell(line)
-            code = await child.wait()
+            await child.answer(on_event)
+        except HorizonError as error:
+            if self._stopped:
+                return
+            if len(error.violations) > 1:
+                lines = [violation.description for violation in error.violations]
+                await tell(Message(level="error", text="\n".join(lines)))
+            raise
         finally:
             self._child = None
-            child.kill()
-            await child.wait()
-        if self._stopped or (ended is not None and ended.outcome == "succeeded"):
-            return
-        if ended is None:
-            raise WorkerFailed(exit_reason(code, oom_killed=False, who="the data preparation"))
-        if len(ended.details) > 1:
-            await tell(Message(level="error", text="\n".join(ended.details)))
-        error = InvalidData(ended.message)
-        error.reason = ended.reason or InvalidData.reason
-        raise error
 
 
 async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:

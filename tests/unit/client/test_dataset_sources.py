@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import dataset_sources
 
 ROW = '{"text": "a"}\n'
 
@@ -23,22 +25,20 @@ def paths(*sources: Path) -> list[str]:
     return [file.path for file in dataset_sources(sources)]
 
 
-def test_a_folder_stands_for_the_data_below_it(tmp_path: Path) -> None:
+def test_a_folder_means_the_data_in_it(tmp_path: Path) -> None:
     lay(tmp_path, "b.jsonl", "a.txt", "en/part.jsonl.gz", "de/deep/part.parquet", ".git/x.jsonl", "en/.hidden.jsonl")
     assert paths(tmp_path) == ["a.txt", "b.jsonl", "de/deep/part.parquet", "en/part.jsonl.gz"]
 
 
-def test_what_is_left_out_of_a_folder_is_told(tmp_path: Path) -> None:
+def test_what_is_skipped_in_a_folder_is_reported(tmp_path: Path) -> None:
     lay(tmp_path, "a.jsonl", "table.csv", "img/1.png")
     (tmp_path / "circle").symlink_to(tmp_path)
-    told: list[str] = []
-    assert [file.path for file in dataset_sources([tmp_path], told.append)] == ["a.jsonl"]
-    assert told == [
-        f"left out of {tmp_path}, as their names are no data files': circle, table.csv, img/1.png (3 in all)"
-    ]
+    recorder = Recorder()
+    assert [file.path for file in dataset_sources([tmp_path], recorder)] == ["a.jsonl"]
+    assert recorder.notices == [f"skipped in {tmp_path} (not data files): circle, table.csv, img/1.png (3 in all)"]
     lay(tmp_path, *(f"more/{i}.csv" for i in range(9)))
-    dataset_sources([tmp_path], told.append)
-    assert told[1].endswith("more/0.csv, more/1.csv, ... (12 in all)")
+    dataset_sources([tmp_path], recorder)
+    assert recorder.notices[1].endswith("more/0.csv, more/1.csv, ... (12 in all)")
 
 
 def test_equal_names_of_two_folders_keep_their_folders(tmp_path: Path) -> None:
@@ -51,9 +51,65 @@ def test_what_cannot_be_pushed_is_refused_by_name(tmp_path: Path) -> None:
     lay(tmp_path, "en/a.jsonl", "img/1.png")
     for sources, problem in (
         ([], "no file was given"),
-        ([tmp_path / "img"], "holds no data file; looked for"),
+        ([tmp_path / "img"], "contains no data file; a data file ends in .jsonl"),
         ([tmp_path / "nowhere.jsonl"], "cannot read"),
         ([tmp_path / "en", tmp_path / "en" / "a.jsonl"], "was given twice"),
     ):
         with pytest.raises(BadFile, match=problem):
             dataset_sources(sources)
+
+
+def test_a_single_path_is_one_source_and_not_its_letters(tmp_path: Path) -> None:
+    lay(tmp_path, "a.jsonl")
+    for one in (tmp_path / "a.jsonl", str(tmp_path / "a.jsonl"), str(tmp_path)):
+        assert [file.source for file in dataset_sources(one)] == [tmp_path / "a.jsonl"]
+    with pytest.raises(BadFile, match=r"cannot read nowhere\.jsonl"):
+        dataset_sources("nowhere.jsonl")
+
+
+def test_a_link_that_cannot_be_followed_is_named(tmp_path: Path) -> None:
+    lay(tmp_path / "data", "a.jsonl")
+    (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")  # a circle
+    notices = Recorder()
+    assert [file.path for file in dataset_sources([tmp_path / "data"], notices)] == ["a.jsonl"]
+    assert notices.notices == [f"skipped in {tmp_path / 'data'} (not data files): b.jsonl (1 in all)"]
+
+
+@pytest.mark.parametrize("closed", ["is_file", "walk"])
+def test_what_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+    lay(tmp_path, "a.jsonl", "b.jsonl")
+    refusal = PermissionError(13, "Permission denied", str(tmp_path / "b.jsonl"))
+
+    def refuse(path: Path) -> bool:
+        if path.name == "b.jsonl":
+            raise refusal
+        return True
+
+    def walk(folder: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+        onerror(refusal)
+        yield from ()
+
+    if closed == "walk":
+        monkeypatch.setattr("os.walk", walk)  # a test that runs as root can read everything
+    else:
+        monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(BadFile, match=r"cannot read .*b\.jsonl: Permission denied"):
+        dataset_sources([tmp_path])
+
+
+def test_links_to_files_outside_the_folder_are_not_followed(tmp_path: Path) -> None:
+    lay(tmp_path, "secret.jsonl", "data/a.jsonl", "data/deep/b.jsonl")
+    (tmp_path / "data" / "leak.jsonl").symlink_to("../secret.jsonl")
+    (tmp_path / "data" / "same.jsonl").symlink_to("deep/b.jsonl")
+    recorder = Recorder()
+    sent = [file.path for file in dataset_sources([tmp_path / "data"], recorder)]
+    assert sent == ["a.jsonl", "same.jsonl", "deep/b.jsonl"]
+    assert recorder.notices == [f"skipped in {tmp_path / 'data'} (links to files outside it): leak.jsonl (1 in all)"]
+    assert [file.path for file in dataset_sources([tmp_path / "data" / "leak.jsonl"])] == ["leak.jsonl"], "when named"
+
+
+def test_a_folder_of_links_only_says_so(tmp_path: Path) -> None:
+    lay(tmp_path, "blob.jsonl", "snapshot/x.csv")
+    (tmp_path / "snapshot" / "a.jsonl").symlink_to("../blob.jsonl")
+    with pytest.raises(BadFile, match="to push the files that its links lead to, name them one by one"):
+        dataset_sources(tmp_path / "snapshot")

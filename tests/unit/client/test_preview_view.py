@@ -33,14 +33,14 @@ SPANS = (PreviewSpan(text="first\x1b[31m\n", trained=False), PreviewSpan(text="s
 @pytest.mark.parametrize(
     ("no_colour", "expected"), [("", "first[31m\n\x1b[32msecond\x1b[0m\n"), ("1", "first[31m\n[[second]]\n")]
 )
-def test_a_terminal_gets_colour_unless_told_otherwise(
+def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, no_colour: str, expected: str
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_colour)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     print_preview("notes", preview(*SPANS))
-    assert expected in terminal.getvalue(), "and nothing in the data steers the terminal"
+    assert expected in terminal.getvalue(), "and the data cannot control the terminal"
 
 
 def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +48,8 @@ def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert "--- a.txt piece 2: 1,500 tokens, 7 trained, in 3 documents ---" in lines
     assert lines[-3:] == [
-        "... the row goes on; only its beginning is shown",
-        "... 20 more tokens are beyond the sequence length: not trained on, not shown",
+        "... the row is longer; only its beginning is shown",
+        "... 20 more tokens are beyond the sequence length: not trained, not shown",
         "not trained: line[2] has no trainable token",
     ]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
-from horizon_client import BadFile, Client, InvalidRequest, NotAuthenticated, WouldNotFit
-from horizon_client.blob_upload import CHUNK_BYTES
-from horizon_client.progress import Progress
+from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, Unauthenticated
+from horizon_client.transfer.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import FakeDaemon
@@ -46,7 +46,7 @@ def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, json
     daemon.blobs.cuts = list(cuts)
     notices: list[str] = []
 
-    result = client.datasets.push([jsonl], name="notes", on_notice=notices.append)
+    result = client.datasets.push([jsonl], name="notes", reporter=Recorder(on_notice=notices.append))
 
     (content,) = daemon.blobs.contents.values()
     assert bytes(content) == jsonl.read_bytes()
@@ -56,7 +56,7 @@ def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, json
     assert "train.jsonl was cut" in notices[0]
 
 
-def test_upload_goes_on_from_what_an_earlier_run_left(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_an_upload_continues_after_an_interrupted_run(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     import hashlib
 
     content = jsonl.read_bytes()
@@ -79,10 +79,10 @@ def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Fak
     assert bytes(daemon.blobs.contents[sha256]) == content
 
 
-def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_a_refusal_in_the_middle_of_a_stream_keeps_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
-    with pytest.raises(WouldNotFit, match="the disk is full") as caught:
+    with pytest.raises(DiskFull, match="the disk is full") as caught:
         client.datasets.push([jsonl], name="notes")
 
     assert caught.value.reason == "DISK_FULL"
@@ -97,13 +97,13 @@ def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDae
             daemon.stop()
             daemon.start()
 
-    result = client.datasets.push([jsonl], name="notes", on_progress=restart_once)
+    result = client.datasets.push([jsonl], name="notes", reporter=Recorder(restart_once))
 
     assert seen
     assert result.dataset.state == "READY"
 
 
-def test_equal_files_travel_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_equal_files_are_sent_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "same"}\n')
 
@@ -154,7 +154,7 @@ def test_wrong_format_names_the_choices(client: Client, jsonl: Path) -> None:
 
 
 def test_wrong_token_is_not_retried(daemon: FakeDaemon, jsonl: Path) -> None:
-    with Client(daemon.address, token="wrong") as client, pytest.raises(NotAuthenticated) as caught:
+    with Client(daemon.address, token="wrong") as client, pytest.raises(Unauthenticated) as caught:
         client.datasets.push([jsonl], name="x")
     assert caught.value.reason == "UNAUTHENTICATED"
     assert daemon.calls == ["CreateDataset"]
@@ -167,4 +167,4 @@ def test_file_that_changes_meanwhile_is_refused(client: Client, jsonl: Path) -> 
                 file.write("{}\n")
 
     with pytest.raises(BadFile, match="was changed while it was being pushed"):
-        client.datasets.push([jsonl], name="x", on_progress=change)
+        client.datasets.push([jsonl], name="x", reporter=Recorder(change))

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from horizon_server.api.status import status_of
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.validation import DatasetReport, validate_dataset
-from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, WorkerFailed
+from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, IoFailed, WorkerDied
 
 GOOD = '{"text": "a"}\n\n{"text": "b"}\n'
 
@@ -105,12 +106,13 @@ async def test_a_check_that_is_killed_says_so(tmp_path: Path) -> None:
     task = asyncio.create_task(check(tmp_path / "a.jsonl"))
     with await asyncio.to_thread((tmp_path / "a.jsonl").open, "wb"):
         checkers()[0].kill()
-        with pytest.raises(WorkerFailed, match="the check of notes ended with code -9: it was killed"):
+        with pytest.raises(WorkerDied, match="the check of notes was killed by SIGKILL") as caught:
             await task
+    assert (status_of(caught.value).grpc, caught.value.retry_after_s) == ("UNAVAILABLE", 1.0), "clients may repeat it"
 
 
 async def test_a_file_that_is_gone_is_no_fault_of_the_data(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"the check of notes ended with code 1: FileNotFoundError"):
+    with pytest.raises(IoFailed, match=r"the data check could not read or write a file \(gone\.jsonl\): No such file"):
         await check(tmp_path / "gone.jsonl")
 
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import BadFile
-from horizon_client.progress import ignore_progress
+from horizon_client.transfer.reporter import SILENT
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.formats import DatasetFormat
 from horizon_server.datasets.validation import validate_dataset
@@ -54,7 +53,7 @@ def server_takes(paths: list[Path], fmt: str, field_map: dict[str, str]) -> bool
 
 def client_check(paths: list[Path], fmt: str, field_map: dict[str, str]) -> None:
     sources = dataset_sources([str(path) for path in paths])
-    asyncio.run(check_dataset_files(sources, ignore_progress, format=fmt, field_map=field_map))
+    asyncio.run(check_dataset_files(sources, SILENT.progress, format=fmt, field_map=field_map))
 
 
 def packed(content: bytes, name: str, packing: str) -> bytes:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
-from horizon_client.progress import ignore_progress
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
+from horizon_client.transfer.reporter import SILENT
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
 from horizon_server.datasets.expansion import MAX_EXPANDED_BYTES, MAX_EXPANSION
@@ -33,7 +32,7 @@ def test_an_example_is_of_its_format(tmp_path: Path, name: str, content: str) ->
     path.write_text(content)
     report = validate_file(DataFile.at(path), dataset_format=DatasetFormat.AUTO, field_map={})
     assert (report.format.value, report.num_rows) == (name, len(content.splitlines()))
-    asyncio.run(check_dataset_files(dataset_sources([str(path)]), ignore_progress))
+    asyncio.run(check_dataset_files(dataset_sources([str(path)]), SILENT.progress))
     array = tmp_path / "rows.json"
     array.write_text(json.dumps([json.loads(line) for line in content.splitlines()]))
     assert resolve_format(DataFile.at(array), DatasetFormat.AUTO, {}) == (DatasetFormat(name), Container.JSON_ARRAY)

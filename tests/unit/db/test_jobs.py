@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import WrongJobState
-from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.events import EvalDone, Message, StateChanged, StepDone
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
@@ -55,7 +56,7 @@ async def created(store: JobStore, job_id: str, owner: str = "ada") -> JobRecord
 
 async def test_a_job_comes_back_as_it_was(store: JobStore) -> None:
     made = await created(store, "j1")
-    assert made == dataclasses.replace(job("j1"), last_sequence=1)
+    assert made == dataclasses.replace(job("j1"), last_sequence=1, queue_position=1)
     assert await store.get("j1") == made
     assert await store.get("j2") is None
 
@@ -69,10 +70,9 @@ async def test_what_the_data_became_is_kept(store: JobStore) -> None:
 
 async def test_the_same_request_gives_the_same_job(store: JobStore) -> None:
     request_id = str(uuid.uuid4())
-    first, event = await store.create(job("j1"), request_id=request_id)
-    again, nothing = await store.create(job("j2"), request_id=request_id)
-    assert (again.job_id, nothing) == (first.job_id, None)
-    assert event is not None
+    first, is_new = await store.create(job("j1"), request_id=request_id)
+    again, is_newer = await store.create(job("j2"), request_id=request_id)
+    assert (again.job_id, is_new, is_newer) == (first.job_id, True, False)
     assert await store.get("j2") is None
 
 
@@ -88,8 +88,9 @@ async def test_events_are_numbered_without_gaps_and_keep_their_order(store: JobS
 
 async def test_a_step_is_kept_as_the_newest(store: JobStore) -> None:
     await created(store, "j1")
-    record, event = await store.append("j1", STEP, step=3, num_steps=9, last_step=STEP)
-    assert (record.last_step, record.step, event.payload) == (STEP, 3, STEP)
+    record = await store.append("j1", STEP, step=3, num_steps=9, last_step=STEP)
+    assert (record.last_step, record.step) == (STEP, 3)
+    assert (await store.events_after("j1", 1, 10))[0].payload == STEP
 
 
 async def test_a_move_the_machine_forbids_changes_nothing(store: JobStore) -> None:
@@ -117,3 +118,21 @@ async def test_counts_name_every_state(store: JobStore) -> None:
     await created(store, "j1")
     counts = await store.counts()
     assert counts == {state.value: int(state is JobState.QUEUED) for state in JobState}
+
+
+async def test_figures_are_taken_out_of_steps_and_evaluations(store: JobStore) -> None:
+    created, _ = await store.create(job("job_1"), request_id=str(uuid.uuid4()))
+    evaluated = EvalDone(step=3, eval_loss=2.0, num_targets=1)
+    for payload in (
+        STEP,
+        Message(level="info", text='{"kind":"step"'),
+        evaluated,
+        dataclasses.replace(STEP, loss=math.nan),
+    ):
+        await store.append("job_1", payload)
+    first = created.last_sequence + 1
+    step, evaluation, odd = await store.figures_after("job_1", 0, ("step", "loss", "eval_loss"), 10)
+    assert step == (first, "step", {"step": 3, "loss": 1.5, "eval_loss": None})
+    assert evaluation == (first + 2, "eval", {"step": 3, "loss": None, "eval_loss": 2.0})
+    assert (odd[:2], odd[2]["step"], math.isnan(odd[2]["loss"])) == ((first + 3, "step"), 3, True)
+    assert await store.figures_after("job_1", first, ("step",), 1) == [(first + 2, "eval", {"step": 3})]

@@ -1,6 +1,5 @@
 """NodeService on the wire."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
 
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 from horizon_proto.v1 import node_pb2, node_pb2_grpc
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.services import NodePort
+from horizon_server.jobs.node import NodeFacts
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """Describes the machine."""
 
-    def __init__(self, node: NodePort) -> None:
+    def __init__(self, node: NodeFacts) -> None:
         self._node = node
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.GetNodeResponse:

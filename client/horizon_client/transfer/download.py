@@ -1,0 +1,182 @@
+"""Downloads the files of one checkpoint: in ranges, resumed from `.part` files, verified by sha256, renamed when complete.
+
+Never writes outside the folder, whatever paths the server lists, and replaces a different file only with `force`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO, TypeAlias
+
+from horizon_client.connection import Backoff, RetryPolicy, pause_after
+from horizon_client.errors import (
+    BadFile,
+    CorruptDownload,
+    FieldViolation,
+    FileConflict,
+    HorizonClientError,
+    ServerFailed,
+    Unavailable,
+)
+from horizon_client.resources import FileEntry
+from horizon_client.transfer.files import PIECE_BYTES, in_pieces
+from horizon_client.transfer.reporter import Progress, Reporter
+
+ReadFile: TypeAlias = Callable[[str, int], AsyncIterator[tuple[int, bytes]]]
+"""(path, offset) -> pieces as (offset, data)."""
+
+TRAINER_PREFIX = "trainer/"
+
+
+class CheckpointDownload:
+    """One pull into one folder."""
+
+    def __init__(self, read_file: ReadFile, folder: Path, *, retry: RetryPolicy, reporter: Reporter) -> None:
+        self._read_file = read_file
+        self._folder = folder
+        self._retry = retry
+        self._reporter = reporter
+        self._done_bytes = 0
+        self._total_bytes = 0
+
+    async def fetch(self, files: Sequence[FileEntry], *, force: bool) -> int:
+        """Download all files and return the number of bytes received; identical files that exist already are skipped.
+
+        Raises:
+            FileConflict: when different files are in the way and `force` is not given; nothing is fetched then.
+            CorruptDownload: when a file does not have the listed sha256.
+            BadFile: when the folder cannot be written.
+        """
+        targets = {entry.path: self._target(entry.path) for entry in files}
+        self._total_bytes = sum(entry.size_bytes for entry in files)
+        try:
+            wanted = [entry for entry in files if not await self._is_complete(entry, targets[entry.path])]
+            taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
+            if taken and not force:
+                raise FileConflict(
+                    f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
+                    violations=[FieldViolation(field=str(t), description="exists and is different") for t in taken],
+                )
+            return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
+        except OSError as error:
+            if isinstance(error, HorizonClientError):
+                raise
+            raise BadFile(f"cannot write to {self._folder}: {error.strerror} ({error.filename})") from error
+
+    def _target(self, listed: str) -> Path:
+        """Return the local path of a listed one.
+
+        Raises:
+            ServerFailed: when it would be outside the folder.
+        """
+        # the same on every system: a Windows path is refused on Linux too, and the other way round
+        pure = PurePosixPath(listed)
+        parts = listed.split("/")
+        plain = all(part not in ("", ".", "..") for part in parts) and not any(c in listed for c in "\\\0:")
+        if not plain or pure.is_absolute() or PureWindowsPath(listed).is_absolute():
+            raise ServerFailed(
+                f"the server lists the path {listed!r:.100}, which is outside the folder; nothing was written"
+            )
+        target = self._folder.joinpath(*parts)
+        if not target.parent.resolve().is_relative_to(self._folder.resolve()):
+            raise ServerFailed(f"{target.parent} is a link to a place outside {self._folder}; nothing was written")
+        return target
+
+    async def _is_complete(self, entry: FileEntry, target: Path) -> bool:
+        if _file_size(target) != entry.size_bytes:
+            return False
+        digest = hashlib.sha256()
+        await in_pieces(_hashing(target, entry.size_bytes, digest.update), lambda _: None)
+        same = digest.hexdigest() == entry.sha256
+        if same:
+            self._advance(entry, entry.size_bytes)
+        return same
+
+    async def _fetch_file(self, entry: FileEntry, target: Path) -> int:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.part")
+        resumed = part.exists()
+        received, digest = await self._fill_part(entry, part)
+        if digest != entry.sha256 and resumed:
+            # the job may have written this checkpoint again since then, so one download from the start is tried
+            part.unlink()
+            self._reporter.notice(f"the partial download of {entry.path} is from another file; starting it again")
+            self._done_bytes -= entry.size_bytes
+            again, digest = await self._fill_part(entry, part)
+            received += again
+        if digest != entry.sha256:
+            part.unlink()  # or the next pull would continue from damaged bytes
+            raise CorruptDownload(
+                f"{entry.path} arrived damaged: its sha256 is {digest[:12]}, not {entry.sha256[:12]}; pull it again"
+            )
+        part.replace(target)
+        return received
+
+    async def _fill_part(self, entry: FileEntry, part: Path) -> tuple[int, str]:
+        """Fill `part` to the listed size; return the number of bytes received and the sha256 of the whole."""
+        digest = hashlib.sha256()
+        offset = _usable_part_bytes(part, entry.size_bytes)
+        if offset:
+            await in_pieces(_hashing(part, offset, digest.update), lambda _: None)
+            self._advance(entry, offset)
+        start, backoff = offset, Backoff(self._retry)
+        with part.open("ab") as file:
+            while offset < entry.size_bytes:
+                before = offset
+                try:
+                    async for at, data in self._read_file(entry.path, offset):
+                        if at != offset or offset + len(data) > entry.size_bytes:
+                            sent = f"bytes {at}..{at + len(data)} of {entry.path}"
+                            raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
+                        await asyncio.to_thread(_append, file, data, digest.update)
+                        offset += len(data)
+                        self._advance(entry, len(data))
+                    problem: HorizonClientError = Unavailable(
+                        f"{entry.path} ended at byte {offset} of {entry.size_bytes}"
+                    )
+                except Unavailable as error:
+                    problem = error
+                if offset > before:
+                    backoff.succeeded()
+                if offset < entry.size_bytes:
+                    await pause_after(problem, backoff, self._reporter, f"the download of {entry.path}")
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        return offset - start, digest.hexdigest()
+
+    def _advance(self, entry: FileEntry, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._reporter.progress(
+            Progress(phase="download", name=entry.path, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+        )
+
+
+def _file_size(path: Path) -> int | None:
+    """Return the size of a plain file; None for anything else, links among them."""
+    return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+
+
+def _usable_part_bytes(part: Path, whole_bytes: int) -> int:
+    """Return how much of an earlier download can be kept; remove it when nothing can."""
+    size = _file_size(part)
+    if size is None or size > whole_bytes:
+        part.unlink(missing_ok=True)
+        return 0
+    return size
+
+
+def _append(file: BinaryIO, data: bytes, update: Callable[[bytes], object]) -> None:
+    file.write(data)
+    update(data)
+
+
+def _hashing(path: Path, num_bytes: int, update: Callable[[bytes], object]) -> Iterator[int]:
+    with path.open("rb") as file:
+        while num_bytes > 0 and (piece := file.read(min(PIECE_BYTES, num_bytes))):
+            update(piece)
+            num_bytes -= len(piece)
+            yield len(piece)

@@ -1,0 +1,130 @@
+"""A layer's last projection, whose value backward does not need.
+
+Recomputing a layer before its backward calculates every intermediate value again. The output of the last projection (back to the hidden
+size, in most decoders) is only added to the residual: no gradient depends on it. So it is skipped there, a fifth to a quarter of the
+recompute. Whether that holds for a layer is found by watching what autograd saves, not by the architecture's name.
+
+Owns finding that projection and the stand-in for it. Must not know streaming, units or architectures.
+
+Shapes: T = tokens, I = inputs of the projection, O = its outputs.
+Thread: a layer is called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS
+
+
+class SkippedProjection:
+    """Replaces a projection's forward: it computes, except inside `skipped`."""
+
+    def __init__(self, projection: nn.Module) -> None:
+        assert isinstance(projection, nn.Linear)
+        self._projection = projection
+        self._skips = False
+        projection.forward = self._forward  # type: ignore[assignment]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the weight; skipping it saves twice as many operations per token."""
+        return self._projection.weight.numel()
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Inside the block the projection returns uninitialised memory of the right shape; its gradients are exact."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        weight, bias = self._projection.weight, self._projection.bias
+        # Products of other layouts are multiplied in another order, so of those the bits would differ.
+        if self._skips and inputs.is_contiguous():
+            output: Tensor = _LinearWithoutValue.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+            return output
+        return functional.linear(inputs, weight, bias)
+
+
+def find_skipped_projections(
+    layers: Mapping[int, tuple[nn.Module, LayerCall]], *, hidden_size: int
+) -> dict[int, SkippedProjection]:
+    """The skipped projections of some layers, each with one of its calls, by the layers' numbers.
+
+    The layers have no storage, and those that cannot run without (experts are chosen by values) are computed as they are.
+    """
+    found = {}
+    for number, (layer, call) in layers.items():
+        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta", requires_grad=True)
+        args, kwargs = call.without_storage().with_hidden(hidden_1TD)
+        # On a copy: some layers move what they hold to where they find the hidden state.
+        name = _find(copy.deepcopy(layer), args, kwargs)
+        if name is not None:
+            found[number] = SkippedProjection(layer.get_submodule(name))
+    return found
+
+
+def _find(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The name of the projection after which autograd saves nothing more."""
+    calls: list[nn.Linear] = []
+    saves_after_it = False
+
+    def called(module: nn.Module, _inputs: object, _output: object) -> None:
+        nonlocal saves_after_it
+        assert isinstance(module, nn.Linear)
+        calls.append(module)
+        saves_after_it = False
+
+    def saved(tensor: Tensor) -> Tensor:
+        nonlocal saves_after_it
+        saves_after_it = True
+        return tensor
+
+    handles = [m.register_forward_hook(called) for m in layer.modules() if type(m) is nn.Linear]
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            layer(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError):
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not calls or saves_after_it or calls.count(calls[-1]) > 1:
+        return None
+    return {module: str(name) for name, module in layer.named_modules()}[calls[-1]]
+
+
+class _LinearWithoutValue(torch.autograd.Function):
+    """A linear map without its value. Its gradients are the very products that autograd would call, so their bits are equal."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight_OI)
+        return _any_values(inputs, weight_OI.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight_OI = ctx.saved_tensors
+        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        grad_TO, inputs_TI = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
+        return (
+            grad_TO.mm(weight_OI).view(inputs.shape) if for_inputs else None,
+            grad_TO.t().mm(inputs_TI) if for_weight else None,
+            grad_TO.sum(0) if for_bias else None,
+        )
+
+
+def _any_values(like: Tensor, num_outputs: int) -> Tensor:
+    return like.new_empty((*like.shape[:-1], num_outputs))
