@@ -18,6 +18,7 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
+from horizon_server.blobs.disk import told_when_full
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
@@ -89,10 +90,11 @@ def run_daemon(settings: Settings) -> int:
 
     Raises:
         InUse: when another daemon holds the state folder.
-        BadSetting: when an address cannot be used.
+        BadSetting: when an address or the state folder cannot be used.
+        DiskFull: when the state folder's disk has no space to start with.
     """
     configure_logging(settings.log_level, settings.log_json)
-    with held_state_dir(settings.state_dir):
+    with told_when_full(f"free space for {settings.state_dir}, then start again"), held_state_dir(settings.state_dir):
         asyncio.run(_serve(settings))
     return 0
 
@@ -103,15 +105,20 @@ async def _serve(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, grpc_address, http_address)
+    found = await find_accelerators()
     async with _database(settings.database_path) as database:
         parts = await wire(
             settings,
             database,
-            found=await find_accelerators(),
-            usable=await usable_accelerators(child_environment()),
+            found=found,
+            usable=await usable_accelerators(found, child_environment()),
         )
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
-        _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
+        try:
+            _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
+        except BaseException:
+            await asyncio.gather(grpc_server.stop(0), http_server.stop())
+            raise
         queue = asyncio.create_task(run_queue(parts), name="queue")
         chores = asyncio.create_task(_chores(settings, parts), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")

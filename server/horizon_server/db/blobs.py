@@ -15,7 +15,7 @@ _SHA256 = func.json_extract(literal_column("each.value"), "$.sha256")
 
 
 class BlobReferences:
-    """Implements `blobs.uploads.BlobReferences`."""
+    """The contents that datasets and models refer to. Each call is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

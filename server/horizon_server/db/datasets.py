@@ -10,7 +10,7 @@ from horizon_server.records.dataset import DatasetRecord
 
 
 class DatasetStore(NamedRows[DatasetRow, DatasetRecord]):
-    """Implements `datasets.service.DatasetStore`."""
+    """The table of datasets."""
 
     what = "dataset"
     row_type = DatasetRow

@@ -10,7 +10,7 @@ from horizon_server.records.model import ModelRecord
 
 
 class ModelStore(NamedRows[ModelRow, ModelRecord]):
-    """Implements `models.service.ModelStore`."""
+    """The table of models."""
 
     what = "model"
     row_type = ModelRow

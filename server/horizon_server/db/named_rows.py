@@ -199,7 +199,7 @@ def _token(record: Named) -> str:
 def _read_token(token: str) -> tuple[float, str]:
     try:
         created_s, resource_id = json.loads(base64.urlsafe_b64decode(token))
-        if isinstance(created_s, float) and isinstance(resource_id, str):
+        if isinstance(created_s, float) and isinstance(resource_id, str) and resource_id.isascii():
             return created_s, resource_id
     except (ValueError, TypeError, binascii.Error, RecursionError):
         pass

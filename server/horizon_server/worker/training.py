@@ -1,4 +1,4 @@
-"""One attempt from the loaded model to the last checkpoint: where spec and engine meet.
+"""One attempt from the loaded model to the last checkpoint: runs the engine as the spec says.
 
 Owns the loop over steps, evaluations, checkpoints and the orders of the daemon. Every number it reports comes from the engine.
 """
@@ -37,7 +37,7 @@ from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
-"""The time to the end is estimated from the pace of so many last steps."""
+"""The time to the end is estimated from the pace of this many last steps."""
 
 
 class Training:
@@ -120,7 +120,7 @@ class Training:
         return True
 
     def close(self) -> None:
-        """Give everything back; the planes' memory stays with the daemon. Leaves the trace, where one was wanted."""
+        """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
         self._trainer.close()
         self._device.close()
         self._store.close()

@@ -1,6 +1,5 @@
 """ModelService on the wire: a thin layer over `models.service` and `blobs.uploads`."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
 
 from typing import Any
