@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import Unauthenticated
-from horizon_server.jobs.node import NodeFacts
 from horizon_server.records.account import Principal
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
+from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 
 _log = logging.getLogger(__name__)

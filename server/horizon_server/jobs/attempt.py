@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ from horizon_server.events import (
     WorkerLine,
 )
 from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.inputs import DatasetFiles, FindInputs, PreparedData
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import (
@@ -74,18 +74,6 @@ class WorkerOptions:
     environment: dict[str, str]
     trace: bool = False
     module: str = WORKER_MODULE
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """The files on this node that a job's ids stand for."""
-
-    model: Path
-    dataset: DatasetFiles
-    evaluation: DatasetFiles | None
-
-
-FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
 
 
 class Attempt:
