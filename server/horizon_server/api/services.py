@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import Unauthenticated
 from horizon_server.records.account import Principal
 from horizon_server.services.accounts import Accounts
@@ -15,6 +14,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
+from horizon_server.services.uploads import Uploads
 
 _log = logging.getLogger(__name__)
 _REFUSALS_EVERY_S = 60.0

@@ -81,7 +81,7 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         if packing_wanted:
             self._report_packing()
-        self._events.send(Message(level="info", text=_told(self._plan, dataset)))
+        self._events.send(Message(level="info", text=_data_summary(self._plan, dataset)))
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
@@ -268,7 +268,7 @@ def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packin
     )
 
 
-def _told(plan: StepPlan, dataset: PreparedDataset) -> str:
+def _data_summary(plan: StepPlan, dataset: PreparedDataset) -> str:
     return (
         f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {plan.num_rows} rows, which are "
         f"{100 * plan.packing_efficiency:.1f} % full; {plan.num_steps} steps"
