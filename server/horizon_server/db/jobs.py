@@ -191,7 +191,7 @@ class JobStore:
         """Return the number of jobs by state, every state named."""
         async with self._database.reading() as session:
             rows = await session.execute(select(JobRow.job_state, func.count()).group_by(JobRow.job_state))
-            found = {job_state: number for job_state, number in rows}  # noqa: C416  # a Row is no tuple to every SQLAlchemy
+            found = {job_state: number for job_state, number in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
         return {state.value: found.get(state.value, 0) for state in JobState}
 
 

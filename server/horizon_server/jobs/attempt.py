@@ -167,7 +167,7 @@ class Attempt:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
     async def _store_stop(self, wanted: Wanted) -> None:
-        # The next daemon knows by itself that this one has ended, so a drain is no wish that has to be stored.
+        # The next daemon knows by itself that this one has ended, so a drain need not be stored.
         fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
         if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
             self.job = await self._journal.move(
@@ -309,7 +309,7 @@ class Attempt:
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
         elif ended.outcome == "failed" and self._wanted is not Wanted.DRAIN:
-            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
+            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_state_dir(ended.message)
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:
