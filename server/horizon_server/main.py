@@ -69,8 +69,6 @@ class Parts:
     """What the daemon is made of, wired."""
 
     services: Services
-    accounts: Accounts
-    jobs: JobService
     lifecycle: Lifecycle
     journal: Journal
     scheduler: Scheduler
@@ -247,8 +245,6 @@ async def wire(
     )
     return Parts(
         services=services,
-        accounts=accounts,
-        jobs=jobs,
         lifecycle=lifecycle,
         journal=journal,
         scheduler=scheduler,
