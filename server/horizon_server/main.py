@@ -18,17 +18,15 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
-from horizon_server.blobs.disk import told_when_full
+from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
-from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.models import ModelStore
 from horizon_server.db.pairing import Pairing
+from horizon_server.db.pushed import DatasetStore, ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
@@ -51,6 +49,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
+from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
@@ -94,7 +93,10 @@ def run_daemon(settings: Settings) -> int:
         DiskFull: when the state folder's disk has no space to start with.
     """
     configure_logging(settings.log_level, settings.log_json)
-    with told_when_full(f"free space for {settings.state_dir}, then start again"), held_state_dir(settings.state_dir):
+    with (
+        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        held_state_dir(settings.state_dir),
+    ):
         asyncio.run(_serve(settings))
     return 0
 

@@ -43,7 +43,7 @@ class Batches:
     def of_files(self, files: Sequence[DataFile]) -> Iterator[TokenBatch]:
         """Yield what becomes of every row; with several files each violation names its file.
 
-        Raises: InvalidData where a file cannot be read as rows, WorkerFailed when a process is killed.
+        Raises: InvalidData where a file cannot be read as rows, WorkerDied when a process is killed.
         """
         for file in files:
             for batch in self._of_file(file):

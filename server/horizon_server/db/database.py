@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -103,6 +104,12 @@ class Database:
         event loop waits for it at its end: a daemon that cannot stop.
         """
         driver: Any = connection.driver_connection
+        # First an end to its transaction: a closed connection keeps the lock of a write until the last cursor is collected, and the
+        # traceback of the cancelled call holds on to one. Sent to the connection's thread without waiting for the answer.
+        with contextlib.suppress(ValueError):  # it is closed already
+            rollback = driver.rollback()
+            rollback.send(None)
+            rollback.close()
         stopped = driver.stop()
         if stopped is not None:
             self._stopping[stopped] = driver  # kept until its thread has closed it
