@@ -1,18 +1,14 @@
-"""What a row of each format must hold, and the sentence for each way in which it does not.
-
-Owns the fields of the formats. Must not know files, models or tokens.
-"""
+"""What a row of each format must hold, and the message for each way in which it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.message_checks import check_messages, check_tools, opens_with_system
-from horizon_server.datasets.values import Problem, check_learnable, check_string, listed, shown
-from horizon_server.errors import FieldViolation
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.messages import check_messages, check_tools, opens_with_system
+from horizon_formats.problems import FieldViolation, Problem, check_learnable, check_string, listed, shown
 
 UNTRAINED = -100
 """The label of a token that is not trained."""
@@ -150,7 +146,7 @@ def _check_labels(path: str, labels: object, ids: list[int]) -> list[Problem]:
                 (
                     f"{path}[{index}]",
                     f"is {shown(label)} where input_ids holds {token}; a label is its own token, or {UNTRAINED} for one that is not "
-                    "trained: the shift to the next token is made later",
+                    "trained: training shifts labels to the next token itself",
                 )
             ]
     if all(label == UNTRAINED for label in labels[1:]):

@@ -1,6 +1,6 @@
 """What the messages of a chat must hold, in the spelling of OpenAI (role, content) and of ShareGPT (from, value).
 
-Owns roles, keys and tool calls, and the sentence for each way in which they are wrong. Must not know files, formats' columns or tokens.
+Roles, keys and tool calls, and the message for each way in which they can be wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horizon_server.datasets.values import Problem, check_string, shown, unwritable
+from horizon_formats.problems import Problem, check_string, shown, unwritable
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -77,7 +77,7 @@ def check_messages(path: str, messages: object, *, sharegpt: bool) -> list[Probl
 
 
 def opens_with_system(conversation: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether a checked ShareGPT conversation begins with its own system message."""
+    """Whether a checked ShareGPT conversation begins with its own system message."""
     return bool(conversation[0][sharegpt_spelling(conversation[0]).speaker] == "system")
 
 
@@ -95,7 +95,7 @@ def check_tools(path: str, tools: object) -> list[Problem]:
 
 
 def parse_calls(text: str) -> list[dict[str, Any]] | None:
-    """Return the function calls that a ShareGPT `function_call` spells out, or None when its text is no call."""
+    """Return the function calls that a ShareGPT `function_call` spells out, or None when its text is not a call."""
     try:
         spoken = json.loads(text)
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def _check_message(message: object, spelling: Spelling) -> list[Problem]:
         problems += _check_extras(message, spelling)
     if speaker == FUNCTION_CALL and isinstance(content, str) and parse_calls(content) is None:
         problems.append(
-            (f".{spelling.text}", 'is no tool call; it must be JSON such as {"name": ..., "arguments": ...}')
+            (f".{spelling.text}", 'is not a tool call; it must be JSON such as {"name": ..., "arguments": ...}')
         )
     return problems
 
@@ -149,7 +149,7 @@ def _check_other_content(path: str, content: object, message: Mapping[str, Any])
 
 
 def _check_extras(message: Mapping[str, Any], spelling: Spelling) -> Iterator[Problem]:
-    """Yield what is wrong beside speaker and text. Null is absent: tables write it where other rows have a value."""
+    """Yield what is wrong apart from speaker and text. Null is absent: tables write it where other rows have a value."""
     keys = _KEYS[id(spelling)]
     for key, value in message.items():
         if value is None or key == spelling.speaker or key == spelling.text:
@@ -199,8 +199,3 @@ def _has_something_to_learn(message: Mapping[str, Any], spelling: Spelling) -> b
     if spelling.roles[message[spelling.speaker]] != "assistant" or message.get("weight") == 0:
         return False
     return bool(message.get("tool_calls")) or bool((text_of(message.get(spelling.text)) or "").strip())
-
-
-def is_trainable(message: Mapping[str, Any]) -> bool:
-    """Tell whether a checked message, as OpenAI spells it, is an assistant's with something to learn."""
-    return _has_something_to_learn(message, OPENAI)

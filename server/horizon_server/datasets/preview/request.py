@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import METHODS, TRAIN_ON, PrepareOptions
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.recipe import METHODS, TRAIN_ON, PrepareOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, WorkerFailed
 
 MAX_ROWS = 100

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from horizon_server.datasets.batches import Batches
+from horizon_server.datasets.preparing.batches import Batches
 from horizon_server.datasets.document_writer import PreparedFolder
-from horizon_server.datasets.formats import check_field_map
-from horizon_server.datasets.preparation import PrepareReport, PrepareRequest
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.violations import ViolationTally
+from horizon_formats.formats import check_field_map
+from horizon_server.datasets.recipe import PrepareReport, PrepareRequest
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_formats.problems import ViolationTally
 from horizon_server.errors import HorizonError, InvalidData
 from horizon_server.events import AttemptEnded, PrepareProgress, encode
 from horizon_server.store.cpus import available_cpus

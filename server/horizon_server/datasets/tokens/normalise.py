@@ -1,17 +1,23 @@
 """Rows of six formats as one of four things: a chat, a prompt with its completion, a text, or tokens.
 
-Owns what alpaca and ShareGPT mean in messages. Takes rows that `row_checks` has found fine. Must not know files, models or templates.
+Takes rows that `horizon_formats.row_checks` has found fine. Which rows are held out for evaluation follows from what a row means, and
+from nothing else: a row stays on its side wherever it is in the file, and copies of one row are never on both sides.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.message_checks import FUNCTION_CALL, OPENAI, parse_calls, sharegpt_spelling, text_of
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.messages import FUNCTION_CALL, OPENAI, parse_calls, sharegpt_spelling, text_of
+
+_HASH_BYTES = 8
+_END = float(1 << (8 * _HASH_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,22 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
     asked = "\n".join(part for part in (value("instruction"), value("input")) if part)
     turns = [turn for pair in (*(value("history") or ()), (asked, value("output"))) for turn in _exchange(*pair)]
     return Chat(messages=_system(value("system")) + turns)
+
+
+def row_content(row: NormalRow) -> bytes:
+    """Return the bytes that identify a row: equal for rows that mean the same, whatever else their lines hold."""
+    content = {"kind": type(row).__name__} | {
+        field.name: getattr(row, field.name)
+        for field in dataclasses.fields(row)
+        if getattr(row, field.name) is not None
+    }
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Whether content is on the evaluation side of this fraction. What is held out at some fraction is so at every larger one."""
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "big")
+    return number < fraction * _END
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come from here.
 
-Owns truncation, and the sentence for a row that cannot be used. Must not know files or folders.
+Truncation happens here, and the message for a row that cannot be used is made here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from horizon_server.datasets.chat_template import Span
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.documents import Document, Ids, split
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.held_out import is_held_out, row_content
-from horizon_server.datasets.masks import token_mask
-from horizon_server.datasets.normalise import NormalRow, Tokens, normalise
-from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.rendering import RenderedRow, RowRenderer
-from horizon_server.datasets.row_checks import UNTRAINED, check_row
-from horizon_server.datasets.text_blocks import blocks_of
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.errors import FieldViolation, InvalidData
+from horizon_server.datasets.tokens.chat_template import Span
+from horizon_formats.files import Row
+from horizon_server.datasets.tokens.documents import Document, Ids, blocks_of, split
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.tokens.normalise import NormalRow, Tokens, is_held_out, normalise, row_content
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.tokens.rendering import RenderedRow, RowRenderer, token_mask
+from horizon_formats.problems import FieldViolation
+from horizon_formats.row_checks import UNTRAINED, check_row
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.errors import InvalidData
 
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 
@@ -169,7 +167,7 @@ class RowTokenizer:
         """Return the tokens of a row in parts that are laid end to end."""
         if isinstance(item.normal, Tokens):
             return [self._given_tokens(item.normal)]
-        assert item.rendered is not None, "what is no tokens is rendered"
+        assert item.rendered is not None, "everything but tokens is rendered"
         parts: list[_Part] = []
         for text in item.rendered.texts:
             if text.trained_throughout:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from horizon_server.datasets.containers import Container
 from horizon_server.datasets.data_file import DataFile, Row
-from horizon_server.datasets.documents import Document, TextSplitter
-from horizon_server.datasets.formats import columns_of
-from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.preview import (
+from horizon_server.datasets.tokens.documents import Document, TextSplitter
+from horizon_formats.formats import columns_of
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.preview.request import (
     MAX_CHARACTERS,
     MAX_PROBLEMS,
     MAX_ROW_CHARACTERS,
@@ -32,9 +32,9 @@ from horizon_server.datasets.preview import (
     rows_to_json,
 )
 from horizon_server.datasets.rows import read_rows, read_text, resolve_format
-from horizon_server.datasets.text_blocks import text_blocks
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.tokenization import RowTokenizer, ShownRow, TextSpan
+from horizon_server.datasets.tokens.documents import text_blocks
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.tokenization import RowTokenizer, ShownRow, TextSpan
 from horizon_server.errors import HorizonError
 from horizon_server.events import AttemptEnded, encode
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from horizon_server.datasets.chat_template import ChatTemplate
+from horizon_server.datasets.tokens.chat_template import ChatTemplate
 from horizon_server.errors import InvalidModel
 
 # Classes that are nothing but their tokenizer.json, and the settings that do not change how they encode.

@@ -1,7 +1,6 @@
-"""What it takes to prepare a dataset for a model, and the key under which the result is kept.
+"""How a dataset is prepared for a model: the options, the request to the child, its report, and where the result is kept.
 
-Owns the request and the report that cross to the preparation child and back. Free of torch, transformers and tokenizers: the daemon
-looks into its cache and starts the child with this alone.
+Free of torch, transformers and tokenizers: the daemon looks for a prepared dataset and starts the child with this alone.
 """
 
 from __future__ import annotations
@@ -9,31 +8,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.model_files import decides_tokens, is_tokenizer
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.store import prepared
 
 PREPARATION_VERSION = 2
 """Raised whenever the same request would give other tokens or masks, so that no old result is found again."""
 
-TOKENS_FILE = "tokens.safetensors"
-REPORT_FILE = "report.json"
-EVALUATION_FOLDER = "evaluation"
-"""Within a prepared folder: the rows held out, where some are."""
-
 METHODS = ("sft", "pretrain")
 TRAIN_ON = ("assistant", "last-assistant", "all")
-
-# Everything that decides how this model reads text; config.json holds the size of the vocabulary.
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "config.json"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +54,7 @@ class PrepareOptions:
 class PrepareRequest:
     """One call of the preparation child. `num_rows` is the number of rows where it is known: the total of the progress."""
 
-    dataset_files: tuple[DataFile, ...]
+    dataset_files: tuple[StoredFile, ...]
     model_dir: Path
     output_dir: Path
     options: PrepareOptions
@@ -135,26 +126,39 @@ class PrepareReport:
         return {name: value for name, value in self.to_mapping().items() if isinstance(value, int)}
 
 
-def preparation_key(dataset_digest: str, tokenizer_digest: str, options: PrepareOptions) -> str:
-    """Return the name of the prepared folder: equal for equal data, tokenizer files and options, else different."""
+def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: PrepareOptions) -> Path:
+    """Return where the result is kept below `root`: equal for equal data, tokenizer files and options, else different.
+
+    All that was prepared from one dataset is in one folder, so that `remove_prepared` can find it.
+    """
+    assert dataset_digest, "a dataset that is ready has a digest"
     parts = {
         "version": PREPARATION_VERSION,
         "dataset": dataset_digest,
-        "tokenizer": tokenizer_digest,
+        "tokenizer": tokenizer,
         "options": options.to_mapping(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return root / dataset_digest / key
+
+
+def remove_prepared(root: Path, dataset_digest: str) -> None:
+    """Remove everything that was prepared from the dataset of this digest.
+
+    No job that uses it may be running, and no other dataset may have the same digest: equal content shares its prepared tokens.
+    """
+    assert dataset_digest, "an empty digest would name the whole root"
+    shutil.rmtree(root / dataset_digest, ignore_errors=True)
 
 
 def evaluation_folder(folder: Path, options: PrepareOptions) -> Path | None:
-    """Return where the rows held out lie in a prepared folder, or None where none are."""
-    return folder / EVALUATION_FOLDER if options.eval_fraction else None
+    """Return where the rows held out are in a prepared folder, or None where none are."""
+    return folder / prepared.EVALUATION_FOLDER if options.eval_fraction else None
 
 
 def is_prepared(folder: Path, options: PrepareOptions) -> bool:
     """Whether the folder is there with all its files."""
-    folders = [folder, evaluation_folder(folder, options)]
-    return all((place / name).is_file() for place in folders if place for name in (TOKENS_FILE, REPORT_FILE))
+    return prepared.is_prepared(folder, with_evaluation=options.eval_fraction > 0)
 
 
 def tokenizer_digest(model_dir: Path) -> str:
@@ -163,16 +167,23 @@ def tokenizer_digest(model_dir: Path) -> str:
     Raises: InvalidModel when the folder holds no tokenizer.
     """
     digest = hashlib.sha256()
-    found = []
-    for name in _TOKENIZER_FILES:
+    for name in require_tokenizer(model_dir):
         path = model_dir / name
-        if path.is_file():
-            found.append(name)
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    if not set(found) - {"config.json", "chat_template.jinja"}:
-        raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def require_tokenizer(model_dir: Path) -> list[str]:
+    """Return the files that decide how this model reads text, by their paths in the folder.
+
+    Raises: InvalidModel when there is no tokenizer among them: transformers would make an empty one from the config alone.
+    """
+    paths = [*model_dir.glob("*"), *model_dir.glob("additional_chat_templates/*")]
+    names = sorted(path.relative_to(model_dir).as_posix() for path in paths if path.is_file())
+    if not any(map(is_tokenizer, names)):
+        raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
+    return [name for name in names if decides_tokens(name)]
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
@@ -181,7 +192,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     return str(value)
 
 
-def _data_file(entry: str | Mapping[str, str]) -> DataFile:
+def _data_file(entry: str | Mapping[str, str]) -> StoredFile:
     if isinstance(entry, str):
-        return DataFile.at(Path(entry))
-    return DataFile.at(Path(entry["path"]), name=entry.get("name"))
+        return StoredFile.at(Path(entry))
+    return StoredFile.at(Path(entry["path"]), name=entry.get("name"))

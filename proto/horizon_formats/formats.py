@@ -1,7 +1,4 @@
-"""The dataset formats: their wire names, the fields each needs, and how `auto` tells them apart.
-
-Owns names and fields. Must not open a file: it judges column names that others have read.
-"""
+"""The dataset formats: the names that users write, the fields each needs, and how `auto` tells them apart."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from horizon_server.datasets.values import listed
-from horizon_server.errors import FieldViolation, InvalidData, InvalidSpec
+from horizon_formats.problems import FieldViolation, InvalidFile, InvalidOption, listed
 
 
 class DatasetFormat(StrEnum):
-    """How the rows of a file are written; the values are the names users type and the wire carries."""
+    """How the rows of a file are written; the values are the names that users write and the wire carries."""
 
     AUTO = "auto"
     MESSAGES = "messages"
@@ -34,6 +30,11 @@ class _Fields:
     def names(self) -> tuple[str, ...]:
         return self.required + self.optional
 
+    def fit(self, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
+        """Whether every required field is there and every mapped one belongs to this format."""
+        known = all(field in self.names for field in field_map)
+        return known and all(field_map.get(field, field) in columns for field in self.required)
+
 
 _FIELDS = {
     DatasetFormat.MESSAGES: _Fields(required=("messages",), optional=("tools",)),
@@ -43,27 +44,27 @@ _FIELDS = {
     DatasetFormat.TEXT: _Fields(required=("text",)),
     DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),
 }
+_ALL_FIELDS = tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))
 
 
 def parse_format(name: str) -> DatasetFormat:
-    """Return the format of that wire name.
+    """Return the format of that name.
 
-    Raises: InvalidSpec for an unknown name.
+    Raises: InvalidOption for an unknown name.
     """
     try:
         return DatasetFormat(name)
     except ValueError:
-        allowed = ", ".join(DatasetFormat)
-        sentence = f"format is {name!r}; it must be one of {allowed}"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="format", description=sentence)]) from None
+        problem = f"format is {name!r}; it must be one of {', '.join(DatasetFormat)}"
+        raise InvalidOption(problem, violations=[FieldViolation(field="format", description=problem)]) from None
 
 
 def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> None:
-    """Refuse a mapping of fields to the file's columns that names unknown fields, or one column twice.
+    """Refuse a map of fields to columns that names unknown fields, or one column twice.
 
-    Raises: InvalidSpec with one violation for each wrong entry.
+    Raises: InvalidOption with one violation for each wrong entry.
     """
-    known = _known_fields(dataset_format)
+    known = _ALL_FIELDS if dataset_format is DatasetFormat.AUTO else _FIELDS[dataset_format].names
     violations = []
     columns: dict[str, str] = {}
     for field, column in field_map.items():
@@ -81,25 +82,30 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
             continue
         violations.append(FieldViolation(field=path, description=problem))
     if violations:
-        raise InvalidSpec(violations[0].description, violations=violations)
+        raise InvalidOption(violations[0].description, violations=violations)
 
 
 def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> DatasetFormat:
     """Return the one format that a row with these columns fits.
 
-    Raises: InvalidData when no format or more than one fits.
+    Raises: InvalidFile when a mapped column is missing, and when no format or more than one fits.
     """
-    fitting = [name for name, fields in _FIELDS.items() if _fits(fields, columns, field_map)]
+    present = listed(columns, none="none")
+    for field, column in field_map.items():
+        if column not in columns:
+            raise InvalidFile(
+                f"there is no column {column!r:.40} for --map {field}={column:.40}; the columns are {present}"
+            )
+    fitting = [name for name, fields in _FIELDS.items() if fields.fit(columns, field_map)]
     if len(fitting) == 1:
         return fitting[0]
-    shown = listed(columns, none="none")
     if fitting:
-        raise InvalidData(
-            f"the columns ({shown}) fit the formats {' and '.join(fitting)}; say which one with --format {fitting[0]}"
+        raise InvalidFile(
+            f"the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
         )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
-    raise InvalidData(
-        f"the columns ({shown}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
+    raise InvalidFile(
+        f"the columns ({present}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
     )
 
 
@@ -108,29 +114,17 @@ def require_columns(
 ) -> None:
     """Refuse a table that lacks a column, once for all its rows.
 
-    Raises: InvalidData.
+    Raises: InvalidFile.
     """
     for field in _FIELDS[dataset_format].names:
         column = field_map.get(field, field)
         if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
-            shown = listed(columns, none="none")
-            raise InvalidData(
-                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are {shown}; "
-                "name another column with --map"
+            raise InvalidFile(
+                f"{name} has no column {column!r:.40} for the field {field} of format {dataset_format}; its columns are "
+                f"{listed(columns, none='none')}; name another column with --map"
             )
 
 
 def columns_of(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> frozenset[str]:
     """Return the columns that rows of this format are made of, under the names that the file gives them."""
     return frozenset(field_map.get(field, field) for field in _FIELDS[dataset_format].names)
-
-
-def _fits(fields: _Fields, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
-    mapped_here = all(field in fields.names for field in field_map)
-    return mapped_here and all(field_map.get(field, field) in columns for field in fields.required)
-
-
-def _known_fields(dataset_format: DatasetFormat) -> tuple[str, ...]:
-    if dataset_format is not DatasetFormat.AUTO:
-        return _FIELDS[dataset_format].names
-    return tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))

@@ -1,7 +1,4 @@
-"""Documents: tokens that are trained together, and how long ones are cut into several.
-
-Must not know rows, templates or files.
-"""
+"""Documents: tokens that are trained together. How long ones are cut, and how long texts are encoded in blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +8,9 @@ from dataclasses import dataclass
 
 Ids = array.array
 """Token ids, 4 bytes each: `array.array("i")`."""
+
+# A block has about this many characters, and is cut where a tokenizer would cut too.
+BLOCK_CHARACTERS = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,34 @@ class TextSplitter:
         yield from split(_trained_throughout(rest), self._sequence_length) if rest else ()
 
 
+def text_blocks(pieces: Iterable[str], block_characters: int = BLOCK_CHARACTERS) -> Iterator[str]:
+    """Join the pieces of a text to blocks.
+
+    The cut is before a line break that follows a letter: all tokenizers in use that split words start a new piece there.
+    """
+    pending: list[str] = []
+    size = 0
+    for piece in pieces:
+        pending.append(piece)
+        size += len(piece)
+        if size < block_characters:
+            continue
+        text = "".join(pending)
+        cut = _last_cut(text)
+        yield text[:cut]
+        pending, size = [text[cut:]], len(text) - cut
+    if size:
+        yield "".join(pending)
+
+
+def blocks_of(text: str) -> Iterator[str]:
+    """Yield a text in blocks."""
+    if len(text) <= BLOCK_CHARACTERS:
+        yield text
+        return
+    yield from text_blocks(text[at : at + BLOCK_CHARACTERS] for at in range(0, len(text), BLOCK_CHARACTERS))
+
+
 def _piece_starts(num_tokens: int, length: int) -> list[int]:
     starts = list(range(0, num_tokens, length))
     if len(starts) > 1 and num_tokens - starts[-1] == 1:
@@ -68,3 +96,15 @@ def _piece_starts(num_tokens: int, length: int) -> list[int]:
 
 def _trained_throughout(ids: Ids[int]) -> Document:
     return Document(ids=ids, trained=b"\1" * len(ids))
+
+
+def _last_cut(text: str) -> int:
+    end = len(text)
+    for _ in range(100):
+        end = text.rfind("\n", 1, end)
+        if end < 0:
+            break
+        if text[end - 1].isalpha():
+            return end
+    any_break = text.rfind("\n", 1)
+    return any_break if any_break > 0 else len(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from horizon_server.datasets.chat_sandbox import (
+from horizon_server.datasets.tokens.sandbox import (
     CLOSE_MARK,
     OPEN_MARK,
     blocks_reach_the_text,

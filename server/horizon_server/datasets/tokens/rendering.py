@@ -1,17 +1,17 @@
-"""A row as the text a model reads, and which characters of it are trained.
+"""A row as the text a model reads, which characters of it are trained, and which tokens that makes.
 
-Owns what `train_on`, `method` and the weights of messages mean. Must not know files or tokens, but for the ids that a tokenizer puts
-around a text by itself.
+What `train_on`, `method` and the weights of messages mean is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, assert_never
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, assert_never
 
-from horizon_server.datasets.chat_template import ChatTemplate, Span
-from horizon_server.datasets.normalise import Chat, Pair, Text
-from horizon_server.datasets.preparation import PrepareOptions
+from horizon_server.datasets.tokens.chat_template import ChatTemplate, Span
+from horizon_server.datasets.tokens.normalise import Chat, Pair, Text
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.errors import InvalidData
 
 
 class RenderedText(NamedTuple):
@@ -79,6 +79,49 @@ class RowRenderer:
         if self._last_only:
             replies = replies[-1:]
         return text, [span for message, span in replies if message["weight"] and _says_something(message)]
+
+
+def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
+    """Return a byte for each token of a `tokenizers.Encoding` of `text`: 1 where it lies in a span of characters.
+
+    A token across the border of a span belongs to the side that holds its letters; on the other side there is white space only, such
+    as the line break that `<|end|>` of some vocabularies swallows. White space on both sides belongs to what comes first.
+
+    Raises: InvalidData where a token holds letters of both sides: then no mask is exact.
+    """
+    mask = bytearray(len(encoding))
+    for start, end in spans:
+        if start < end:
+            first, last = _first_token(text, encoding, start), _first_token(text, encoding, end)
+            mask[first:last] = b"\1" * max(0, last - first)
+    return mask
+
+
+def _first_token(text: str, encoding: Any, border: int) -> int:
+    """Return the first token that belongs to what follows the border."""
+    token = _token_at(text, encoding, border)
+    if token is None:
+        return len(encoding)
+    begin, end = encoding.token_to_chars(token)
+    if begin == border:
+        return token
+    if not text[border:end].strip():
+        return token + 1
+    if not text[begin:border].strip():
+        return token
+    raise InvalidData(
+        f"token {text[begin:end]!r} holds text that is trained and text that is not, so no mask is exact; put white space or a "
+        "special token between the template's words and the reply's"
+    )
+
+
+def _token_at(text: str, encoding: Any, character: int) -> int | None:
+    # A tokenizer may leave characters out, as white space at the ends.
+    for index in range(character, len(text)):
+        token = encoding.char_to_token(index)
+        if token is not None:
+            return int(token)
+    return None
 
 
 def _says_something(message: dict[str, object]) -> bool:
