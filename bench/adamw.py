@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from horizon_server.store.bandwidth import (
+from horizon_server.planning.bandwidth import (
     Bandwidth,
     adamw_bytes_per_parameter,
     measure_bandwidth,

@@ -32,13 +32,14 @@ from bench.models import random_rows
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.report import StepReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import DoesNotFit
+from horizon_server.figures import StepFigures
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind, MemoryPlan, ModelShape, plan_memory
 from horizon_server.store.native import kernel_info
 
 QWEN25: dict[str, dict[str, Any]] = {
@@ -189,7 +190,7 @@ def _num_steps(point: Point) -> int:
     return next((steps for tokens, steps in _STEPS if point.tokens <= tokens), 1)
 
 
-def steps(template: Template, store: HostStore, device: Device, point: Point) -> list[StepReport]:
+def steps(template: Template, store: HostStore, device: Device, point: Point) -> list[StepFigures]:
     """Train some steps of a point on a new trainer, after a small one that warms up."""
     config = TrainConfig(
         num_steps=1000,
@@ -257,7 +258,7 @@ def _cells(
     template: Template,
     config: PretrainedConfig,
     point: Point,
-    reports: list[StepReport],
+    reports: list[StepFigures],
     *,
     kind: DeviceKind,
     resident: Resident,
@@ -270,17 +271,17 @@ def _cells(
     trained = matrices if template.tied else matrices - head
     model_flops = last.model_flops
     hardware_flops = hardware_flops_of(template, model_flops=model_flops, num_tokens=point.tokens)
-    peak_bytes = torch.cuda.max_memory_allocated() if kind == "cuda" else sum(last.device_memory.values())
+    peak_bytes = torch.cuda.max_memory_allocated() if kind == "cuda" else sum(last.device_memory_bytes.values())
     return [
         f"{point.tokens / step_s:,.0f}",
         f"{6 * trained * point.tokens / step_s / 1e12:.2f}",
         f"{model_flops / step_s / 1e12:.2f}",
         f"{hardware_flops / step_s / 1e12:.2f}",
         f"{last.overlap_ratio:.3f}",
-        f"{last.transfer['h2d'].overlap_ratio:.3f}",
-        f"{last.transfer['d2h'].overlap_ratio:.3f}",
-        f"{last.transfer['h2d'].exposed_s:.3f}",
-        f"{last.transfer['d2h'].exposed_s:.3f}",
+        f"{last.h2d.overlap_ratio:.3f}",
+        f"{last.d2h.overlap_ratio:.3f}",
+        f"{last.h2d.exposed_s:.3f}",
+        f"{last.d2h.exposed_s:.3f}",
         f"{last.optimizer_exposed_s:.3f}",
         f"{step_s:.3f}",
         f"{peak_bytes / 2**30:.2f}",

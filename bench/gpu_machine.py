@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from horizon_server.store.ledger import DeviceKind
+from horizon_server.planning.ledger import DeviceKind
 
 LINK_BYTES = 1 << 30
 _DEVICE_SHARE = 0.92

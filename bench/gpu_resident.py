@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bench.models import random_rows
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.store.ledger import DeviceKind
+from horizon_server.planning.ledger import DeviceKind
 
 BYTES_PER_PARAMETER = 18
 

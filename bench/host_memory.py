@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.settings import child_environment
-from horizon_server.store.ledger import plan_memory
-from horizon_server.store.model_folder import open_model_folder
 
 ROW_TOKENS = 256
 _SHAPES = ["6m", "36m", "40m", "0.6b", "mixtral-56m", "qwen3_moe-43m"]

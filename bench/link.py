@@ -19,9 +19,9 @@ from bench.trace_overlap import DirectionOverlap, overlap_of_step
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.trace import Trace
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.report import StepReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.figures import StepFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class LinkStep:
     """One step: its wall seconds, its report, and its overlap as the trace shows it."""
 
     wall_s: float
-    report: StepReport
+    report: StepFigures
     traced: dict[str, DirectionOverlap]
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     rows = random_rows(config.vocab_size, num_rows=arguments.rows, row_tokens=arguments.row_tokens)
     free = run(rows, template, link_bytes_per_s=None, num_slots=2, num_steps=arguments.steps)
     compute_s = statistics.median(step.report.compute_s for step in free)
-    h2d_bytes = free[0].report.transfer["h2d"].bytes
+    h2d_bytes = free[0].report.h2d.bytes
     print(
         "| setting | slots | compute s | h2d busy s | step s | step / max(compute, transfer) "
         "| h2d overlap, reported | from the trace | d2h overlap, reported | from the trace |"
@@ -103,10 +103,10 @@ def main() -> None:
                 trace_file=arguments.trace,
             )
             wall_s = statistics.median(step.wall_s for step in steps)
-            busy_s = statistics.median(step.report.transfer["h2d"].busy_s for step in steps)
+            busy_s = statistics.median(step.report.h2d.busy_s for step in steps)
             computed_s = statistics.median(step.report.compute_s for step in steps)
             overlaps = " | ".join(
-                f"{statistics.median(step.report.transfer[way].overlap_ratio for step in steps):.2f} "
+                f"{statistics.median(getattr(step.report, way).overlap_ratio for step in steps):.2f} "
                 f"| {statistics.median(step.traced[way].ratio for step in steps):.2f}"
                 for way in ("h2d", "d2h")
             )

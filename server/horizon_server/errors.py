@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class HorizonError(Exception):
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, field: str, message: str, *, retry_after_s: float | None = None) -> Self:
+        """Return the error of one refused field: its message is also its only violation."""
+        return cls(message, violations=[FieldViolation(field=field, description=message)], retry_after_s=retry_after_s)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.violations, self.retry_after_s))

@@ -12,18 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horizon_server.errors import WorkerFailed
+from horizon_server.figures import EvalFigures, StepFigures, TransferFigures
 
 MAX_LINE_BYTES = 256 * 1024
 """Longest line a child may write; a longer one is a broken child."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferFigures:
-    """One direction of the link over a step. Units: bytes and seconds; `exposed_s` is compute idle, waiting for it."""
-
-    bytes: int = 0
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +29,13 @@ class StateChanged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepDone:
-    """One optimizer step is done. `tokens` are real tokens; `skipped` says why not all weights were updated, or is empty."""
+class StepDone(StepFigures):
+    """One optimizer step is done: the engine's figures and where the job is. `epoch` counts passes over the data."""
 
-    step: int
     num_steps: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
     epoch: float
     num_input_tokens_seen: int
-    num_tokens: int
     tokens_per_second: float
-    duration_s: float
-    h2d: TransferFigures = field(default_factory=TransferFigures)
-    d2h: TransferFigures = field(default_factory=TransferFigures)
-    compute_s: float = 0.0
-    optimizer_s: float = 0.0
-    optimizer_exposed_s: float = 0.0
-    overlap_ratio: float = 1.0
-    model_flops: float = 0.0
-    host_memory_bytes: dict[str, int] = field(default_factory=dict)
-    device_memory_bytes: dict[str, int] = field(default_factory=dict)
-    skipped: str = ""
     eta_s: float = 0.0
 
 
@@ -73,19 +49,10 @@ class PrepareProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalDone:
-    """One evaluation is done; `step` 0 is before the first step. What the queues did for it is no part of any step's figures."""
+class EvalDone(EvalFigures):
+    """One evaluation is done; `step` 0 is before the first step."""
 
     step: int
-    eval_loss: float
-    num_targets: int
-    num_tokens: int = 0
-    duration_s: float = 0.0
-    h2d: TransferFigures = field(default_factory=TransferFigures)
-    d2h: TransferFigures = field(default_factory=TransferFigures)
-    compute_s: float = 0.0
-    optimizer_s: float = 0.0
-    optimizer_exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +102,7 @@ class AttemptEnded:
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | AttemptEnded
 
-_KINDS: dict[str, type[Any]] = {
+KINDS: dict[str, type[Any]] = {
     "state": StateChanged,
     "step": StepDone,
     "prepare": PrepareProgress,
@@ -145,7 +112,7 @@ _KINDS: dict[str, type[Any]] = {
     "ready": AttemptReady,
     "ended": AttemptEnded,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +143,7 @@ def decode(line: str | bytes) -> Any:
     """
     try:
         plain = json.loads(line)
-        kind = _KINDS[plain.pop("kind")]
+        kind = KINDS[plain.pop("kind")]
         for direction in ("h2d", "d2h"):
             if kind in (StepDone, EvalDone) and direction in plain:
                 plain[direction] = TransferFigures(**plain[direction])

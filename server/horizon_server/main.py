@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import sdnotify
 import structlog
@@ -26,15 +27,16 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
-from horizon_server.jobs.attempt import Attempt, WorkerOptions
+from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.node import NodeFacts, find_accelerators, host_memory, num_cpus, usable_accelerators
-from horizon_server.jobs.plan import Planner
+from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
-from horizon_server.jobs.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.planner import Planner
+from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
@@ -44,6 +46,7 @@ from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
+from horizon_server.store.cpus import available_cpus
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
@@ -60,11 +63,19 @@ class Parts:
     """What the daemon is made of, wired."""
 
     services: Services
+    accounts: Accounts
     jobs: JobService
     node: NodeFacts
     journal: Journal
     scheduler: Scheduler
     metrics: Metrics
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work, checkpoint the running job at its step boundary, and end every watch."""
+        self.node.draining = True
+        self.jobs.start_draining()
+        await self.scheduler.drain(timeout_s)
+        self.journal.close()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -87,10 +98,15 @@ async def _serve(settings: Settings) -> None:
     grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, grpc_address, http_address)
     async with _database(settings.database_path) as database:
-        parts = await _wire(settings, database)
+        parts = await wire(
+            settings,
+            database,
+            found=await find_accelerators(),
+            usable=await usable_accelerators(child_environment()),
+        )
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
         _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
-        queue = asyncio.create_task(_run_queue(parts), name="queue")
+        queue = asyncio.create_task(run_queue(parts), name="queue")
         chores = asyncio.create_task(_chores(settings, parts), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
         # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
@@ -111,8 +127,25 @@ async def _database(path: Path) -> AsyncIterator[Database]:
         await database.close()
 
 
-async def _wire(settings: Settings, database: Database) -> Parts:
+async def wire(
+    settings: Settings,
+    database: Database,
+    *,
+    found: Sequence[Accelerator],
+    usable: Sequence[Accelerator],
+    worker_module: str = WORKER_MODULE,
+    more_environment: Mapping[str, str] = MappingProxyType({}),
+) -> Parts:
+    """Make every part and connect them; nothing runs yet.
+
+    Args:
+        found: the GPUs of this machine.
+        usable: those that a worker's torch can use.
+        worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
+        more_environment: variables of child processes besides the usual ones.
+    """
     metrics = Metrics()
+    environment = child_environment() | dict(more_environment)
     requests = Requests()
     store = JobStore(database, requests)
     journal = Journal(store, metrics)
@@ -141,19 +174,20 @@ async def _wire(settings: Settings, database: Database) -> Parts:
     )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
-    num_threads = settings.num_threads or num_cpus()
-    accelerators = await usable_accelerators(child_environment())
-    rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
+    num_threads = settings.num_threads or available_cpus()
+    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
         arena_limit_bytes=settings.arena_limit(memory.limit_bytes),
         num_threads=num_threads,
-        accelerators=accelerators,
+        accelerators=usable,
         rates=rates.read,
     )
-    options = WorkerOptions(num_threads=num_threads, environment=child_environment(), trace=settings.trace_workers)
+    options = WorkerOptions(
+        module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
+    )
     recipes = PreparationRecipes(settings.state_dir / "prepared")
 
     def make_attempt(job: JobRecord) -> Attempt:
@@ -174,20 +208,29 @@ async def _wire(settings: Settings, database: Database) -> Parts:
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
-        when_idle=IdleMeasurement(rates, environment=child_environment()),
+        when_idle=IdleMeasurement(rates, environment=environment),
     )
     jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
-    node = NodeFacts(store, state_dir=settings.state_dir, accelerators=await find_accelerators())
+    node = NodeFacts(store, state_dir=settings.state_dir, accelerators=tuple(found))
+    accounts = Accounts(AccountStore(database))
     services = Services(
-        accounts=Accounts(AccountStore(database)),
+        accounts=accounts,
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=child_environment()),
+        previews=Previews(resources, folder=settings.state_dir / "previews", environment=environment),
         models=models,
         blobs=uploads,
         node=node,
     )
-    return Parts(services=services, jobs=jobs, node=node, journal=journal, scheduler=scheduler, metrics=metrics)
+    return Parts(
+        services=services,
+        accounts=accounts,
+        jobs=jobs,
+        node=node,
+        journal=journal,
+        scheduler=scheduler,
+        metrics=metrics,
+    )
 
 
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
@@ -237,7 +280,8 @@ def _announce(
     sdnotify.SystemdNotifier().notify("READY=1")
 
 
-async def _run_queue(parts: Parts) -> None:
+async def run_queue(parts: Parts) -> None:
+    """Settle what the last daemon left, then serve the queue until it is drained."""
     await parts.scheduler.recover()
     await parts.scheduler.run()
 
@@ -264,11 +308,8 @@ async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http
     """Stop taking work, checkpoint the running job at its step boundary, say goodbye to callers, and close."""
     log.info("draining")
     sdnotify.SystemdNotifier().notify("STOPPING=1")
-    parts.node.draining = True
-    parts.jobs.start_draining()
     await grpc_server.set_serving(serving=False)
-    await parts.scheduler.drain(settings.drain_timeout_s)
-    parts.journal.close()
+    await parts.drain(settings.drain_timeout_s)
     await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
     await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
     log.info("stopped")

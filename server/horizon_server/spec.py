@@ -1,22 +1,31 @@
-"""The job spec: what a user may ask for, with its defaults and its limits.
+"""The job spec: what a user may ask for. Type, range, default and description of each field are written here and nowhere else.
 
-One parser, `parse_job_spec`, turns a plain mapping (YAML, JSON, or the wire converted in `api.grpc.wire_spec`) into a frozen `JobSpec` and
-refuses unknown keys, wrong types and values out of range, naming every offending field at once. Knows no wire and no database.
+`parse_job_spec` turns plain data (YAML, JSON, or a request converted by `api.grpc`) into a frozen `JobSpec` and refuses unknown keys, wrong
+types and values out of range, all of them at once. `job_schema` is the same knowledge as JSON Schema; the client ships it as data.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from horizon_server.errors import FieldViolation, InvalidSpec
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+NAME_PATTERN = re.compile(_NAME)
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
 
 Method = Literal["sft", "pretrain"]
@@ -25,169 +34,167 @@ LrSchedule = Literal["constant", "linear", "cosine"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
 DeviceChoice = Literal["auto", "cuda", "host"]
 
+MAX_STEPS = 100_000_000
+_RULE = "x-allowed"
+"""Schema key of a field whose pattern is not readable: what is allowed, in words."""
 
-@dataclass(frozen=True, kw_only=True)
-class TrainSpec:
-    """The numbers of the training itself. Exactly one of `epochs` and `max_steps` is set."""
-
-    epochs: float | None = None
-    max_steps: int | None = None
-    sequence_length: int = 1024
-    tokens_per_step: int = 16384
-    packing: Packing = "auto"
-    learning_rate: float = 1e-5
-    lr_schedule: LrSchedule = "cosine"
-    warmup_steps: int = 10
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    max_grad_norm: float | None = 1.0
-    """None turns clipping off."""
-    seed: int = 0
-    train_on: TrainOn = "assistant"
-    max_skipped_steps: int = 10
-    """After so many skipped steps in a row the job fails with reason DIVERGED."""
+Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={_RULE: NAME_RULE})]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
-    """When checkpoints are written and which are kept. `every_steps` 0 writes one at the end only."""
-
-    every_steps: int = 500
-    keep_last: int = 2
-    keep_best: bool = True
+def _boolean_as_text(value: object) -> object:
+    """YAML reads `packing: true` as a boolean; the field's values are words."""
+    return str(value).lower() if isinstance(value, bool) else value
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobSpec:
+def _absent_as_empty(value: object) -> object:
+    """`train:` with nothing below it is null in YAML and means every default."""
+    return {} if value is None else value
+
+
+def _list_as_tuple(value: object) -> object:
+    """YAML and JSON have lists only; strict mode would refuse one where a tuple is declared."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Section(BaseModel):
+    """A mapping of the spec: frozen, nothing unknown, no type guessed (strict), numbers finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_as_text(cls, given: Any) -> Any:
+        """YAML keys may be numbers; as text they are reported like any other unknown field."""
+        return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else given
+
+
+class TrainSpec(_Section):
+    """How the model is trained. Set `epochs` or `max_steps`, not both."""
+
+    epochs: float | None = Field(
+        default=None, gt=0, le=10_000, description="Passes over the dataset. Default 1 unless max_steps is set."
+    )
+    max_steps: int | None = Field(
+        default=None, ge=1, le=MAX_STEPS, description="Number of optimizer steps, instead of epochs."
+    )
+    sequence_length: int = Field(
+        default=1024,
+        ge=8,
+        le=1_048_576,
+        description="Longest row in tokens. Longer chats are truncated, longer texts are split.",
+    )
+    tokens_per_step: int = Field(
+        default=16384, ge=8, le=67_108_864, description="Real tokens (no padding) per optimizer step."
+    )
+    packing: Annotated[Packing, BeforeValidator(_boolean_as_text)] = Field(
+        default="auto",
+        description="Put several documents in one row. auto: where a trial shows that the model keeps them apart; true: refuse the job "
+        "otherwise; false: one document per row.",
+        json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
+    )
+    learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
+    lr_schedule: LrSchedule = Field(default="cosine", description="Shape of the learning rate after the warmup.")
+    warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_as_tuple)] = Field(
+        default=(0.9, 0.999), description="Adam's decay rates of the first and second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Adam's epsilon.")
+    max_grad_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        le=1e9,
+        description="Clip gradients to this global norm; null turns clipping off and saves the gradient planes.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
+    train_on: TrainOn = Field(default="assistant", description="Which tokens of a chat carry loss.")
+    max_skipped_steps: int = Field(
+        default=10,
+        ge=1,
+        le=MAX_STEPS,
+        description="The job fails with reason DIVERGED after this number of skipped steps in a row.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch_by_default(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("epochs") is None and given.get("max_steps") is None:
+            return {**given, "epochs": 1.0}
+        return given
+
+    @field_validator("max_steps")
+    @classmethod
+    def _either_steps_or_epochs(cls, max_steps: int | None, info: ValidationInfo) -> int | None:
+        if max_steps is not None and info.data.get("epochs") is not None:
+            raise ValueError("cannot be combined with train.epochs; keep one of the two")
+        return max_steps
+
+
+class CheckpointSpec(_Section):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: int = Field(
+        default=500, ge=0, le=MAX_STEPS, description="Steps between checkpoints; 0 writes one at the end only."
+    )
+    keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
+    keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
+
+
+class JobSpec(_Section):
     """One fine-tuning job as asked for, every default filled in."""
 
-    name: str
-    model: str
-    dataset: str
-    project: str = ""
-    """Empty means the user's own project."""
-    eval_dataset: str | None = None
-    method: Method = "sft"
-    train: TrainSpec = field(default_factory=TrainSpec)
-    eval_every_steps: int = 0
-    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    priority: int = 0
-    device: DeviceChoice = "auto"
-    eval_fraction: float = 0.0
-    """Share of the dataset's rows held out for evaluation, chosen by each row's hash. 0 is none; not together with `eval_dataset`."""
+    name: Name = Field(description="A name for people.")
+    model: str = Field(
+        pattern=rf"^(/[^\x00]{{0,4095}}|{_NAME})$",
+        description="A pushed model, or an absolute folder on the node that an admin has allowed (model_roots).",
+        json_schema_extra={_RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
+    )
+    dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
+    project: str = Field(
+        default="",
+        pattern=f"^({_NAME})?$",
+        description="The project that pays; empty means the user's own.",
+        json_schema_extra={_RULE: f"empty or {NAME_RULE}"},
+    )
+    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
+    method: Method = Field(
+        default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
+    )
+    train: Annotated[TrainSpec, BeforeValidator(_absent_as_empty)] = TrainSpec()
+    eval_every_steps: int = Field(
+        default=0, ge=0, le=MAX_STEPS, description="Steps between evaluations; 0 evaluates at the start and end only."
+    )
+    checkpoint: Annotated[CheckpointSpec, BeforeValidator(_absent_as_empty)] = CheckpointSpec()
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="Higher first, within the project's share. Only 0 in this version."
+    )
+    device: DeviceChoice = Field(
+        default="auto", description="Where the layers are computed. auto means host in this version."
+    )
+    eval_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the dataset's rows held out for evaluation, chosen by each row's hash.",
+    )
+
+    @field_validator("eval_fraction")
+    @classmethod
+    def _either_fraction_or_dataset(cls, eval_fraction: float, info: ValidationInfo) -> float:
+        if eval_fraction and info.data.get("eval_dataset") is not None:
+            raise ValueError("cannot be combined with eval_dataset; keep one of the two")
+        return eval_fraction
 
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data that `parse_job_spec` turns back into an equal spec."""
-        plain = dataclasses.asdict(self)
-        plain["train"]["betas"] = list(self.train.betas)
-        return plain
+        return self.model_dump(mode="json")
 
 
-Check = Callable[[Any], "str | None"]
-
-
-def _choice(*allowed: str) -> Check:
-    def check(value: Any) -> str | None:
-        return None if value in allowed and isinstance(value, str) else f"must be one of {', '.join(allowed)}"
-
-    return check
-
-
-def _whole(low: int, high: int) -> Check:
-    def check(value: Any) -> str | None:
-        fine = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if fine else f"must be a whole number from {low} to {high}"
-
-    return check
-
-
-def _number(low: float, high: float, *, open_low: bool = False) -> Check:
-    def check(value: Any) -> str | None:
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if fine and (low < value if open_low else low <= value) and value <= high:
-            return None
-        return f"must be a number {'above' if open_low else 'from'} {low:g} {'and up' if open_low else ''} to {high:g}".replace(
-            "  ", " "
-        )
-
-    return check
-
-
-def _fraction(value: Any) -> str | None:
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-    return None if fine else "must be a number from 0 to below 1"
-
-
-def _optional(inner: Check) -> Check:
-    def check(value: Any) -> str | None:
-        problem = None if value is None else inner(value)
-        return f"{problem}, or null" if problem else None
-
-    return check
-
-
-def _truth(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
-
-
-def _name(value: Any) -> str | None:
-    return None if isinstance(value, str) and NAME_PATTERN.fullmatch(value) else f"must be {NAME_RULE}"
-
-
-def _name_or_empty(value: Any) -> str | None:
-    return None if value == "" else _name(value)
-
-
-def _model(value: Any) -> str | None:
-    if isinstance(value, str) and value.startswith("/") and len(value) <= 4096 and "\0" not in value:
-        return None
-    return _name(value) and f"must be the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"
-
-
-def _betas(value: Any) -> str | None:
-    fine = isinstance(value, list | tuple) and len(value) == 2
-    if fine and all(isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value):
-        return None
-    return "must be two numbers, each from 0 to below 1"
-
-
-_TRAIN: Mapping[str, Check] = MappingProxyType(
-    {
-        "epochs": _optional(_number(0, 10_000, open_low=True)),
-        "max_steps": _optional(_whole(1, 100_000_000)),
-        "sequence_length": _whole(8, 1_048_576),
-        "tokens_per_step": _whole(8, 67_108_864),
-        "packing": _choice(*get_args(Packing)),
-        "learning_rate": _number(0, 10),
-        "lr_schedule": _choice(*get_args(LrSchedule)),
-        "warmup_steps": _whole(0, 100_000_000),
-        "weight_decay": _number(0, 10),
-        "betas": _betas,
-        "eps": _number(0, 1, open_low=True),
-        "max_grad_norm": _optional(_number(0, 1e9, open_low=True)),
-        "seed": _whole(0, 2**63 - 1),
-        "train_on": _choice(*get_args(TrainOn)),
-        "max_skipped_steps": _whole(1, 100_000_000),
-    }
-)
-_CHECKPOINT: Mapping[str, Check] = MappingProxyType(
-    {"every_steps": _whole(0, 100_000_000), "keep_last": _whole(1, 1000), "keep_best": _truth}
-)
-_JOB: Mapping[str, Check] = MappingProxyType(
-    {
-        "name": _name,
-        "project": _name_or_empty,
-        "model": _model,
-        "dataset": _name,
-        "eval_dataset": _optional(_name),
-        "method": _choice(*get_args(Method)),
-        "eval_every_steps": _whole(0, 100_000_000),
-        "priority": _whole(-100, 100),
-        "device": _choice(*get_args(DeviceChoice)),
-        "eval_fraction": _fraction,
-    }
-)
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a job spec file."""
+    schema = JobSpec.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "horizon job spec"}
 
 
 def parse_job_spec(plain: object) -> JobSpec:
@@ -196,77 +203,76 @@ def parse_job_spec(plain: object) -> JobSpec:
     Raises:
         InvalidSpec: with one violation per offending field, its path, its value and what is allowed.
     """
-    violations: list[FieldViolation] = []
     if not isinstance(plain, Mapping):
         raise InvalidSpec(
             f"the job spec must be a mapping of fields such as name, model and dataset, not {type(plain).__name__}"
         )
-    top = dict(plain)
-    train = _section(_take_section(top, "train", violations), _TRAIN, "train.", violations)
-    checkpoint = _section(_take_section(top, "checkpoint", violations), _CHECKPOINT, "checkpoint.", violations)
-    job = _section(top, _JOB, "", violations, sections=("train", "checkpoint"))
-    violations += [
-        FieldViolation(field=name, description=f"{name} is required")
-        for name in ("name", "model", "dataset")
-        if name not in top
-    ]
-    violations += _contradictions(train, job)
-    if violations:
-        raise InvalidSpec(_sentence(violations), violations=violations)
-    if train.get("epochs") is None and train.get("max_steps") is None:
-        train["epochs"] = 1.0
-    if "betas" in train:
-        train["betas"] = tuple(float(b) for b in train["betas"])
-    for name in ("epochs", "learning_rate", "weight_decay", "eps", "max_grad_norm"):
-        if isinstance(train.get(name), int):
-            train[name] = float(train[name])
-    if "eval_fraction" in job:
-        job["eval_fraction"] = float(job["eval_fraction"])
-    return JobSpec(**job, train=TrainSpec(**train), checkpoint=CheckpointSpec(**checkpoint))
-
-
-def _contradictions(train: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[FieldViolation]:
-    if train.get("epochs") is not None and train.get("max_steps") is not None:
-        text = "train.max_steps and train.epochs exclude each other; keep one"
-        yield FieldViolation(field="train.max_steps", description=text)
-    if job.get("eval_dataset") is not None and job.get("eval_fraction", 0) != 0:
-        text = "eval_fraction and eval_dataset exclude each other; keep one"
-        yield FieldViolation(field="eval_fraction", description=text)
-
-
-def _take_section(top: dict[str, Any], name: str, violations: list[FieldViolation]) -> dict[str, Any]:
-    section = top.pop(name, None)
-    if section is None:
-        return {}
-    if isinstance(section, Mapping):
-        return dict(section)
-    violations.append(FieldViolation(field=name, description=f"{name} must be a mapping, not {section!r:.40}"))
-    return {}
-
-
-def _section(
-    given: dict[str, Any],
-    checks: Mapping[str, Check],
-    prefix: str,
-    violations: list[FieldViolation],
-    sections: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return the checked fields of one section; add a violation for each that is unknown or wrong."""
-    if isinstance(given.get("packing"), bool) and "packing" in checks:
-        given["packing"] = str(given["packing"]).lower()  # YAML reads true and false as booleans
-    for name, value in given.items():
-        path = f"{prefix}{name}"
-        check = checks.get(str(name))
-        if check is None:
-            known = ", ".join((*checks, *sections))
-            violations.append(
-                FieldViolation(field=path, description=f"{path} is not a field of the job spec; known here: {known}")
+    try:
+        return JobSpec.model_validate(plain)
+    except ValidationError as refused:
+        schema = job_schema()
+        violations: dict[str, FieldViolation] = {}
+        for error in refused.errors(include_url=False):
+            # An element of a list is reported as the list: users write, and change, the whole of it.
+            keys = [str(key) for key in error["loc"] if not isinstance(key, int)]
+            path = ".".join(keys)
+            violations.setdefault(
+                path, FieldViolation(field=path, description=f"{path} {_problem(error, keys, plain, schema)}")
             )
-        elif problem := check(value):
-            violations.append(FieldViolation(field=path, description=f"{path} is {value!r:.60}; it {problem}"))
-    return {name: value for name, value in given.items() if name in checks}
+        found = list(violations.values())
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise InvalidSpec(f"{found[0].description}{more}", violations=found) from refused
 
 
-def _sentence(violations: list[FieldViolation]) -> str:
-    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-    return f"{violations[0].description}{more}"
+def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, Any]) -> str:
+    """Say what is wrong with one field, as the rest of a sentence that begins with its path."""
+    if error["type"] == "missing":
+        return "is required"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        known = list(_field(schema, keys[:-1])["properties"])
+        near = difflib.get_close_matches(keys[-1], known, n=1)
+        suggestion = f"did you mean {near[0]}? " if near else ""
+        return f"is not a field of the job spec; {suggestion}known here: {', '.join(known)}"
+    value = plain
+    for key in keys:
+        value = value[key]
+    if error["type"] == "model_type":
+        return f"must be a mapping, not {value!r:.40}"
+    return f"is {value!r:.60}; it must be {allowed_values(_field(schema, keys))}"
+
+
+def _field(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
+    """Return the part of the schema that describes the field at this path."""
+    part = schema
+    for key in keys:
+        part = part["properties"][key]
+        if "$ref" in part:
+            part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]]
+    return part
+
+
+def allowed_values(field: Mapping[str, Any]) -> str:
+    """Say in words which values a field of the schema takes; the words follow "it must be"."""
+    if "anyOf" in field:
+        return ", or ".join(allowed_values(option) for option in field["anyOf"])
+    if _RULE in field:
+        return str(field[_RULE])
+    if "enum" in field:
+        return f"one of {', '.join(dict.fromkeys(str(value).lower() for value in field['enum']))}"
+    match field["type"]:
+        case "integer":
+            return f"a whole number from {field['minimum']} to {field['maximum']}"
+        case "number":
+            low = (
+                f"above {field['exclusiveMinimum']:g}" if "exclusiveMinimum" in field else f"from {field['minimum']:g}"
+            )
+            high = f"below {field['exclusiveMaximum']:g}" if "exclusiveMaximum" in field else f"{field['maximum']:g}"
+            return f"a number {low} {'up ' if low.startswith('above') else ''}to {high}"
+        case "array":
+            return f"a list of {field['maxItems']}, each {allowed_values(field['prefixItems'][0])}"
+        case "boolean":
+            return "true or false"
+        case kind:
+            return str(kind)

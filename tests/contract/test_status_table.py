@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from horizon_server.api.status import STATUS, grpc_status, http_status
-from horizon_server.errors import FieldViolation, HorizonError, InvalidData
+from horizon_server.errors import FieldViolation, HorizonError, InvalidData, InvalidSpec
 
 
 def kinds(root: type[HorizonError] = HorizonError) -> Iterator[type[HorizonError]]:
@@ -52,3 +52,9 @@ def test_a_refinement_is_told_like_what_it_refines() -> None:
 
     assert (grpc_status(BadLine("x")), http_status(BadLine("x"))) == ("INVALID_ARGUMENT", 400)
     assert (grpc_status(HorizonError("x")), http_status(HorizonError("x"))) == ("INTERNAL", 500)
+
+
+def test_one_refused_field_is_one_call() -> None:
+    error = InvalidSpec.of("train.seed", "train.seed is -1; it must be 0 or more")
+    assert (type(error), error.message) == (InvalidSpec, "train.seed is -1; it must be 0 or more")
+    assert error.violations == (FieldViolation(field="train.seed", description=error.message),)

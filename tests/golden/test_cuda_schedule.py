@@ -13,7 +13,8 @@ from torch import Tensor
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -58,7 +59,7 @@ def three_steps(
         for step in range(3):
             rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
             report = run.trainer.train_step(rows)
-            assert report.skipped is None
+            assert report.skipped == ""
             numbers += [report.loss, report.grad_norm]
         run.trainer.flush()
         planes = {plane: store.plane(plane).clone() for plane in PLANES}
@@ -159,10 +160,10 @@ def test_bytes_seconds_and_pins_are_accounted(
     units, bf16_bytes = model.template.layout.units, 2
     layers = sum(unit.num_elements for unit in units[1:-1])
     rows = torch.unique(document).numel() * 32
-    assert report.transfer["h2d"].bytes == (2 * layers + units[-1].num_elements + 2 * rows) * bf16_bytes
-    assert report.transfer["d2h"].bytes == (layers + units[-1].num_elements + rows) * bf16_bytes
-    assert report.compute_s > 0 and report.transfer["h2d"].busy_s > 0 and report.transfer["d2h"].busy_s > 0
-    assert 0 < report.transfer["h2d"].exposed_s < report.duration_s
+    assert report.h2d.bytes == (2 * layers + units[-1].num_elements + 2 * rows) * bf16_bytes
+    assert report.d2h.bytes == (layers + units[-1].num_elements + rows) * bf16_bytes
+    assert report.compute_s > 0 and report.h2d.busy_s > 0 and report.d2h.busy_s > 0
+    assert 0 < report.h2d.exposed_s < report.duration_s
     assert runtime.memory_bytes == 1 << 30
     assert run.store.plane("hi").data_ptr() in runtime.registered
     assert run.store.plane("grad").data_ptr() in runtime.registered
@@ -225,6 +226,6 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
 
     for component in ("weights", "gradients", "activations"):
-        assert report.device_memory[component] == plan.device[component]
+        assert report.device_memory_bytes[component] == plan.device[component]
     for component in ("weights", "moments", "gradients", "activations", "staging"):
-        assert report.host_memory.get(component, 0) == plan.host[component]
+        assert report.host_memory_bytes.get(component, 0) == plan.host[component]

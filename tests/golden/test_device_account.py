@@ -12,7 +12,8 @@ from torch import Tensor
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
-from horizon_server.store.ledger import ActivationPlacement, ModelShape, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, plan_memory
+from horizon_server.planning.model_folder import ModelShape
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -28,7 +29,7 @@ def test_only_the_layer_inputs_grow_with_depth(
     for depth in (2, 8):
         run = start(tiny_model("llama", num_hidden_layers=depth))
         run.trainer.train_step(rows)
-        peaks[depth] = run.trainer.train_step(rows).device_memory
+        peaks[depth] = run.trainer.train_step(rows).device_memory_bytes
 
     for component in ("weights", "gradients", "workspace"):
         assert peaks[8][component] == peaks[2][component] > 0
@@ -47,13 +48,13 @@ def test_nothing_on_the_device_grows_with_depth_when_inputs_are_offloaded(
         run.trainer.train_step(rows)
         reports[depth] = run.trainer.train_step(rows)
 
-    assert reports[8].device_memory == reports[2].device_memory
+    assert reports[8].device_memory_bytes == reports[2].device_memory_bytes
     num_tokens, hidden_size, fp32_bytes = 101, 32, 4
-    assert reports[8].device_memory["activations"] == 3 * num_tokens * hidden_size * fp32_bytes
-    assert reports[8].host_memory["activations"] == 7 * reports[2].host_memory["activations"]
+    assert reports[8].device_memory_bytes["activations"] == 3 * num_tokens * hidden_size * fp32_bytes
+    assert reports[8].host_memory_bytes["activations"] == 7 * reports[2].host_memory_bytes["activations"]
     # Seven of eight inputs go down and come up again; the last is still there.
     for direction in ("h2d", "d2h"):
-        grown = reports[8].transfer[direction].bytes - reports[2].transfer[direction].bytes
+        grown = getattr(reports[8], direction).bytes - getattr(reports[2], direction).bytes
         layers = grown - 6 * num_tokens * hidden_size * fp32_bytes
         assert layers % (6 * fp32_bytes) == 0 and layers > 0
 
@@ -67,7 +68,7 @@ def test_a_single_layer_has_nothing_to_offload(
     one, other = kept.trainer.train_step(rows), offloaded.trainer.train_step(rows)
 
     assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
-    assert one.transfer["h2d"].bytes == other.transfer["h2d"].bytes
+    assert one.h2d.bytes == other.h2d.bytes
 
 
 def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
@@ -84,7 +85,7 @@ def test_a_step_beyond_the_limit_is_refused_with_numbers_and_the_run_goes_on(
         run.trainer.train_step(large)
 
     assert run.trainer.step == 1
-    assert run.trainer.train_step(small).skipped is None
+    assert run.trainer.train_step(small).skipped == ""
 
 
 def test_a_workspace_beyond_the_limit_fails_the_step(
@@ -123,8 +124,8 @@ def test_weights_cross_twice_and_gradients_once(
     units, fp32_bytes = model.template.layout.units, 4
     layers = sum(unit.num_elements for unit in units[1:-1])
     rows = torch.unique(document).numel() * 32
-    assert report.transfer["h2d"].bytes == (2 * layers + units[-1].num_elements + 2 * rows) * fp32_bytes
-    assert report.transfer["d2h"].bytes == (layers + units[-1].num_elements + rows) * fp32_bytes
+    assert report.h2d.bytes == (2 * layers + units[-1].num_elements + 2 * rows) * fp32_bytes
+    assert report.d2h.bytes == (layers + units[-1].num_elements + rows) * fp32_bytes
 
 
 def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
@@ -134,12 +135,12 @@ def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
     slow = start(model, device=HostDevice(num_threads=1, link_bytes_per_s=2e6)).trainer.train_step(rows)
     fast = start(model).trainer.train_step(rows)
 
-    h2d, d2h = slow.transfer["h2d"], slow.transfer["d2h"]
+    h2d, d2h = slow.h2d, slow.d2h
     assert h2d.busy_s >= h2d.bytes / 2e6
     # Copies are hidden by compute or by the other direction, and by nothing else.
     assert h2d.exposed_s >= 0.9 * (h2d.busy_s - slow.compute_s - d2h.exposed_s) > 0
     assert slow.overlap_ratio < 0.9
-    assert fast.transfer["h2d"].exposed_s < h2d.exposed_s
+    assert fast.h2d.exposed_s < h2d.exposed_s
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
@@ -176,7 +177,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
 
     report = run.trainer.train_step(rows)
 
-    held, on_host = report.device_memory, report.host_memory
+    held, on_host = report.device_memory_bytes, report.host_memory_bytes
     for component in ("weights", "gradients", "activations"):
         assert held[component] == plan.device[component]
     assert held["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)
@@ -216,4 +217,4 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
 
     report = start(model).trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
 
-    assert report.device_memory["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)
+    assert report.device_memory_bytes["workspace"] == pytest.approx(plan.device["workspace"], rel=0.1)

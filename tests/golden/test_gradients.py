@@ -108,11 +108,13 @@ def test_a_model_that_mixes_packed_documents_is_found_out_and_fed_single_ones(
     both = documents(14, 22)
     run = start(model)
 
-    report = run.trainer.train_step([pack(both)])
+    row = pack(both)
+
+    report = run.trainer.train_step([row])
 
     assert not run.trainer.supports_packing
     reference = model.reference()
-    losses = [plain_loss(reference, pack([document])) / report.num_targets for document in both]
+    losses = [plain_loss(reference, pack([document])) / row.num_targets for document in both]
     torch.autograd.backward(losses)
     assert report.loss == pytest.approx(sum(loss.item() for loss in losses), rel=1e-6)
     error, name = worst_error(run, reference)
@@ -139,7 +141,7 @@ def test_the_split_into_micro_batches_does_not_matter(
 
     assert in_parts.loss == pytest.approx(in_one.loss, rel=1e-6)
     assert in_parts.grad_norm == pytest.approx(in_one.grad_norm, rel=1e-6)
-    assert in_parts.transfer["h2d"].bytes == in_one.transfer["h2d"].bytes
+    assert in_parts.h2d.bytes == in_one.h2d.bytes
     one, other = whole.store.plane("grad"), parts.store.plane("grad")
     assert float((one - other).norm() / one.norm()) <= 1e-6
 
@@ -161,7 +163,7 @@ def test_untrained_positions_have_no_part_in_the_loss(
     reference = model.reference()
     loss = plain_loss(reference, row) / 9
     torch.autograd.backward(loss)
-    assert report.num_targets == 9
+    assert row.num_targets == 9
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     error, name = worst_error(run, reference)
     assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.trace import Trace
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.report import StepReport
+from horizon_server.figures import StepFigures, TransferFigures
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -35,11 +35,12 @@ SIZES = {
 class TracedStep:
     """A step as it reports itself, and as its trace shows it."""
 
-    report: StepReport
+    report: StepFigures
     traced: dict[str, DirectionOverlap]
 
     def difference(self, direction: str) -> float:
-        return abs(self.report.transfer[direction].overlap_ratio - self.traced[direction].ratio)
+        reported: TransferFigures = getattr(self.report, direction)
+        return abs(reported.overlap_ratio - self.traced[direction].ratio)
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_the_reported_overlap_is_what_the_trace_shows_and_drops_without_double_b
 ) -> None:
     free = traced_steps(link_bytes_per_s=None, num_steps=2)
     compute_s = min(step.report.compute_s for step in free)
-    rate = free[0].report.transfer["h2d"].bytes / (transfer_per_compute * compute_s)
+    rate = free[0].report.h2d.bytes / (transfer_per_compute * compute_s)
 
     double = traced_steps(link_bytes_per_s=rate)
     single = traced_steps(link_bytes_per_s=rate, num_slots=1, num_steps=2)
@@ -79,7 +80,7 @@ def test_the_reported_overlap_is_what_the_trace_shows_and_drops_without_double_b
     # A thread that the machine wakes up late neither copies nor computes, in some step; an error of the account is in every one.
     differences = [[round(step.difference(direction), 3) for direction in ("h2d", "d2h")] for step in double]
     assert min(max(step) for step in differences) <= 0.03, differences
-    hidden = statistics.median(step.report.transfer["h2d"].overlap_ratio for step in double)
-    hidden_with_one_slot = statistics.median(step.report.transfer["h2d"].overlap_ratio for step in single)
+    hidden = statistics.median(step.report.h2d.overlap_ratio for step in double)
+    hidden_with_one_slot = statistics.median(step.report.h2d.overlap_ratio for step in single)
     assert hidden > (0.6 if setting == "compute-bound" else 0.2)
     assert hidden_with_one_slot < hidden / 2

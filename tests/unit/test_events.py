@@ -16,10 +16,10 @@ from horizon_server.events import (
     PrepareProgress,
     StateChanged,
     StepDone,
-    TransferFigures,
     decode,
     encode,
 )
+from horizon_server.figures import TransferFigures
 
 STEP = StepDone(
     step=1, num_steps=2, loss=2.5, grad_norm=1.5, learning_rate=1e-5, epoch=0.5, num_input_tokens_seen=10, num_tokens=10,

@@ -460,6 +460,7 @@ class Job(google.protobuf.message.Message):
     LAST_SEQUENCE_FIELD_NUMBER: builtins.int
     ETA_FIELD_NUMBER: builtins.int
     DATA_REPORT_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -480,6 +481,8 @@ class Job(google.protobuf.message.Message):
     """Place in the queue from 1, 0 when not queued."""
     last_sequence: builtins.int
     """Number of the newest event."""
+    wanted: builtins.str
+    """What a user has asked the running attempt for: cancel or pause; else empty."""
     @property
     def spec(self) -> global___JobSpec:
         """The spec with every default filled in."""
@@ -535,9 +538,10 @@ class Job(google.protobuf.message.Message):
         last_sequence: builtins.int = ...,
         eta: google.protobuf.duration_pb2.Duration | None = ...,
         data_report: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        wanted: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "plan", b"plan", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
 
@@ -758,6 +762,7 @@ class StepEvent(google.protobuf.message.Message):
     ETA_S_FIELD_NUMBER: builtins.int
     OVERLAP_RATIO_FIELD_NUMBER: builtins.int
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -783,13 +788,17 @@ class StepEvent(google.protobuf.message.Message):
     optimizer_exposed_s: builtins.float
     """Seconds of it that nothing hid."""
     skipped: builtins.str
-    """Why the step was dropped, empty when it was not: non-finite."""
+    """Why not every weight was updated, empty when all were: non_finite_gradient (nothing was updated) or partly_non_finite_gradient
+    (only the units that an update during the backward pass had reached already).
+    """
     eta_s: builtins.float
     """Estimated seconds to the end."""
     overlap_ratio: builtins.float
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: builtins.float
     """Model FLOPs of the step (6PT and attention)."""
+    num_tokens: builtins.int
+    """Real tokens of the step."""
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -829,9 +838,10 @@ class StepEvent(google.protobuf.message.Message):
         eta_s: builtins.float = ...,
         overlap_ratio: builtins.float = ...,
         model_flops: builtins.float = ...,
+        num_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___StepEvent = StepEvent
 
@@ -922,6 +932,11 @@ class EvalEvent(google.protobuf.message.Message):
     NUM_TARGETS_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
+    H2D_FIELD_NUMBER: builtins.int
+    D2H_FIELD_NUMBER: builtins.int
+    COMPUTE_S_FIELD_NUMBER: builtins.int
+    OPTIMIZER_S_FIELD_NUMBER: builtins.int
+    OPTIMIZER_EXPOSED_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
@@ -932,6 +947,20 @@ class EvalEvent(google.protobuf.message.Message):
     """Number of tokens run through the model."""
     duration_s: builtins.float
     """Seconds it took."""
+    compute_s: builtins.float
+    """Seconds the compute queue was busy."""
+    optimizer_s: builtins.float
+    """Seconds the optimizer was busy."""
+    optimizer_exposed_s: builtins.float
+    """Seconds the optimizer was busy while the compute queue was idle."""
+    @property
+    def h2d(self) -> global___TransferFigures:
+        """The link from host to device while it ran. What the queues did for an evaluation is not part of any step's figures."""
+
+    @property
+    def d2h(self) -> global___TransferFigures:
+        """The link from device to host while it ran."""
+
     def __init__(
         self,
         *,
@@ -940,8 +969,14 @@ class EvalEvent(google.protobuf.message.Message):
         num_targets: builtins.int = ...,
         num_tokens: builtins.int = ...,
         duration_s: builtins.float = ...,
+        h2d: global___TransferFigures | None = ...,
+        d2h: global___TransferFigures | None = ...,
+        compute_s: builtins.float = ...,
+        optimizer_s: builtins.float = ...,
+        optimizer_exposed_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "eval_loss", b"eval_loss", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "step", b"step"]) -> None: ...
 
 global___EvalEvent = EvalEvent
 
@@ -954,35 +989,41 @@ class CheckpointEvent(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    EVAL_LOSS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Its step."""
     duration_s: builtins.float
     """Seconds it took to write."""
     size_bytes: builtins.int
     """Size on disk."""
+    eval_loss: builtins.float
+    """Loss of the last evaluation before it; unset when there was none."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         duration_s: builtins.float = ...,
         size_bytes: builtins.int = ...,
+        eval_loss: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "eval_loss", b"eval_loss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_loss", b"_eval_loss", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_eval_loss", b"_eval_loss"]) -> typing.Literal["eval_loss"] | None: ...
 
 global___CheckpointEvent = CheckpointEvent
 
 @typing.final
 class MessageEvent(google.protobuf.message.Message):
-    """MessageEvent is one sentence for people, such as "packing is off for this architecture"."""
+    """MessageEvent is a message for people, such as "packing is off for this architecture"."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     level: builtins.str
-    """info or warning."""
+    """info, warning or error."""
     text: builtins.str
-    """The sentence."""
+    """The message; several lines where it quotes a log or a list of rows."""
     def __init__(
         self,
         *,

@@ -15,10 +15,10 @@ import click
 
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import WorkerFailed
-from horizon_server.jobs.node import Accelerator, find_accelerators, host_memory, num_cpus, usable_accelerators
-from horizon_server.jobs.rates import Machine, RateBook, measure_rates
+from horizon_server.planning.bandwidth import measure_bandwidth
+from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.rates import Machine, RateBook, measure_rates
 from horizon_server.settings import child_environment, load_settings
-from horizon_server.store.bandwidth import measure_bandwidth
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION
@@ -41,7 +41,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     usable = asyncio.run(usable_accelerators(child_environment()))
     facts: dict[str, Any] = {"version": VERSION, **_accelerator_facts(usable)}
     facts |= _memory_facts() | _kernel_facts()
-    facts |= _rate_facts(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or num_cpus()))
+    facts |= _rate_facts(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
     facts |= _disk_facts(settings.state_dir)
     if output == "table":
         facts = {name: _readable(name, value) for name, value in facts.items()}

@@ -14,11 +14,12 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.jobs.node import host_memory, num_cpus, usable_accelerators
-from horizon_server.jobs.plan import Planner
-from horizon_server.jobs.rates import Machine, RateBook
+from horizon_server.planning.machine import host_memory, usable_accelerators
+from horizon_server.planning.planner import Planner
+from horizon_server.planning.rates import Machine, RateBook
 from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import parse_job_spec
+from horizon_server.store.cpus import available_cpus
 
 
 @click.command()
@@ -36,7 +37,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     folder = model_dir or Path(spec.model)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
-    num_threads = settings.num_threads or num_cpus()
+    num_threads = settings.num_threads or available_cpus()
     accelerators = asyncio.run(usable_accelerators(child_environment()))
     rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
     planner = Planner(

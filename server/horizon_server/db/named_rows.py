@@ -20,7 +20,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from horizon_server.db.database import Database
 from horizon_server.db.requests import Requests
 from horizon_server.db.tables import DatasetRow, ModelRow
-from horizon_server.errors import AlreadyExists, FieldViolation, InvalidSpec, NotFound
+from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
 from horizon_server.records.blob import MAX_FILES, BlobFile
 
 
@@ -204,4 +204,4 @@ def _read_token(token: str) -> tuple[float, str]:
     except (ValueError, TypeError, binascii.Error, RecursionError):
         pass
     sentence = "page_token is not one of ours; pass the next_page_token of an earlier answer, or leave it out"
-    raise InvalidSpec(sentence, violations=[FieldViolation(field="page_token", description=sentence)])
+    raise InvalidSpec.of("page_token", sentence)

@@ -10,7 +10,7 @@ import uuid
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.tables import RequestRow
-from horizon_server.errors import FieldViolation, InvalidSpec, RequestIdReused
+from horizon_server.errors import InvalidSpec, RequestIdReused
 
 
 def _digest(body: object) -> str:
@@ -22,7 +22,7 @@ def _check(request_id: str) -> None:
         uuid.UUID(request_id)
     except ValueError as error:
         rule = "request_id must be a UUID, chosen by the caller once per intended resource and repeated on retries"
-        raise InvalidSpec(rule, violations=[FieldViolation(field="request_id", description=rule)]) from error
+        raise InvalidSpec.of("request_id", rule) from error
 
 
 class Requests:

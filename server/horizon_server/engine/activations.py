@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.store.ledger import ACTIVATION_ALIGN_ELEMENTS, ActivationPlacement
+from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS, ActivationPlacement
 
 __all__ = ["ActivationPlacement", "Activations", "DeviceActivations", "OffloadedActivations", "make_activations"]
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.model_folder import CONFIG_FILE, read_config
+from horizon_server.store.model_files import CONFIG_FILE, read_config
 
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})

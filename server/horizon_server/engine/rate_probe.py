@@ -1,4 +1,4 @@
-"""How fast this machine computes, copies and updates, measured with the engine itself: what `store.roofline` predicts steps from.
+"""How fast this machine computes, copies and updates, measured with the engine itself: what `planning.roofline` predicts steps from.
 
 Layers are timed as training runs them (template, slots, recompute, fp32 accumulation), on one-layer llamas of a few widths with random
 weights; copies and the optimizer on a store of their own. Owns what is timed and how often. Must not know jobs or files.
@@ -30,12 +30,12 @@ from horizon_server.engine.loss import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.store.adamw import AdamWStep, update_unit
-from horizon_server.store.bandwidth import adamw_bytes_per_parameter
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
-from horizon_server.store.ledger import DeviceKind
-from horizon_server.store.roofline import DeviceRates, WidthRates
 
 _NUM_RUNS = 4
 """Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down."""
@@ -211,7 +211,7 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
             device.h2d.record().wait()
             device.raise_failure()
             use = device.take_use().h2d
-            return use.busy_s / use.num_bytes
+            return use.busy_s / use.bytes
 
         def down() -> float:
             unit = next(turn)
@@ -219,7 +219,7 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
             device.d2h.record().wait()
             device.raise_failure()
             use = device.take_use().d2h
-            return use.busy_s / use.num_bytes
+            return use.busy_s / use.bytes
 
         def update() -> float:
             unit = next(turn)

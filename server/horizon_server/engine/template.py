@@ -42,8 +42,8 @@ from horizon_server.engine.pieces import Piece, Strided
 from horizon_server.engine.template_trial import try_embedding
 from horizon_server.engine.unseen_product import find_unseen_products
 from horizon_server.errors import InvalidModel
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
-from horizon_server.store.model_folder import open_model_folder
 
 __all__ = ["LayerCall", "Place", "Template"]
 

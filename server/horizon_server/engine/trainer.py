@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from horizon_server.engine.activations import ActivationPlacement
-from horizon_server.engine.device.protocol import Device, DirectionUse
+from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
@@ -26,14 +26,14 @@ from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
 from horizon_server.engine.packing_probe import one_document_each, supports_packing
 from horizon_server.engine.random_keys import StepKey
-from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
+from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
+from horizon_server.planning.flops import FlopsCount
+from horizon_server.planning.ledger import logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import logits_chunk_tokens
-from horizon_server.store.model_flops import FlopsCount
 
 _STATE_VERSION = 1
 
@@ -117,7 +117,7 @@ class Trainer:
         self._device.take_use()
         return answer
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepReport:
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepFigures:
         """One optimizer step over all micro-batches, which together are the batch.
 
         When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
@@ -144,12 +144,12 @@ class Trainer:
         skipped = _reason_to_skip(num_updated, num_units=len(self._template.layout.units))
         self._step += 1
         self._num_updates += num_updated > 0
-        self._num_skipped += skipped is not None
+        self._num_skipped += bool(skipped)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
         self._stop_if_diverged(loss, skipped)
         return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalReport:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
         """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training.
 
         It need not wait for the last update: each unit is read after its own.
@@ -167,15 +167,12 @@ class Trainer:
                 total += self._forward_backward.loss(group) * group_targets
                 num_targets += group_targets
         use = self._device.take_use()
-        return EvalReport(
-            loss=total / num_targets,
+        return EvalFigures(
+            **vars(use),
+            eval_loss=total / num_targets,
             num_tokens=sum(row.num_tokens for row in rows),
             num_targets=num_targets,
             duration_s=time.perf_counter() - start_s,
-            transfer={"h2d": _transfer(use.h2d), "d2h": _transfer(use.d2h)},
-            compute_s=use.compute_s,
-            optimizer_s=use.optimizer_s,
-            optimizer_exposed_s=use.optimizer_exposed_s,
         )
 
     def flush(self) -> None:
@@ -241,7 +238,7 @@ class Trainer:
             micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
         )
 
-    def _stop_if_diverged(self, loss: float, skipped: str | None) -> None:
+    def _stop_if_diverged(self, loss: float, skipped: str) -> None:
         if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
             return
         raise Diverged(
@@ -283,33 +280,30 @@ class Trainer:
         loss: float,
         grad_norm: float,
         learning_rate: float,
-        skipped: str | None,
+        skipped: str,
         *,
         duration_s: float,
-    ) -> StepReport:
+    ) -> StepFigures:
         use = self._device.take_use()
-        return StepReport(
+        return StepFigures(
+            **vars(use),
             step=self._step,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             num_tokens=sum(row.num_tokens for row in rows),
-            num_targets=sum(row.num_targets for row in rows),
             duration_s=duration_s,
+            overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
             skipped=skipped,
-            transfer={"h2d": _transfer(use.h2d), "d2h": _transfer(use.d2h)},
-            compute_s=use.compute_s,
-            optimizer_s=use.optimizer_s,
-            optimizer_exposed_s=use.optimizer_exposed_s,
             model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
-            device_memory=self._device.peak_bytes(),
-            host_memory={**self._store.host_bytes(), **self._device.host_peak_bytes()},
+            device_memory_bytes=dict(self._device.peak_bytes()),
+            host_memory_bytes={**self._store.host_bytes(), **self._device.host_peak_bytes()},
         )
 
 
-def _reason_to_skip(num_updated: int, *, num_units: int) -> str | None:
+def _reason_to_skip(num_updated: int, *, num_units: int) -> str:
     if num_updated == num_units:
-        return None
+        return ""
     return "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
 
 
@@ -323,7 +317,3 @@ def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBa
         groups[-1].append(row)
         free_tokens -= row.num_tokens
     return groups
-
-
-def _transfer(use: DirectionUse) -> TransferReport:
-    return TransferReport(bytes=use.num_bytes, busy_s=use.busy_s, exposed_s=use.exposed_s)

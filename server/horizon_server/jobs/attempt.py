@@ -30,15 +30,17 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.node import oom_kills
-from horizon_server.jobs.plan import Planner, WorkerMemory
 from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.planning.machine import oom_kills
+from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import JobRecord, JobState
 
 log = structlog.get_logger(__name__)
 
 _STOP_MESSAGE = {"cancel": "cancelled by a user", "pause": "paused by a user", "drain": "the daemon shuts down"}
+
+WORKER_MODULE = "horizon_server.worker"
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
@@ -51,6 +53,7 @@ class WorkerOptions:
     num_threads: int
     environment: dict[str, str]
     trace: bool = False
+    module: str = WORKER_MODULE
 
 
 class Attempt:
@@ -213,7 +216,7 @@ class Attempt:
         path = attempt_log.with_name("request.json")
         path.write_text(json.dumps(request, indent=1), "utf-8")
         child = await Child.start(
-            "horizon_server.worker", [str(path)], log=attempt_log, environment=self._options.environment, pass_fds=fds
+            self._options.module, [str(path)], log=attempt_log, environment=self._options.environment, pass_fds=fds
         )
         attempt_log.with_name("pid").write_text(f"{child.pid} {_start_time(child.pid)}", "utf-8")
         log.info("worker started", pid=child.pid)

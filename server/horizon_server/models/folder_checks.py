@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from horizon_server.errors import FieldViolation, InvalidModel
+from horizon_server.planning.model_folder import check_edges, stored_shapes
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.layout import (
     build_layout,
@@ -21,7 +22,6 @@ from horizon_server.store.layout import (
     parameter_shapes,
     read_safetensors_headers,
 )
-from horizon_server.store.model_folder import check_edges, stored_shapes
 
 CONFIG_FILE = "config.json"
 

@@ -85,7 +85,7 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
     """
     if not files:
         sentence = f"files is empty; a {what} needs at least one file"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="files", description=sentence)])
+        raise InvalidSpec.of("files", sentence)
     if len(files) > MAX_FILES:
         raise TooLarge(f"the {what} announces {len(files)} files; at most {MAX_FILES} are taken")
     problems = [problem for i, file in enumerate(files) for problem in _file_problems(file, f"files[{i}]")]

@@ -13,7 +13,6 @@ from pathlib import Path
 from horizon_server.errors import (
     DoesNotFit,
     Draining,
-    FieldViolation,
     InvalidSpec,
     NotAllowed,
     NotAvailableYet,
@@ -24,9 +23,9 @@ from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.log_reader import read_log
-from horizon_server.jobs.plan import Planner
 from horizon_server.jobs.ports import Resources
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, ON_DEVICE, CheckpointRecord, JobRecord, JobState
 from horizon_server.records.plan import JobPlan
@@ -253,10 +252,10 @@ class JobService:
         """Fill in the project and refuse what this version cannot carry out, rather than ignore it."""
         if spec.priority != 0:
             text = "priority must be 0: the queue is first come, first served in this version"
-            raise InvalidSpec(text, violations=[FieldViolation(field="priority", description=text)])
+            raise InvalidSpec.of("priority", text)
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
-        return dataclasses.replace(spec, project=spec.project or principal.project)
+        return spec.model_copy(update={"project": spec.project or principal.project})
 
     async def _find(self, principal: Principal, key: str) -> JobRecord:
         job = await self._journal.store.get(key)
@@ -271,7 +270,7 @@ class JobService:
         if len(named) > 1:
             ids = ", ".join(job.job_id for job in named[:5])
             text = f"{len(named)} jobs are named {key}; use an id: {ids}"
-            raise InvalidSpec(text, violations=[FieldViolation(field="job_id", description=text)])
+            raise InvalidSpec.of("job_id", text)
         return named[0]
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
@@ -313,4 +312,4 @@ def _page_number(token: str) -> int:
         return int(base64.urlsafe_b64decode(token.encode()))
     except ValueError as error:
         text = "page_token must be one that an earlier answer gave as next_page_token"
-        raise InvalidSpec(text, violations=[FieldViolation(field="page_token", description=text)]) from error
+        raise InvalidSpec.of("page_token", text) from error

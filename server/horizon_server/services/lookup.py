@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from horizon_server.errors import FieldViolation, InvalidSpec, NotFound
+from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.services.access import may_see
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
@@ -58,7 +58,7 @@ def check_name(name: str) -> None:
     """
     if not NAME_PATTERN.fullmatch(name):
         sentence = f"name is {name!r:.80}; it must be {NAME_RULE}"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="name", description=sentence)])
+        raise InvalidSpec.of("name", sentence)
 
 
 def page_limit(page_size: int) -> int:
@@ -69,5 +69,5 @@ def page_limit(page_size: int) -> int:
     """
     if page_size < 0:
         sentence = f"page_size is {page_size}; it must be 0 or more"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="page_size", description=sentence)])
+        raise InvalidSpec.of("page_size", sentence)
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)

@@ -18,7 +18,7 @@ from horizon_server.blobs.disk import told_when_full
 from horizon_server.children.child import Child, exit_reason, log_tail
 from horizon_server.datasets.data_file import DataFile
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_json
-from horizon_server.errors import FieldViolation, InvalidData, InvalidModel, InvalidSpec, Stalled, WorkerFailed
+from horizon_server.errors import InvalidData, InvalidModel, InvalidSpec, Stalled, WorkerFailed
 from horizon_server.events import AttemptEnded
 from horizon_server.jobs.ports import Resources
 from horizon_server.records.account import Principal
@@ -61,12 +61,12 @@ class Previews:
         options.check()
         if not model:
             sentence = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
-            raise InvalidSpec(sentence, violations=[FieldViolation(field="model", description=sentence)])
+            raise InvalidSpec.of("model", sentence)
         files = await self._resources.dataset(principal, dataset)
         _, model_dir = await self._resources.model(principal, model)
         if options.offset >= files.num_rows > 0 and files.format != "text":
             sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
-            raise InvalidSpec(sentence, violations=[FieldViolation(field="offset", description=sentence)])
+            raise InvalidSpec.of("offset", sentence)
         async with self._of_user[principal.name], self._slots:
             with told_when_full(_NEEDS_SPACE), tempfile.TemporaryDirectory(prefix="preview-", dir=self._folder) as name:
                 request = PreviewRequest(

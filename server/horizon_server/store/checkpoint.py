@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.durable_folder import durable_folder
+from horizon_server.store.durable import durable_folder
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import TensorHeader
 from horizon_server.store.manifest import (
@@ -35,7 +35,7 @@ from horizon_server.store.manifest import (
     record_file,
     write_manifest,
 )
-from horizon_server.store.model_folder import COMPANION_FILES, CONFIG_FILE, read_config
+from horizon_server.store.model_files import COMPANION_FILES, CONFIG_FILE, read_config
 from horizon_server.store.model_load import LoadReport, load_model
 from horizon_server.store.safetensors_header import read_safetensors_headers
 from horizon_server.store.safetensors_writer import DEFAULT_SHARD_BYTES, TensorBytes, write_sharded, write_text

@@ -27,7 +27,7 @@ from horizon_server.store.layout import (
     parameter_shapes,
     read_safetensors_headers,
 )
-from horizon_server.store.model_folder import is_prediction_head, read_config
+from horizon_server.store.model_files import is_prediction_head, read_config
 
 STAGING_ELEMENTS = 1 << 21
 """Elements converted at once by each loading thread: 16 MiB of staging for fp32 files."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from horizon_server.events import CheckpointWritten, EvalDone, StepDone, TransferFigures
+from horizon_server.events import CheckpointWritten, EvalDone, StepDone
+from horizon_server.figures import TransferFigures, overlap_ratio
 from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.telemetry.families import Families
@@ -89,7 +90,7 @@ class TransferMetrics:
         window = self._windows.setdefault(job.job_id, deque(maxlen=OVERLAP_WINDOW_STEPS))
         window.append(figures)
         for direction in figures:
-            self._overlap.set(job.job_id, direction, value=_hidden_share([f[direction] for f in window]))
+            self._overlap.set(job.job_id, direction, value=overlap_ratio(f[direction] for f in window))
 
     def on_eval(self, job: JobRecord, done: EvalDone) -> None:
         """Count an evaluation's transfers; the ratio is about training."""
@@ -190,9 +191,3 @@ class TrainingMetrics:
         self._optimizer.inc(max(0.0, done.optimizer_s))
         self._optimizer_exposed.inc(max(0.0, done.optimizer_exposed_s))
         self._gpu.labels(project_of(job), job.owner).inc(0.0 if device == _HOST else max(0.0, done.duration_s))
-
-
-def _hidden_share(figures: list[TransferFigures]) -> float:
-    busy_s = sum(f.busy_s for f in figures)
-    exposed_s = sum(f.exposed_s for f in figures)
-    return 1.0 if busy_s <= 0.0 else min(1.0, max(0.0, 1.0 - exposed_s / busy_s))

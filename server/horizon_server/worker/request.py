@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.spec import JobSpec, parse_job_spec
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind
 
 TRACE_FILE = "trace.json"
 

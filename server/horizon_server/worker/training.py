@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
-from horizon_server.engine.report import EvalReport, StepReport, TransferReport
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidSpec
@@ -26,14 +24,14 @@ from horizon_server.events import (
     EvalDone,
     Message,
     StepDone,
-    TransferFigures,
 )
+from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
-from horizon_server.store.durable_folder import remove_unfinished
+from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.model_folder import open_model_folder
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -101,10 +99,10 @@ class Training:
                 if self._orders.current is Order.STOP and step > saved:
                     self._save(step)
                 return False
-            report = self._trainer.train_step(self._plan.step(step))
-            step = report.step
-            self._num_input_tokens_seen += report.num_tokens
-            self._events.send(self._step_done(report))
+            figures = self._trainer.train_step(self._plan.step(step))
+            step = figures.step
+            self._num_input_tokens_seen += figures.num_tokens
+            self._events.send(self._step_done(figures))
             if self._due(step, self._spec.eval_every_steps):
                 self._evaluate(step)
             if every and step % every == 0 and step < self._plan.num_steps:
@@ -182,12 +180,12 @@ class Training:
             epochs=1,
             shuffle=False,
         )
-        reports = []
+        parts = []
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL:
                 return
-            reports.append(self._trainer.evaluate(plan.step(i)))
-        done = _eval_done(step, reports)
+            parts.append(self._trainer.evaluate(plan.step(i)))
+        done = EvalDone(**vars(total_evaluation(parts)), step=step)
         self._last_eval = (step, done.eval_loss)
         self._events.send(done)
 
@@ -213,57 +211,17 @@ class Training:
             "order": StepPlan.ORDER,
         }
 
-    def _step_done(self, report: StepReport) -> StepDone:
-        self._pace.append(report.duration_s)
-        remaining = self._plan.num_steps - report.step
+    def _step_done(self, figures: StepFigures) -> StepDone:
+        self._pace.append(figures.duration_s)
+        remaining = self._plan.num_steps - figures.step
         return StepDone(
-            step=report.step,
+            **vars(figures),
             num_steps=self._plan.num_steps,
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            epoch=self._plan.epoch_of(report.step - 1),
+            epoch=self._plan.epoch_of(figures.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,
-            num_tokens=report.num_tokens,
-            tokens_per_second=report.num_tokens / report.duration_s if report.duration_s > 0 else 0.0,
-            duration_s=report.duration_s,
-            h2d=_figures(report.transfer["h2d"]),
-            d2h=_figures(report.transfer["d2h"]),
-            compute_s=report.compute_s,
-            optimizer_s=report.optimizer_s,
-            optimizer_exposed_s=report.optimizer_exposed_s,
-            overlap_ratio=report.overlap_ratio,
-            model_flops=report.model_flops,
-            host_memory_bytes=dict(report.host_memory),
-            device_memory_bytes=dict(report.device_memory),
-            skipped=report.skipped or "",
+            tokens_per_second=figures.num_tokens / figures.duration_s if figures.duration_s > 0 else 0.0,
             eta_s=remaining * sum(self._pace) / len(self._pace),
         )
-
-
-def _eval_done(step: int, reports: Sequence[EvalReport]) -> EvalDone:
-    """An evaluation from its parts, weighted by their targets."""
-    num_targets = sum(report.num_targets for report in reports)
-    return EvalDone(
-        step=step,
-        eval_loss=sum(report.loss * report.num_targets for report in reports) / num_targets,
-        num_targets=num_targets,
-        num_tokens=sum(report.num_tokens for report in reports),
-        duration_s=sum(report.duration_s for report in reports),
-        h2d=_figures(*(report.transfer["h2d"] for report in reports)),
-        d2h=_figures(*(report.transfer["d2h"] for report in reports)),
-        compute_s=sum(report.compute_s for report in reports),
-        optimizer_s=sum(report.optimizer_s for report in reports),
-        optimizer_exposed_s=sum(report.optimizer_exposed_s for report in reports),
-    )
-
-
-def _figures(*transfers: TransferReport) -> TransferFigures:
-    return TransferFigures(
-        bytes=sum(transfer.bytes for transfer in transfers),
-        busy_s=sum(transfer.busy_s for transfer in transfers),
-        exposed_s=sum(transfer.exposed_s for transfer in transfers),
-    )
 
 
 def _grad_dtype(num_bytes: int) -> torch.dtype | None:

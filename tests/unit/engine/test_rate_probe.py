@@ -9,8 +9,8 @@ from tests.cpu_runtime import CpuRuntime
 from horizon_server.engine import rate_probe
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.rate_probe import measure_rates
-from horizon_server.store.ledger import DeviceKind
-from horizon_server.store.roofline import DeviceRates
+from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.roofline import DeviceRates
 
 SMALL = rate_probe._Sizes(widths=(64, 128, 256), row_tokens=32, product=64, chunk_tokens=16, vocabulary=128)
 

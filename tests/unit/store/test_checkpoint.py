@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from horizon_server.errors import AlreadyExists, DiskFull, InvalidModel
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.checkpoint import (
     export_model,
     is_complete,
@@ -22,10 +23,9 @@ from horizon_server.store.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from horizon_server.store.durable_folder import durable_folder, remove_unfinished
+from horizon_server.store.durable import durable_folder, remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import record_file
-from horizon_server.store.model_folder import open_model_folder
 
 MakeModel = Callable[..., Path]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")

@@ -170,21 +170,11 @@ def test_tables_that_can_be_computed_are_no_parameters() -> None:
     assert parameter_shapes(headers) == {"h.0.ln_1.bias": (4,)}
 
 
-def test_the_daemons_half_of_the_store_loads_no_torch() -> None:
-    modules = [
-        "layout",
-        "ledger",
-        "manifest",
-        "model_folder",
-        "planes",
-        "bandwidth",
-        "cpus",
-        "native",
-        "durable_folder",
-    ]
-    script = (
-        f"import sys; import {', '.join(f'horizon_server.store.{m}' for m in modules)}; print('torch' in sys.modules)"
-    )
+def test_what_the_daemon_imports_of_store_and_planning_loads_no_torch() -> None:
+    of_store = ("layout", "manifest", "model_files", "planes", "cpus", "native", "durable")
+    of_planning = ("ledger", "model_folder", "bandwidth", "machine", "planner", "rates")
+    modules = [f"horizon_server.store.{m}" for m in of_store] + [f"horizon_server.planning.{m}" for m in of_planning]
+    script = f"import sys; import {', '.join(modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False"
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from horizon_server.errors import InvalidModel
+from horizon_server.planning.model_folder import ModelShape, open_model_folder
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.model_folder import ModelShape, open_model_folder
 from horizon_server.store.model_load import STAGING_ELEMENTS, load_model
 
 MakeModel = Callable[..., Path]

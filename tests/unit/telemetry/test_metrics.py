@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone, TransferFigures
+from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
+from horizon_server.figures import TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec

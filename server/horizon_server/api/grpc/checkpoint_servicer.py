@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from horizon_proto.v1 import checkpoint_pb2, checkpoint_pb2_grpc
+from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.grpc.wire_job import to_checkpoint
 from horizon_server.api.services import JobsPort
 from horizon_server.errors import FieldViolation, InvalidSpec, NotFound
 
@@ -26,7 +26,8 @@ class CheckpointServicer(checkpoint_pb2_grpc.CheckpointServiceServicer):
         self, request: checkpoint_pb2.ListCheckpointsRequest, context: Any
     ) -> checkpoint_pb2.ListCheckpointsResponse:
         checkpoints = await self._jobs.checkpoints(caller(), request.job_id)
-        return checkpoint_pb2.ListCheckpointsResponse(checkpoints=map(to_checkpoint, checkpoints))
+        messages = (to_message(one, checkpoint_pb2.Checkpoint) for one in checkpoints)
+        return checkpoint_pb2.ListCheckpointsResponse(checkpoints=messages)
 
     async def ReadCheckpointFile(
         self, request: checkpoint_pb2.ReadCheckpointFileRequest, context: Any

@@ -12,7 +12,7 @@ from horizon_server.api.grpc.wire_preview import from_preview, preview_options
 from horizon_server.api.grpc.wire_time import to_timestamp
 from horizon_server.api.services import PreviewsPort
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.errors import InvalidSpec
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.services.datasets import DatasetService
 
@@ -110,6 +110,6 @@ def _from_format(number: dataset_pb2.DatasetFormat.ValueType) -> str:
         return _AUTO
     if number not in dataset_pb2.DatasetFormat.values():
         sentence = f"format {number} is not known to this daemon; it is older than the client: upgrade it"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field="format", description=sentence)])
+        raise InvalidSpec.of("format", sentence)
     name = dataset_pb2.DatasetFormat.Name(number)
     return name.removeprefix("DATASET_FORMAT_").lower().replace("_", "-")

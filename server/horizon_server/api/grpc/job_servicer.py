@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from horizon_proto.v1 import job_pb2, job_pb2_grpc
+from horizon_server.api.grpc.convert import enum_text, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.open_streams import closing
-from horizon_server.api.grpc.wire_job import from_job_state, to_event, to_job, to_plan
-from horizon_server.api.grpc.wire_spec import from_wire, to_wire
 from horizon_server.api.services import JobsPort
-from horizon_server.errors import FieldViolation, InvalidSpec, NotAvailableYet
-from horizon_server.records.job import JobState
+from horizon_server.errors import InvalidSpec, NotAvailableYet
+from horizon_server.records.job import JobRecord, JobState
 from horizon_server.services.lookup import page_limit
+from horizon_server.spec import JobSpec, parse_job_spec
 
 _PIECE_BYTES = 2**20
 
@@ -26,15 +26,17 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         self._jobs = jobs
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Any) -> job_pb2.SubmitJobResponse:
-        job = await self._jobs.submit(caller(), request_id=request.request_id, spec=from_wire(request.spec))
-        return job_pb2.SubmitJobResponse(job=to_job(job))
+        job = await self._jobs.submit(caller(), request_id=request.request_id, spec=_spec(request.spec))
+        return job_pb2.SubmitJobResponse(job=_job(job))
 
     async def PlanJob(self, request: job_pb2.PlanJobRequest, context: Any) -> job_pb2.PlanJobResponse:
-        spec, plan = await self._jobs.plan(caller(), from_wire(request.spec))
-        return job_pb2.PlanJobResponse(plan=to_plan(plan), spec=to_wire(spec))
+        spec, plan = await self._jobs.plan(caller(), _spec(request.spec))
+        return job_pb2.PlanJobResponse(
+            plan=to_message(plan, job_pb2.MemoryPlan), spec=to_message(spec, job_pb2.JobSpec)
+        )
 
     async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.GetJobResponse:
-        return job_pb2.GetJobResponse(job=to_job(await self._jobs.get(caller(), request.job_id)))
+        return job_pb2.GetJobResponse(job=_job(await self._jobs.get(caller(), request.job_id)))
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> job_pb2.ListJobsResponse:
         jobs, token = await self._jobs.list(
@@ -43,25 +45,25 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
             page_token=request.page_token,
             states=frozenset(_state(i, number) for i, number in enumerate(request.states)),
         )
-        return job_pb2.ListJobsResponse(jobs=map(to_job, jobs), next_page_token=token)
+        return job_pb2.ListJobsResponse(jobs=map(_job, jobs), next_page_token=token)
 
     async def CancelJob(self, request: job_pb2.CancelJobRequest, context: Any) -> job_pb2.CancelJobResponse:
-        return job_pb2.CancelJobResponse(job=to_job(await self._jobs.cancel(caller(), request.job_id)))
+        return job_pb2.CancelJobResponse(job=_job(await self._jobs.cancel(caller(), request.job_id)))
 
     async def PauseJob(self, request: job_pb2.PauseJobRequest, context: Any) -> job_pb2.PauseJobResponse:
-        return job_pb2.PauseJobResponse(job=to_job(await self._jobs.pause(caller(), request.job_id)))
+        return job_pb2.PauseJobResponse(job=_job(await self._jobs.pause(caller(), request.job_id)))
 
     async def ResumeJob(self, request: job_pb2.ResumeJobRequest, context: Any) -> job_pb2.ResumeJobResponse:
-        return job_pb2.ResumeJobResponse(job=to_job(await self._jobs.resume(caller(), request.job_id)))
+        return job_pb2.ResumeJobResponse(job=_job(await self._jobs.resume(caller(), request.job_id)))
 
     async def UpdateJob(self, request: job_pb2.UpdateJobRequest, context: Any) -> job_pb2.UpdateJobResponse:
-        raise NotAvailableYet("a job cannot be changed after submission in this version; cancel it and submit it anew")
+        raise NotAvailableYet("a job cannot be changed after submission in this version; cancel it and submit it again")
 
     async def WatchJob(self, request: job_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.WatchJobResponse]:
         _require_natural("after_sequence", request.after_sequence)
         async with closing(self._jobs.watch(caller(), request.job_id, request.after_sequence)) as events:
             async for event in events:
-                yield job_pb2.WatchJobResponse(event=to_event(event))
+                yield job_pb2.WatchJobResponse(event=to_message(event, job_pb2.JobEvent))
 
     async def GetJobLogs(
         self, request: job_pb2.GetJobLogsRequest, context: Any
@@ -78,15 +80,23 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
                     yield job_pb2.GetJobLogsResponse(data=piece, offset=offset + start)
 
 
+def _spec(message: job_pb2.JobSpec) -> JobSpec:
+    return parse_job_spec(set_fields(message))
+
+
+def _job(job: JobRecord) -> job_pb2.Job:
+    return to_message(job, job_pb2.Job)
+
+
 def _state(index: int, number: int) -> JobState:
-    state = from_job_state(number)
-    if state is None:
-        sentence = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field=f"states[{index}]", description=sentence)])
-    return state
+    name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
+    if name not in JobState.__members__:
+        problem = f"states[{index}] is {number}, which is not a state of jobs; leave states out for all"
+        raise InvalidSpec.of(f"states[{index}]", problem)
+    return JobState(name)
 
 
 def _require_natural(field: str, value: int) -> None:
     if value < 0:
         sentence = f"{field} is {value}; it must be 0 or more"
-        raise InvalidSpec(sentence, violations=[FieldViolation(field=field, description=sentence)])
+        raise InvalidSpec.of(field, sentence)

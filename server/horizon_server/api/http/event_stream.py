@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from horizon_server.api.http.bodies import finite
 from horizon_server.api.http.problems import error_body
-from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec
+from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import JobEvent, kind_of
 
 HEARTBEAT_S = 15.0
@@ -28,7 +28,7 @@ def resume_after(header: str | None, query: str | None) -> int:
     if given.isascii() and given.isdigit() and len(given) <= 18:
         return int(given)
     sentence = f"{name} is {given!r:.40}; it must be the number of the last event received, a whole number from 0 on"
-    raise InvalidSpec(sentence, violations=[FieldViolation(field=name, description=sentence)])
+    raise InvalidSpec.of(name, sentence)
 
 
 async def event_lines(

@@ -25,13 +25,14 @@ from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
-from horizon_server.engine.device.protocol import Component, DeviceUse, HostComponent
+from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.engine.device.trace import Trace
+from horizon_server.figures import QueueFigures
+from horizon_server.planning.ledger import CAST_ELEMENTS, DeviceKind
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
-from horizon_server.store.ledger import CAST_ELEMENTS, DeviceKind
 
 _COPY_THREADS = 4
 """Host threads that gather embedding rows and fill staging memory."""
@@ -203,7 +204,7 @@ class CudaDevice(QueuedDevice):
         num_bytes = gradient_RD.numel() * target.element_size()
         self._d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
 
-    def take_use(self) -> DeviceUse:
+    def take_use(self) -> QueueFigures:
         """See `Device.take_use`. CUDA: waits for what the queues were given; between steps they are idle."""
         use = super().take_use()
         self._clock.rebase(self._compute.stream)

@@ -11,7 +11,7 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.device.trace import Trace
 from horizon_server.errors import InvalidSpec
-from horizon_server.store.ledger import DeviceKind
+from horizon_server.planning.ledger import DeviceKind
 
 
 def device_for(

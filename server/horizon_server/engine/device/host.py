@@ -20,10 +20,10 @@ from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.host_queue import HostQueue
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.engine.device.trace import Trace
+from horizon_server.planning.ledger import DeviceKind
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import DeviceKind
 
 _GATHER_ROWS = 4096
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from horizon_server.figures import QueueFigures
+from horizon_server.planning.ledger import DeviceKind
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import DeviceKind
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
@@ -50,26 +50,6 @@ class Queue(Protocol):
 
     def record(self) -> Event:
         """An event that happens when everything submitted so far is done."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DirectionUse:
-    """One direction of the link over a period: bytes, seconds busy, and seconds that compute stood still for it."""
-
-    num_bytes: int
-    busy_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceUse:
-    """What the queues did over a period, from their own clocks."""
-
-    h2d: DirectionUse
-    d2h: DirectionUse
-    compute_s: float
-    optimizer_s: float
-    optimizer_exposed_s: float
 
 
 class Device(Protocol):
@@ -182,7 +162,7 @@ class Device(Protocol):
     def raise_failure(self) -> None:
         """Raise the first error any queue met; after one, the queues skip their work."""
 
-    def take_use(self) -> DeviceUse:
+    def take_use(self) -> QueueFigures:
         """What the queues finished since the last call."""
 
     def peak_bytes(self) -> Mapping[str, int]:

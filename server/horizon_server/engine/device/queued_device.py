@@ -15,9 +15,10 @@ from torch import Tensor
 from horizon_server.engine.device.arena import Arena
 from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.host_queue import Failure, HostQueue
-from horizon_server.engine.device.protocol import Component, DeviceUse, HostComponent, Queue
+from horizon_server.engine.device.protocol import Component, HostComponent, Queue
 from horizon_server.engine.device.timeline import summarise
 from horizon_server.engine.device.trace import Trace
+from horizon_server.figures import QueueFigures
 
 
 class _QueueOptions(TypedDict):
@@ -107,7 +108,7 @@ class QueuedDevice:
         """See `Device.raise_failure`."""
         self._failure.raise_first()
 
-    def take_use(self) -> DeviceUse:
+    def take_use(self) -> QueueFigures:
         """See `Device.take_use`."""
         return summarise(
             h2d=self.h2d.timeline,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from horizon_server.engine.device.protocol import DeviceUse, DirectionUse
+from horizon_server.figures import QueueFigures, TransferFigures
 
 Interval = tuple[float, float]
 
@@ -57,7 +57,7 @@ class Timeline:
         return [e for e in entries if isinstance(e, Busy)], [e for e in entries if isinstance(e, Wait)]
 
 
-def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> DeviceUse:
+def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> QueueFigures:
     """Busy and exposed seconds of a period.
 
     Exposed is what compute waits for. When it waits for a copy while the copy's queue itself waits for a host queue, that queue
@@ -72,14 +72,14 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     for_h2d = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "h2d"]
     for_d2h = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"]
     h2d_held_s, d2h_held_s = overlap_s(for_h2d, _for_host(h2d_waits)), overlap_s(for_d2h, _for_host(d2h_waits))
-    return DeviceUse(
-        h2d=DirectionUse(
-            num_bytes=sum(b.num_bytes for b in h2d_busy),
+    return QueueFigures(
+        h2d=TransferFigures(
+            bytes=sum(b.num_bytes for b in h2d_busy),
             busy_s=_length_s((b.start_s, b.end_s) for b in h2d_busy),
             exposed_s=_length_s(for_h2d) - h2d_held_s,
         ),
-        d2h=DirectionUse(
-            num_bytes=sum(b.num_bytes for b in d2h_busy),
+        d2h=TransferFigures(
+            bytes=sum(b.num_bytes for b in d2h_busy),
             busy_s=_length_s((b.start_s, b.end_s) for b in d2h_busy),
             exposed_s=_length_s(for_d2h) - d2h_held_s,
         ),

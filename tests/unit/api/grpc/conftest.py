@@ -41,7 +41,8 @@ from horizon_server.db.models import ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import NotFound
 from horizon_server.events import JobEvent, Payload
-from horizon_server.jobs.node import Accelerator, NodeFacts
+from horizon_server.jobs.node import NodeFacts
+from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal
 from horizon_server.records.job import CheckpointFile, CheckpointRecord, JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction

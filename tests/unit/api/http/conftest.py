@@ -14,7 +14,8 @@ from horizon_server.api.http.app import make_app
 from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
-from horizon_server.jobs.node import Accelerator, NodeStatus
+from horizon_server.jobs.node import NodeStatus
+from horizon_server.planning.machine import Accelerator
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.dataset import DatasetRecord

@@ -46,7 +46,7 @@ def test_a_unit_arrives_as_its_exact_fp32_master(store: HostStore, device: HostD
     store.merge_master(1, wanted)
     assert torch.equal(out, wanted)
     assert not torch.equal(out, out.bfloat16().float())
-    assert device.take_use().h2d.num_bytes == unit.num_elements * 4
+    assert device.take_use().h2d.bytes == unit.num_elements * 4
 
 
 def test_rows_arrive_as_their_exact_fp32_master(store: HostStore, device: HostDevice) -> None:
@@ -119,7 +119,7 @@ def test_host_memory_goes_up_and_down(device: HostDevice) -> None:
 
     assert torch.equal(back, source)
     use = device.take_use()
-    assert use.d2h.num_bytes == use.h2d.num_bytes == 256
+    assert use.d2h.bytes == use.h2d.bytes == 256
 
 
 def test_an_infinite_gradient_shows_in_its_square_sum(store: HostStore, device: HostDevice) -> None:

@@ -26,8 +26,8 @@ def test_compute_waiting_for_a_copy_exposes_the_copy() -> None:
         host_queues=[],
     )
 
-    assert (use.h2d.num_bytes, use.h2d.busy_s, use.h2d.exposed_s) == (110, 4, 3.5)
-    assert (use.d2h.num_bytes, use.d2h.busy_s, use.d2h.exposed_s) == (7, 1.25, 0.25)
+    assert (use.h2d.bytes, use.h2d.busy_s, use.h2d.exposed_s) == (110, 4, 3.5)
+    assert (use.d2h.bytes, use.d2h.busy_s, use.d2h.exposed_s) == (7, 1.25, 0.25)
     assert use.compute_s == 6.5
     assert use.optimizer_exposed_s == 0
 

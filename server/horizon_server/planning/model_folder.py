@@ -1,12 +1,10 @@
-"""A Hugging Face model folder as the store sees it: config.json, tensor headers, the layout they imply.
+"""A Hugging Face model folder as the plan sees it: config.json, tensor headers, the layout they imply.
 
-Owns what the daemon may know of a model without torch: its shape numbers, whether it is tied, which files travel with
-it. Reads no weights, runs no code from the folder, and must not know how a model computes.
+Owns what the daemon knows of a model without torch: its sizes and whether it is tied. Reads no weights and runs no code from the folder.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,38 +18,21 @@ from horizon_server.store.layout import (
     is_output_projection,
     parameter_shapes,
 )
+from horizon_server.store.model_files import (
+    config_count,
+    config_size,
+    is_prediction_head,
+    num_decoder_layers,
+    read_config,
+    text_config,
+)
 from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
-
-CONFIG_FILE = "config.json"
-MAX_CONFIG_BYTES = 16_000_000
-
-_PREDICTION_HEAD = "mtp"
 
 _TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
 """What configs call the columns of the embedding, the special names first."""
 
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
-
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
-)
-"""Files copied beside the weights of a checkpoint when the source has them: data only, never code, never a pickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +72,20 @@ class ModelShape:
         Raises:
             InvalidModel: a size is missing or no positive integer; the message names it.
         """
-        text = _text_config(config)
-        hidden_size = _size(text, "hidden_size", "n_embd", "d_model")
-        num_heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+        text = text_config(config)
+        hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
+        num_heads = config_size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
         return cls(
             hidden_size=hidden_size,
-            num_hidden_layers=_num_layers(text),
-            vocab_size=_size(text, "vocab_size"),
-            intermediate_size=_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+            num_hidden_layers=num_decoder_layers(text),
+            vocab_size=config_size(text, "vocab_size"),
+            intermediate_size=config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
             num_attention_heads=num_heads,
-            num_key_value_heads=_size(text, "num_key_value_heads", default=num_heads),
-            head_dim=_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
-            max_position_embeddings=_size(text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS),
+            num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
+            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
+            max_position_embeddings=config_size(
+                text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS
+            ),
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=_is_tied(config, names),
@@ -157,8 +140,8 @@ def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     Raises:
         InvalidModel: a table has other rows than the vocabulary, or other columns than the hidden state; it is named.
     """
-    text = _text_config(config)
-    sizes = _count(text, "vocab_size"), _count(text, *_TABLE_WIDTHS)
+    text = text_config(config)
+    sizes = config_count(text, "vocab_size"), config_count(text, *_TABLE_WIDTHS)
     inputs = [name for name in shapes if is_input_table(name)]
     outputs = [name for name in shapes if is_output_projection(name) and not tied]
     for names in (inputs, outputs):
@@ -174,92 +157,28 @@ def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
-    """Whether a tensor belongs to what some checkpoints have for predicting several tokens at once, and model classes leave out.
-
-    It is either named so, or is a layer beyond the last one, as many as the config says.
-    """
-    if name.partition(".")[0] == _PREDICTION_HEAD:
-        return True
-    num_extra, numbers = config.get("num_nextn_predict_layers"), [part for part in name.split(".") if part.isdigit()]
-    if type(num_extra) is not int or num_extra < 1 or not numbers:
-        return False
-    num_layers = _num_layers(config)
-    return num_layers <= int(numbers[0]) < num_layers + num_extra
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json.
-
-    Raises:
-        InvalidModel: the file is missing, too large or no JSON object.
-    """
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
-    try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise InvalidModel(f"{file} must hold a JSON object, not a {type(config).__name__}")
-    return config
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A multimodal config's text part, else the whole."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
 def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
-    for source in (config, _text_config(config)):
+    for source in (config, text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     return names is not None and not any(is_output_projection(name) for name in names)
 
 
 def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
-    num_experts = _count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = config_count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not num_experts:
         return None
-    inner_size = _count(text, "moe_intermediate_size", "intermediate_size", "ffn_dim")
-    num_shared = _count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    inner_size = config_count(text, "moe_intermediate_size", "intermediate_size", "ffn_dim")
+    num_shared = config_count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     return ExpertShape(
         num_experts=num_experts,
-        num_experts_per_token=_count(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k") or 1,
+        num_experts_per_token=config_count(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+        or 1,
         intermediate_size=inner_size,
-        shared_intermediate_size=_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
+        shared_intermediate_size=config_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
     )
 
 
 def _has_narrow_values(text: Mapping[str, Any]) -> bool:
-    query_size = _count(text, "qk_nope_head_dim") + _count(text, "qk_rope_head_dim")
-    return 0 < query_size != _count(text, "v_head_dim") > 0
-
-
-def _num_layers(config: Mapping[str, Any]) -> int:
-    kinds = config.get("layers_block_type")
-    default = len(kinds) if isinstance(kinds, list) and kinds else None
-    return _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default)
-
-
-def _count(config: Mapping[str, Any], *names: str) -> int:
-    """The first positive integer under one of these names, 0 where none is."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), 0)
-
-
-def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise InvalidModel(f"config.json: {name} is {value!r}; it must be a positive integer")
-        return value
-    if default is None:
-        raise InvalidModel(f"config.json: {names[0]} is missing; give the config.json that belongs to the weights")
-    return default
+    query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
+    return 0 < query_size != config_count(text, "v_head_dim") > 0

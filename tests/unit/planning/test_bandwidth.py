@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from horizon_server.store.bandwidth import adamw_bytes_per_parameter, measure_bandwidth, parameters_beyond_caches
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter, measure_bandwidth, parameters_beyond_caches
 from horizon_server.store.native import kernel_info
 
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.jobs.node import Accelerator, HostMemory
-from horizon_server.jobs.rates import RatesByDevice
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
+from horizon_server.planning.rates import RatesByDevice
+from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import (
     StoreLayout,
     plane_sizes,
 )
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind, MemoryPlan, ModelShape, plan_memory
-from horizon_server.store.model_folder import ModelFolder, open_model_folder
 from horizon_server.store.planes import create_memory_file
-from horizon_server.store.roofline import predict_step, work_of_step
 
 _GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """The host device keeps gradients in fp32; over a link they travel in bf16."""
@@ -221,8 +221,8 @@ class Planner:
         while tokens > 8:
             tokens //= 2
             length = min(spec.train.sequence_length, tokens)
-            train = dataclasses.replace(spec.train, tokens_per_step=tokens, sequence_length=length)
-            ledger, _ = self._placed(dataclasses.replace(spec, train=train), model, layout, choice, limit_bytes)
+            train = spec.train.model_copy(update={"tokens_per_step": tokens, "sequence_length": length})
+            ledger, _ = self._placed(spec.model_copy(update={"train": train}), model, layout, choice, limit_bytes)
             if ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"

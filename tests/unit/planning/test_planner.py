@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.jobs.node import Accelerator, HostMemory, usable_accelerators
-from horizon_server.jobs.plan import Planner, WorkerMemory
+from horizon_server.planning.machine import Accelerator, HostMemory, usable_accelerators
+from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.spec import JobSpec, parse_job_spec
 
 GIB = 1 << 30

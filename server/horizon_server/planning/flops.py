@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from horizon_server.store.model_folder import ModelFolder
+from horizon_server.planning.model_folder import ModelFolder
 
 FLOPS_PER_PARAMETER = 6
 FLOPS_PER_PAIR_ELEMENT = 12

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from horizon_server.errors import WorkerFailed
-from horizon_server.jobs import rates as rates_module
-from horizon_server.jobs.node import Accelerator
-from horizon_server.jobs.rates import IdleMeasurement, Machine, RateBook, measure_rates
-from horizon_server.store.roofline import DeviceRates, WidthRates
+from horizon_server.planning import rates as rates_module
+from horizon_server.planning.machine import Accelerator
+from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook, measure_rates
+from horizon_server.planning.roofline import DeviceRates, WidthRates
 
 MACHINE = Machine(cpu="a processor", num_cpus=2, num_threads=2, accelerators=())
 RATES = DeviceRates(

@@ -7,25 +7,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from horizon_server.jobs import node
+from horizon_server.planning import machine
 
 
 @pytest.fixture
 def own_cgroup(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Let the process believe that it is in another control group."""
     text = {"": ""}
-    real = node._read
+    real = machine._read
 
     def read(path: Path) -> str:
         return text[""] if path == Path("/proc/self/cgroup") else real(path)
 
-    monkeypatch.setattr(node, "_read", read)
+    monkeypatch.setattr(machine, "_read", read)
     return text
 
 
 def test_without_limits_the_machine_counts(tmp_path: Path, own_cgroup: dict[str, str]) -> None:
     own_cgroup[""] = "0::/\n"
-    assert node.host_memory(tmp_path).limit_bytes == psutil.virtual_memory().total
+    assert machine.host_memory(tmp_path).limit_bytes == psutil.virtual_memory().total
 
 
 def test_the_tightest_of_a_v2_chain_counts_and_page_cache_is_free(tmp_path: Path, own_cgroup: dict[str, str]) -> None:
@@ -35,7 +35,7 @@ def test_the_tightest_of_a_v2_chain_counts_and_page_cache_is_free(tmp_path: Path
         (tmp_path / folder / "memory.max").write_text(limit)
         (tmp_path / folder / "memory.current").write_text(used)
         (tmp_path / folder / "memory.stat").write_text("inactive_file 100000000\nactive_file 50000000\n")
-    memory = node.host_memory(tmp_path)
+    memory = machine.host_memory(tmp_path)
     assert (memory.limit_bytes, memory.available_bytes) == (300000000, 200000000)
 
 
@@ -43,7 +43,7 @@ def test_a_v1_limit_counts_and_its_huge_number_means_none(tmp_path: Path, own_cg
     own_cgroup[""] = "5:cpu:/box\n4:memory:/box\n"
     (tmp_path / "memory/box").mkdir(parents=True)
     (tmp_path / "memory/box/memory.limit_in_bytes").write_text("9223372036854771712")
-    assert node.host_memory(tmp_path).limit_bytes == psutil.virtual_memory().total
+    assert machine.host_memory(tmp_path).limit_bytes == psutil.virtual_memory().total
     (tmp_path / "memory/box/memory.limit_in_bytes").write_text("1000000")
     (tmp_path / "memory/box/memory.usage_in_bytes").write_text("400000")
-    assert node.host_memory(tmp_path).available_bytes == 600000
+    assert machine.host_memory(tmp_path).available_bytes == 600000

@@ -20,9 +20,10 @@ from typing import Any
 import structlog
 
 from horizon_server.errors import WorkerFailed
-from horizon_server.jobs.node import Accelerator, cpu_model, host_memory, num_cpus
-from horizon_server.store.ledger import DeviceKind
-from horizon_server.store.roofline import DeviceRates
+from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.machine import Accelerator, cpu_model, host_memory
+from horizon_server.planning.roofline import DeviceRates
+from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
 log = structlog.get_logger(__name__)
@@ -56,7 +57,7 @@ class Machine:
     def of(cls, accelerators: Sequence[Accelerator], *, num_threads: int) -> Machine:
         """This machine, with the accelerators that a worker's torch can use and a worker's threads."""
         names = tuple(accelerator.name for accelerator in accelerators)
-        return cls(cpu=cpu_model(), num_cpus=num_cpus(), num_threads=num_threads, accelerators=names)
+        return cls(cpu=cpu_model(), num_cpus=available_cpus(), num_threads=num_threads, accelerators=names)
 
     @property
     def device_kinds(self) -> tuple[DeviceKind, ...]:

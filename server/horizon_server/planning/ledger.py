@@ -18,18 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from horizon_server.planning.model_folder import ModelShape
 from horizon_server.store.layout import StoreLayout, plane_sizes
-from horizon_server.store.model_folder import ModelShape
-
-__all__ = [
-    "ACTIVATION_ALIGN_ELEMENTS",
-    "ActivationPlacement",
-    "DeviceKind",
-    "MemoryPlan",
-    "ModelShape",
-    "logits_chunk_tokens",
-    "plan_memory",
-]
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]

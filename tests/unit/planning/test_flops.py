@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from horizon_server.store.model_flops import FlopsCount
+from horizon_server.planning.flops import FlopsCount
 
 TABLE, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 

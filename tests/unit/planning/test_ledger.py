@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, plan_memory
+from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, plan_memory
-from horizon_server.store.model_folder import ModelFolder, open_model_folder
 
 
 @pytest.fixture

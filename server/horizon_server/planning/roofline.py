@@ -21,14 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.records.plan import Bound, StepPrediction
-from horizon_server.store.bandwidth import adamw_bytes_per_parameter
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind
-from horizon_server.store.model_flops import FLOPS_PER_PARAMETER, FlopsCount
-from horizon_server.store.model_folder import ModelFolder
-
-__all__ = ["Bound", "DeviceRates", "StepPrediction", "StepWork", "WidthRates", "predict_step", "work_of_step"]
-
 
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """Of a weight on its way up, and of a hidden state: the host device computes in fp32."""

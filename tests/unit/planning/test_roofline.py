@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from horizon_server.store.ledger import ActivationPlacement, DeviceKind
-from horizon_server.store.model_flops import FlopsCount
-from horizon_server.store.model_folder import ModelFolder, open_model_folder
-from horizon_server.store.roofline import DeviceRates, StepWork, WidthRates, predict_step, work_of_step
+from horizon_server.planning.flops import FlopsCount
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.roofline import DeviceRates, StepWork, WidthRates, predict_step, work_of_step
 
 WIDTH = WidthRates(hidden_size=32, layer_flops_per_s=1e9, head_flops_per_s=2e9)
 RATES = DeviceRates(

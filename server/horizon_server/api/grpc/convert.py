@@ -1,0 +1,237 @@
+"""The one converter between the server's records and protobuf messages, by field name, in both directions.
+
+A message field takes the attribute of the same name: properties too, nested records, tuples, maps and optional values. Times are Unix
+seconds here and Timestamps there, choices are text here (`RUNNING`, `prompt-completion`) and prefixed enumerations there. Everything
+that does not follow the names is in the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar, cast
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from pydantic import TypeAdapter, ValidationError
+
+from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
+from horizon_server.events import KINDS, kind_of
+
+Field: TypeAlias = Any
+"""A FieldDescriptor, of which protobuf has two unrelated classes."""
+MessageT = TypeVar("MessageT", bound=Message)
+RecordT = TypeVar("RecordT")
+Setter = Callable[[Any, Any], None]
+
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "create_time": "created_s",
+        "start_time": "started_s",
+        "end_time": "ended_s",
+        "time": "time_s",
+        "eta": "eta_s",
+        "Job.state": "job_state",
+        "StateEvent.state": "job_state",
+        "BlobStatus.blob": "ref",
+        "Dataset.state": "ready",
+        "Model.state": "ready",
+    }
+)
+"""Field of a message, or of one message (`Job.state`), to the attribute of the record."""
+_COMPUTED: Mapping[str, Callable[[Any], object]] = MappingProxyType(
+    {
+        "Dataset.state": lambda record: "READY" if record.ready else "UPLOADING",
+        "Model.state": lambda record: "READY" if record.ready else "UPLOADING",
+        "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
+    }
+)
+_PAYLOADS = "JobEvent"
+"""The message whose payload is a oneof: the field that is set is named after the payload's kind."""
+_REQUESTED = "JobSpec"
+"""A message in which nothing but what is set counts: absent is not zero, but the default."""
+_LONGEST_DURATION_S = 1e9
+
+
+def to_message(record: object, kind: type[MessageT], **given: Any) -> MessageT:
+    """Return a message filled from `record`; fields in `given` are taken from there. None leaves a field unset.
+
+    Raises:
+        TooLarge: when a number exceeds the field's 64 (or 32) bits.
+    """
+    message = kind(**given)
+    _fill(message, record, skip=frozenset(given))
+    return message
+
+
+def from_message(message: Message, kind: type[RecordT], **given: Any) -> RecordT:
+    """Return a record of `kind` filled from `message`; attributes in `given` are taken from there.
+
+    Fields without a counterpart are dropped, and unset optional ones take the record's defaults.
+
+    Raises:
+        InvalidSpec: with one violation per field that the record cannot hold, such as the number of an unknown choice.
+    """
+    return _build(kind, {**_plain(message, with_zeros=True), **given})
+
+
+def set_fields(message: Message) -> dict[str, Any]:
+    """Return what is set in a request as plain data for a parser, which knows the defaults of the rest and the limits.
+
+    The number of a choice that a newer client sent becomes text, for the parser to refuse.
+    """
+    return _plain(message, with_zeros=False)
+
+
+def enum_number(enum: EnumDescriptor, text: str) -> int:
+    """Return the number of a choice: of `RUNNING` or `prompt-completion`."""
+    number: int = enum.values_by_name[_prefix(enum) + text.upper().replace("-", "_")].number
+    return number
+
+
+def enum_text(enum: EnumDescriptor, number: int) -> str:
+    """Return a choice as records have it: states in capitals, the rest as people write it; the number itself when unknown."""
+    known = enum.values_by_number.get(number)
+    if known is None:
+        return str(number)
+    text: str = known.name.removeprefix(_prefix(enum))
+    return text if enum.name.endswith("State") else text.lower().replace("_", "-")
+
+
+def attribute_of(field: Field) -> str:
+    """Return the attribute of a record that a message's field stands for."""
+    return _RENAMED.get(f"{field.containing_type.name}.{field.name}", _RENAMED.get(field.name, field.name))
+
+
+def _prefix(enum: EnumDescriptor) -> str:
+    return str(enum.values[0].name.removesuffix("UNSPECIFIED"))
+
+
+def _fill(message: Message, record: object, *, skip: frozenset[str] = frozenset()) -> None:
+    for name, read, write in _fields(message.DESCRIPTOR):
+        if name in skip or (value := read(record)) is None:
+            continue
+        try:
+            write(message, value)
+        except ValueError as error:
+            raise TooLarge(f"{name} is {value!r:.60}, which is more than an answer can carry: {error}") from error
+
+
+@cache
+def _fields(descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any], Setter], ...]:
+    """Return name, reader and writer of every field: looked up once, as events are many."""
+    return tuple((field.name, _reader(field), _writer(field)) for field in descriptor.fields)
+
+
+def _reader(field: Field) -> Callable[[Any], Any]:
+    if field.containing_type.name == _PAYLOADS and field.containing_oneof is not None:
+        return lambda event: event.payload if kind_of(event.payload) == field.name else None
+    attribute = attribute_of(field)
+    return _COMPUTED.get(f"{field.containing_type.name}.{field.name}", lambda record: getattr(record, attribute, None))
+
+
+def _writer(field: Field) -> Setter:
+    name, nested, enum = field.name, field.message_type, field.enum_type
+    if nested is not None and nested.GetOptions().map_entry:
+        return lambda message, value: getattr(message, name).update(value)
+    if field.is_repeated:
+        return (
+            _write_messages(name) if nested is not None else lambda message, value: getattr(message, name).extend(value)
+        )
+    if enum is not None:
+        return lambda message, value: setattr(message, name, enum_number(enum, value))
+    if nested is None:
+        return lambda message, value: setattr(message, name, value)
+    if nested is Timestamp.DESCRIPTOR:
+        return _write_time(name)
+    return _write_duration(name) if nested is Duration.DESCRIPTOR else _write_message(name)
+
+
+def _write_messages(name: str) -> Setter:
+    def write(message: Any, records: Any) -> None:
+        messages = getattr(message, name)
+        for record in records:
+            _fill(messages.add(), record)
+
+    return write
+
+
+def _write_message(name: str) -> Setter:
+    def write(message: Any, record: Any) -> None:
+        nested = getattr(message, name)
+        nested.SetInParent()  # an empty record is there all the same
+        _fill(nested, record)
+
+    return write
+
+
+def _write_time(name: str) -> Setter:
+    def write(message: Any, unix_s: float) -> None:
+        if unix_s:
+            getattr(message, name).FromNanoseconds(round(unix_s * 1e6) * 1000)
+
+    return write
+
+
+def _write_duration(name: str) -> Setter:
+    def write(message: Any, seconds: float) -> None:
+        if 0 < seconds < _LONGEST_DURATION_S:  # nan and inf are not
+            getattr(message, name).FromMilliseconds(round(seconds * 1000))
+
+    return write
+
+
+def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:
+    try:
+        record: RecordT = _adapter(cast(Any, kind)).validate_python(plain)
+    except ValidationError as error:
+        violations = [
+            FieldViolation(field=where, description=f"{where} is {problem['input']!r:.80}; {problem['msg']}")
+            for problem in error.errors()
+            for where in [".".join(str(part) for part in problem["loc"])]
+        ]
+        raise InvalidSpec(violations[0].description, violations=violations) from error
+    return record
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _plain(message: Message, *, with_zeros: bool) -> dict[str, Any]:
+    name = message.DESCRIPTOR.name
+    with_zeros = with_zeros and name != _REQUESTED
+    fields = message.DESCRIPTOR.fields if with_zeros else [field for field, _ in message.ListFields()]
+    plain = {
+        attribute_of(field): value
+        for field in fields
+        if (value := _value(message, field, with_zeros=with_zeros)) is not None
+    }
+    if name == _PAYLOADS and (kind := message.WhichOneof("event")):
+        plain["payload"] = _build(KINDS[kind], plain.pop(kind))
+    if plain.pop("no_clipping", False):
+        plain["max_grad_norm"] = None
+    if name in ("Dataset", "Model"):
+        plain["ready"] = plain.get("ready") == "READY"
+    return plain
+
+
+def _value(message: Message, field: Field, *, with_zeros: bool) -> Any:
+    value: Any = getattr(message, field.name)
+    if field.is_repeated:
+        if isinstance(value, Mapping):
+            return dict(value)
+        return [_plain(item, with_zeros=with_zeros) if field.message_type else item for item in value]
+    if field.has_presence and not message.HasField(field.name):
+        return 0.0 if field.message_type is Timestamp.DESCRIPTOR else None  # 0 is a time not known
+    if field.enum_type is not None:
+        return enum_text(field.enum_type, value) if value else None
+    if field.message_type is None:
+        return value
+    if field.message_type in (Timestamp.DESCRIPTOR, Duration.DESCRIPTOR):
+        return value.ToNanoseconds() / 1e9
+    return _plain(value, with_zeros=with_zeros)

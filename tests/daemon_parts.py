@@ -1,0 +1,222 @@
+"""One builder of the whole daemon inside the test's process: real services, database, journal, queue and children.
+
+Only the worker is another: `tests.scripted_worker` follows a script instead of training. What the daemon listens on is left out; tests
+of gRPC and REST start their servers over `DaemonParts.services`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from horizon_server.api.services import Services
+from horizon_server.db.database import Database
+from horizon_server.demo.chats import demo_chats
+from horizon_server.events import JobEvent
+from horizon_server.main import Parts, run_queue, wire
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import BlobFile
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.model import ModelRecord
+from horizon_server.settings import Settings
+from horizon_server.spec import JobSpec, parse_job_spec
+
+REPOSITORY = Path(__file__).parents[1]
+WAIT_S = 60.0
+
+Moment = int | str
+"""When a worker does something: `start` (before it is ready), a step's number (before that step), or `end`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    """What the worker of a job does. Dying, exiting and failing happen in the first attempt only, unless `every_attempt`."""
+
+    num_steps: int = 3
+    checkpoint_every: int = 0
+    """0 writes one after the last step only."""
+    eval_at: Sequence[int] = ()
+    hold_at: Moment | None = None
+    """Wait there for an order, or for `DaemonParts.release`."""
+    deaf: bool = False
+    """Hear no order while holding."""
+    die_at: Moment | None = None
+    exit_at: Moment | None = None
+    fail_at: Moment | None = None
+    every_attempt: bool = False
+
+
+def chat_rows(num_rows: int = 8) -> bytes:
+    """Return a small dataset file in the messages format."""
+    return "".join(json.dumps({"messages": chat}) + "\n" for chat in demo_chats()[:num_rows]).encode()
+
+
+def blob_file(path: str, content: bytes) -> BlobFile:
+    """Return how a file of that content is announced."""
+    return BlobFile(path=path, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
+
+
+class DaemonParts:
+    """The wired daemon of one state folder, and short ways to do what its users do."""
+
+    def __init__(self, parts: Parts, database: Database, settings: Settings, model_folder: Path) -> None:
+        self.parts = parts
+        self.database = database
+        self.settings = settings
+        self.state_dir = settings.state_dir
+        self.model_folder = model_folder
+        """A folder that jobs may name as their model without a push."""
+        self._queue: asyncio.Task[None] | None = None
+
+    @property
+    def services(self) -> Services:
+        """What gRPC and REST are given."""
+        return self.parts.services
+
+    async def user(self, name: str, *, role: str = "user") -> Principal:
+        """Make a user."""
+        user = await self.parts.accounts.add_user(name, role=role)
+        return Principal(name=user.name, role=user.role, project=user.project)
+
+    async def token(self, user: str) -> str:
+        """Return a token of an existing user."""
+        _, secret = await self.parts.accounts.create_token(user, lifetime_s=None)
+        return secret
+
+    async def upload(self, owner: str, content: bytes) -> None:
+        """Send a whole content, as one piece."""
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for start in range(0, len(content), 2**20):
+                yield content[start : start + 2**20]
+
+        await self.services.blobs.write(owner, blob_file("content", content).ref, 0, chunks())
+
+    async def dataset(self, owner: Principal, name: str = "chats", content: bytes | None = None) -> DatasetRecord:
+        """Push a dataset of one file until it is READY."""
+        content = chat_rows() if content is None else content
+        record = await self.services.datasets.create(
+            owner,
+            request_id=str(uuid.uuid4()),
+            name=name,
+            format="auto",
+            field_map={},
+            files=[blob_file(f"{name}.jsonl", content)],
+        )
+        await self.upload(owner.name, content)
+        return await self.services.datasets.finalize(owner, record.dataset_id)
+
+    async def model(self, owner: Principal, name: str = "tiny", folder: Path | None = None) -> ModelRecord:
+        """Push a model folder until it is READY."""
+        contents = {path.name: path.read_bytes() for path in sorted((folder or self.model_folder).iterdir())}
+        files = [blob_file(path, content) for path, content in contents.items()]
+        record = await self.services.models.create(owner, request_id=str(uuid.uuid4()), name=name, files=files)
+        for content in contents.values():
+            await self.upload(owner.name, content)
+        return await self.services.models.finalize(owner, record.model_id)
+
+    def spec(self, name: str = "job", **changes: Any) -> JobSpec:
+        """Return a spec of dataset `chats` and the model folder; what `train` names is laid over the usual numbers."""
+        train = {"max_steps": 3, "sequence_length": 64, "tokens_per_step": 128} | changes.pop("train", {})
+        usual = {"name": name, "model": str(self.model_folder), "dataset": "chats", "train": train}
+        return parse_job_spec(usual | changes)
+
+    def script(self, job_name: str, script: Script) -> None:
+        """Decide what the workers of jobs of this name do."""
+        folder = self.state_dir / "scripts"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{job_name}.json").write_text(json.dumps(dataclasses.asdict(script)))
+
+    def release(self, job_name: str) -> None:
+        """Let workers of jobs of this name pass where their script holds them."""
+        (self.state_dir / "scripts" / f"{job_name}.released").touch()
+
+    async def submit(
+        self, owner: Principal, name: str = "job", script: Script | None = None, **changes: Any
+    ) -> JobRecord:
+        """Submit a job whose worker follows `script`."""
+        if script is not None:
+            self.script(name, script)
+        spec = self.spec(name, **changes)
+        return await self.services.jobs.submit(owner, request_id=str(uuid.uuid4()), spec=spec)
+
+    async def job(self, job_id: str) -> JobRecord:
+        """Return a job as it stands, whoever owns it."""
+        return await self.services.jobs.get(Principal(name="root", role="admin", project="root"), job_id)
+
+    async def until(self, job_id: str, *states: JobState, step: int = 0) -> JobRecord:
+        """Wait until the job is in one of the states (where any is named) and has done that many steps."""
+        async with asyncio.timeout(WAIT_S):
+            async for _ in self.parts.journal.follow(job_id, 0):
+                job = await self.job(job_id)
+                if (not states or job.job_state in states) and job.step >= step:
+                    return job
+        job = await self.job(job_id)
+        raise AssertionError(f"the job ended {job.job_state} at step {job.step}: {job.reason} {job.message}")
+
+    async def events(self, job_id: str) -> list[JobEvent]:
+        """Return all events of a job that has ended."""
+        async with asyncio.timeout(WAIT_S):
+            return [event async for event in self.parts.journal.follow(job_id, 0)]
+
+    def start_queue(self) -> None:
+        """Settle what an earlier daemon left and serve the queue, until `drain`."""
+        self._queue = asyncio.create_task(run_queue(self.parts), name="queue")
+
+    async def drain(self, timeout_s: float = WAIT_S) -> None:
+        """Stop as on SIGTERM: checkpoint the running job, then end the queue and every watch."""
+        await self.parts.drain(timeout_s)
+        if self._queue is not None:
+            await asyncio.wait_for(self._queue, WAIT_S)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.drain(0.0)
+        await asyncio.gather(self.services.datasets.close(), self.services.models.close())
+
+
+@asynccontextmanager
+async def daemon_parts(
+    state_dir: Path, *, model_folder: Path, prepared: Path | None = None, queue: bool = True, **settings: Any
+) -> AsyncIterator[DaemonParts]:
+    """Make and run a daemon without its servers.
+
+    Args:
+        state_dir: made where it is missing; another call with the same one is a restart.
+        model_folder: what `write_demo_model` has written, outside the state folder.
+        prepared: prepared data shared with other daemons, so that the same data is prepared once.
+        queue: whether jobs are run; `DaemonParts.start_queue` does it later.
+        settings: more of the daemon's settings.
+    """
+    state_dir.mkdir(parents=True, exist_ok=True)
+    if prepared is not None and not (state_dir / "prepared").exists():
+        (state_dir / "prepared").symlink_to(prepared)
+    made = Settings(**{"state_dir": state_dir, "model_roots": (model_folder,), "drain_timeout_s": 30.0, **settings})
+    database = await Database.open(made.database_path)
+    try:
+        parts = await wire(
+            made,
+            database,
+            found=(),
+            usable=(),
+            worker_module="tests.scripted_worker",
+            more_environment={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        )
+        daemon = DaemonParts(parts, database, made, model_folder)
+        if queue:
+            daemon.start_queue()
+        try:
+            yield daemon
+        finally:
+            await daemon.close()
+    finally:
+        await database.close()
