@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from horizon_client.blob_upload import BlobUpload
 from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import from_message
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import InvalidRequest, Violation
 from horizon_client.job_spec import enum_choices
 from horizon_client.local_files import HashedFile, hash_files

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_client.dataset_files import check_dataset_files
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.datasets import AsyncDatasets
 from horizon_client.errors import AlreadyExists, NotFound
 from horizon_client.local_files import content_digest, hash_files

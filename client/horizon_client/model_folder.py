@@ -1,6 +1,6 @@
-"""Which files of a local model folder travel, and the fast checks before a byte is sent: config, tokenizer text, safetensors headers.
+"""The files of a local model folder that are pushed, and the fast checks before that: config, tokenizer text, safetensors headers.
 
-Only what a model folder needs is pushed. Pickle files never are, whatever their name. Knows no architecture.
+Only what a model folder needs is pushed (`horizon_formats.model_files`), and never a pickle.
 """
 
 from __future__ import annotations
@@ -9,27 +9,13 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from horizon_client.errors import BadFile
 from horizon_client.local_files import SourceFile
+from horizon_formats.model_files import CONFIG_FILE, is_pickle, is_pushed
 
-PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.*",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES = 100 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -48,8 +34,8 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
     names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in PATTERNS)]
-    if "config.json" not in chosen:
+    chosen = [name for name in names if is_pushed(name)]
+    if CONFIG_FILE not in chosen:
         raise BadFile(f"{root} holds no config.json, so it is not a model folder")
     if not any(name.endswith(".safetensors") for name in chosen):
         raise BadFile(_no_weights_sentence(root, names))
@@ -60,7 +46,7 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
 
 
 def _no_weights_sentence(root: Path, names: Iterable[str]) -> str:
-    pickles = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _PICKLES)]
+    pickles = [name for name in names if is_pickle(name)]
     if not pickles:
         return f"{root} holds no *.safetensors file, so there are no weights to push"
     return (
@@ -78,7 +64,7 @@ def _check(file: SourceFile, names: set[str]) -> None:
             raise BadFile(f"{file.source} must hold a JSON object")
         if file.path.endswith(".safetensors.index.json"):
             _check_index(file, content, names)
-    elif not file.path.endswith(".model"):
+    elif file.path.endswith(".jinja") or file.path in ("vocab.txt", "merges.txt"):
         _text(file)
 
 

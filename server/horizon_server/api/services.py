@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
+from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions
 from horizon_server.events import JobEvent
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal

@@ -13,6 +13,7 @@ from horizon_server.errors import InvalidData, WorkerFailed
 from horizon_server.events import AttemptEnded, Message, PrepareProgress
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
+from horizon_server.store.prepared import REPORT_FILE, remove_partial
 
 Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
 
@@ -46,26 +47,31 @@ class Preparation:
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
         if not self._stopped and not call.is_whole:
-            # One preparation runs at a time, so whatever is half-made here was left by one that was killed; of a folder that is
-            # not whole somebody has removed files.
-            for leftover in (call.target, *call.target.parent.glob("*.tmp-*")):
-                await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
+            # A folder that is there but not whole has lost files; partial ones were left by a daemon that was killed.
+            await asyncio.to_thread(shutil.rmtree, call.target, ignore_errors=True)
+            await asyncio.to_thread(remove_partial, call.target)
             path = log.with_name("preparation.json")
             path.write_text(call.request, "utf-8")
-            await self._run_child(path, log, environment, tell)
+            try:
+                await self._run_child(path, log, environment, tell)
+            finally:
+                # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
+                await asyncio.to_thread(remove_partial, call.target)
         if self._stopped:
             return None
         report = await _tell_report(call, tell)
         return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
 
     def stop(self) -> None:
-        """End it; what was half-written has another name and is never taken for whole."""
+        """End it and remove what it has written so far."""
         self._stopped = True
         if self._child is not None:
             self._child.kill()
 
     async def _run_child(self, request: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> None:
-        child = await Child.start("horizon_server.datasets.prepare", [str(request)], log=log, environment=environment)
+        child = await Child.start(
+            "horizon_server.datasets.preparing.child", [str(request)], log=log, environment=environment
+        )
         self._child = child
         ended: AttemptEnded | None = None
         try:
@@ -91,7 +97,7 @@ class Preparation:
 
 
 async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:
-    report = json.loads(await asyncio.to_thread((call.target / "report.json").read_text, "utf-8"))
+    report = json.loads(await asyncio.to_thread((call.target / REPORT_FILE).read_text, "utf-8"))
     counts = {name: value for name, value in report.items() if isinstance(value, int)}
     await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
     if report["errors"]:

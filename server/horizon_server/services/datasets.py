@@ -13,11 +13,11 @@ from typing import Protocol
 
 import structlog
 
+from horizon_formats.formats import check_field_map, parse_format
 from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.datasets.checking import check_dataset
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import check_field_map, parse_format
+from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.errors import InUse, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, check_files, digest
@@ -102,7 +102,8 @@ class DatasetService:
         """
         require_create(principal)
         check_name(name)
-        check_field_map(parse_format(format), field_map)
+        with server_errors():
+            check_field_map(parse_format(format), field_map)
         check_files(files, what="dataset", max_bytes=self._max_bytes)
         announced = DatasetRecord(
             dataset_id=f"dataset_{secrets.token_hex(6)}",
@@ -171,10 +172,10 @@ class DatasetService:
             raise InUse(f"dataset {record.name} is being checked right now; try again in a moment", retry_after_s=5.0)
         await self._remove(record)
 
-    def data_files(self, record: DatasetRecord) -> tuple[DataFile, ...]:
+    def data_files(self, record: DatasetRecord) -> tuple[StoredFile, ...]:
         """Return where the files of a dataset lie, with the names their owner gave them."""
         store = self._uploads.store
-        return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
+        return tuple(StoredFile(path=store.path(file.sha256), name=file.path) for file in record.files)
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized; return how many."""

@@ -16,8 +16,14 @@ import structlog
 
 from horizon_server.blobs.disk import told_when_full
 from horizon_server.children.child import Child, exit_reason, log_tail
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRequest, PreviewRow, rows_from_json
+from horizon_server.datasets.preview.request import (
+    DatasetPreview,
+    PreviewOptions,
+    PreviewRequest,
+    PreviewRow,
+    rows_from_json,
+)
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidData, InvalidModel, InvalidSpec, Stalled, WorkerFailed
 from horizon_server.events import AttemptEnded
 from horizon_server.jobs.ports import Resources
@@ -70,7 +76,7 @@ class Previews:
         async with self._of_user[principal.name], self._slots:
             with told_when_full(_NEEDS_SPACE), tempfile.TemporaryDirectory(prefix="preview-", dir=self._folder) as name:
                 request = PreviewRequest(
-                    dataset_files=tuple(DataFile.at(path, name=name) for name, path in files.files),
+                    dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
                     model_dir=model_dir,
                     answer_file=Path(name) / "rows.json",
                     format=files.format,
@@ -100,7 +106,7 @@ class Previews:
 
     async def _run_child(self, folder: Path) -> tuple[AttemptEnded | None, int]:
         child = await Child.start(
-            "horizon_server.datasets.render_preview",
+            "horizon_server.datasets.preview.child",
             [str(folder / "request.json")],
             log=folder / "log",
             environment=self._environment,

@@ -157,6 +157,12 @@ def remove_partial(target: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
+def remove_all_partial(root: Path) -> None:
+    """Remove what killed writers left of any folder two levels below `root`; none may be running."""
+    for leftover in root.glob("*/*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def is_prepared(folder: Path, *, with_evaluation: bool) -> bool:
     """Whether the folder is there with all its files."""
     folders = [folder, folder / EVALUATION_FOLDER] if with_evaluation else [folder]

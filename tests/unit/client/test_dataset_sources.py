@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from horizon_client import BadFile
-from horizon_client.dataset_sources import dataset_sources
+from horizon_client.dataset_files import dataset_sources
 
 ROW = '{"text": "a"}\n'
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.tokenization import RowTokenizer
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.tokenization import RowTokenizer
 from horizon_server.demo.recipe import write_demo_model
 
 FOLDER = Path(__file__).parent / "golden"

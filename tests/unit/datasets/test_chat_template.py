@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from horizon_server.datasets.chat_template import ChatTemplate
+from horizon_server.datasets.tokens.chat_template import ChatTemplate
 from horizon_server.errors import InvalidData, InvalidModel
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from horizon_server.datasets.message_checks import is_trainable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horizon_server.datasets.data_file import DataFile, Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.message_checks import is_trainable
-from horizon_server.datasets.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
-from horizon_server.datasets.row_checks import check_row
-from horizon_server.datasets.rows import read_rows
+from horizon_formats.file_check import read_rows
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.row_checks import check_row
+from horizon_server.datasets.reading import Row, StoredFile
+from horizon_server.datasets.tokens.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 filled = texts.filter(lambda text: text.strip() != "")
@@ -112,7 +112,7 @@ def test_a_table_means_what_its_rows_mean(
     tokens = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
     for fmt, written in ((DatasetFormat.MESSAGES, rows), (DatasetFormat.TOKENS, tokens)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), path)
-        found = list(read_rows(DataFile.at(path)))
+        found = list(read_rows(StoredFile.at(path)))
         assert [check_row(row, fmt, {}) for row in found] == [[]] * len(written)
         read_back = [normalise(row.columns, fmt, {}) for row in found]
         assert read_back == [read(fmt.value, row) for row in written]

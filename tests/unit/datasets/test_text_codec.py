@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from horizon_server.datasets.text_codec import TextCodec
+from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.chats import demo_chats
 from horizon_server.errors import InvalidModel
 
@@ -59,7 +59,7 @@ def test_starts_are_the_characters_themselves(demo_model: Path) -> None:
 
 def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qwen_class_model: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from horizon_server.datasets.text_codec import TextCodec; "
+        "import sys; from pathlib import Path; from horizon_server.datasets.tokens.codec import TextCodec; "
         "TextCodec.from_folder(Path(sys.argv[1])); print('transformers' in sys.modules, 'torch' in sys.modules)"
     )
     for folder, expected in ((demo_model, "False False"), (qwen_class_model, "True")):

@@ -6,7 +6,7 @@ from typing import Any
 
 from horizon_proto.v1 import dataset_pb2, job_pb2
 from horizon_server.api.grpc.wire_spec import from_enums, to_enums
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
+from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions
 
 _NUMBERS = ("num_rows", "offset", "sequence_length")
 _ENUMS = {"method": job_pb2.Method, "train_on": job_pb2.TrainOn}

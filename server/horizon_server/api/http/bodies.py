@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from horizon_server.datasets.preview import DatasetPreview
+from horizon_server.datasets.preview.request import DatasetPreview
 from horizon_server.events import StepDone
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions
+from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions
 from horizon_server.events import JobEvent
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal

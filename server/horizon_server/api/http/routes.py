@@ -29,7 +29,7 @@ from horizon_server.api.http.bodies import (
 from horizon_server.api.http.caller import Caller, Services
 from horizon_server.api.http.curve import read_curve
 from horizon_server.api.http.event_stream import event_lines, resume_after
-from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
+from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
 from horizon_server.records.job import ENDED, JobState
 
 _ERRORS: dict[int | str, dict[str, Any]] = {

@@ -1,8 +1,8 @@
 """The rendering child of a preview: one request in, some rows out.
 
-`python -m horizon_server.datasets.render_preview --events-fd N REQUEST.json` writes the rows to the request's answer file and how it ended
-to descriptor N. The chat template that it runs came with a model and is trusted by nobody: this process bounds its own memory,
-processor time and files, and the daemon bounds how long it lives. Must not know jobs or databases.
+`python -m horizon_server.datasets.preview.child --events-fd N REQUEST.json` writes the rows to the request's answer file and how it ended
+to descriptor N. The chat template that it runs came with a model and is not trusted: this process bounds its own memory, processor time
+and files, and the daemon bounds how long it lives.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import itertools
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from horizon_server.datasets.containers import Container
-from horizon_server.datasets.data_file import DataFile, Row
-from horizon_server.datasets.tokens.documents import Document, TextSplitter
+from horizon_formats.file_check import read_rows, resolve_format
+from horizon_formats.files import Container, DataFile, Skip
 from horizon_formats.formats import columns_of
-from horizon_server.datasets.recipe import PrepareOptions
+from horizon_formats.rows import read_text
 from horizon_server.datasets.preview.request import (
     MAX_CHARACTERS,
     MAX_PROBLEMS,
@@ -31,26 +29,28 @@ from horizon_server.datasets.preview.request import (
     PreviewSpan,
     rows_to_json,
 )
-from horizon_server.datasets.rows import read_rows, read_text, resolve_format
-from horizon_server.datasets.tokens.documents import text_blocks
+from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.documents import Document, TextSplitter, text_blocks
+from horizon_server.datasets.tokens.sandbox import MAX_MEMORY_BYTES, limit_memory
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, ShownRow, TextSpan
 from horizon_server.errors import HorizonError
 from horizon_server.events import AttemptEnded, encode
 
-MAX_MEMORY_BYTES = 4 * 2**30
 MAX_PROCESSOR_S = 60
 _MAX_FILE_BYTES = 64 * 2**20
-_LONGEST_SENTENCE = 2000
+_LONGEST_MESSAGE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one request and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.render_preview", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.preview.child", description=__doc__)
     parser.add_argument("request", type=Path, help="file with the request")
-    parser.add_argument("--events-fd", type=int, default=1, help="descriptor to say the end to")
+    parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write the end to")
     options = parser.parse_args(arguments)
-    _bound_this_process()
+    limit_memory()
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_PROCESSOR_S, MAX_PROCESSOR_S))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
     request = PreviewRequest.from_json(options.request.read_bytes())
     ended = _answer(request)
     os.write(options.events_fd, encode(ended).encode() + b"\n")
@@ -62,60 +62,57 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
 
     Raises: InvalidData, InvalidModel where the dataset cannot be rendered for the model at all.
     """
-    codec = TextCodec.from_folder(request.model_dir)
-    shows = ((file, show) for file in request.dataset_files for show in _shows(file, codec, request.prepare_options))
-    first = request.options.offset
     room = _Room()
-    wanted = itertools.islice(shows, first, first + request.options.num_rows)
-    return tuple(room.clip(file, *show()) for file, show in wanted)
+    with server_errors():
+        codec = TextCodec.from_folder(request.model_dir)
+        shown = itertools.islice(_shown(request, codec), request.options.num_rows)
+        return tuple(room.clip(file, unit, row) for file, unit, row in shown)
 
 
 def _answer(request: PreviewRequest) -> AttemptEnded:
     try:
         request.answer_file.write_text(rows_to_json(render(request)), "utf-8")
     except HorizonError as error:
-        sentence = error.message.replace(str(request.model_dir), "the model's folder")
-        return AttemptEnded(outcome="failed", reason=error.reason, message=sentence[:_LONGEST_SENTENCE])
+        message = error.message.replace(str(request.model_dir), "the model's folder")
+        return AttemptEnded(outcome="failed", reason=error.reason, message=message[:_LONGEST_MESSAGE])
     except MemoryError:
-        sentence = f"rendering these rows takes more than {MAX_MEMORY_BYTES // 2**30} GiB of memory; is the chat template right?"
-        return AttemptEnded(outcome="failed", reason="INVALID_MODEL", message=sentence)
+        message = f"rendering these rows takes more than {MAX_MEMORY_BYTES // 2**30} GiB of memory; is the chat template right?"
+        return AttemptEnded(outcome="failed", reason="INVALID_MODEL", message=message)
     except OSError as error:
-        sentence = f"a file of the dataset or the model could not be read: {error.strerror}"
-        return AttemptEnded(outcome="failed", reason="IO_ERROR", message=sentence)
+        message = f"a file of the dataset or the model could not be read: {error.strerror}"
+        return AttemptEnded(outcome="failed", reason="IO_ERROR", message=message)
     return AttemptEnded(outcome="succeeded")
 
 
-Show = Callable[[], tuple[str, ShownRow]]
-"""Renders one row: what its number counts, and the row. Rows that are passed over are never rendered."""
+def _shown(request: PreviewRequest, codec: TextCodec) -> Iterator[tuple[DataFile, str, ShownRow]]:
+    """Yield the rows of all files after the offset, each with its file and what its number counts."""
+    options = request.prepare_options
+    skip = Skip(left=request.options.offset)
+    for file in request.dataset_files:
+        dataset_format, container = resolve_format(file, options.format, options.field_map)
+        if container is Container.PLAIN_TEXT:
+            for number, document in enumerate(_pieces(file, codec, options.sequence_length), start=1):
+                if skip.left:
+                    skip.left -= 1
+                else:
+                    yield file, "piece", _show_piece(codec, number, document)
+        else:
+            tokenizer = RowTokenizer(codec, options, dataset_format)
+            for row in read_rows(file, columns_of(dataset_format, options.field_map), skip):
+                yield file, row.unit, tokenizer.show(row)
 
 
-def _shows(file: DataFile, codec: TextCodec, options: PrepareOptions) -> Iterator[Show]:
-    dataset_format, container = resolve_format(file, options.format, options.field_map)
-    if container is Container.PLAIN_TEXT:
-        for number, document in enumerate(_pieces(file, codec, options.sequence_length), start=1):
-            yield partial(_show_piece, codec, number, document)
-        return
-    tokenizer = RowTokenizer(codec, options, dataset_format)
-    for row in read_rows(file, columns_of(dataset_format, options.field_map)):
-        yield partial(_show_row, tokenizer, row)
-
-
-def _show_row(tokenizer: RowTokenizer, row: Row) -> tuple[str, ShownRow]:
-    return row.unit, tokenizer.show(row)
-
-
-def _show_piece(codec: TextCodec, number: int, document: Document) -> tuple[str, ShownRow]:
+def _show_piece(codec: TextCodec, number: int, document: Document) -> ShownRow:
     """Show a piece of a plain text as trained: all of it but the first token, which nothing precedes."""
     texts = (codec.decode(document.ids[:1]), codec.decode(document.ids[1:]))
     spans = tuple(TextSpan(text=text, trained=trained) for text, trained in zip(texts, (False, True), strict=True))
-    row = ShownRow(
+    return ShownRow(
         number=number,
         spans=spans,
         num_tokens=len(document.ids),
         num_trained_tokens=document.num_targets,
         num_documents=1,
     )
-    return "piece", row
 
 
 def _pieces(file: DataFile, codec: TextCodec, sequence_length: int) -> Iterator[Document]:
@@ -154,13 +151,6 @@ class _Room:
             clipped=before - left < sum(len(span.text) for span in row.spans),
             problems=tuple(violation.description for violation in row.violations[:MAX_PROBLEMS]),
         )
-
-
-def _bound_this_process() -> None:
-    """Memory is counted without that of mapped files, which libraries take in plenty and do not use up."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_PROCESSOR_S, MAX_PROCESSOR_S))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What it takes to show some rows of a dataset as a model would see them, and what comes back.
+"""Some rows of a dataset as a model would see them: the options, the request to the rendering child, its answer, and how much is shown.
 
-Owns the request and the answer that cross to the rendering child and back, and how much of a row is shown. Free of torch, transformers
-and tokenizers: the daemon asks, checks and passes on with this alone.
+Free of torch, transformers and tokenizers, as the daemon imports it.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_server.datasets.data_file import DataFile
 from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import METHODS, TRAIN_ON, PrepareOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, WorkerFailed
 
 MAX_ROWS = 100
 MAX_ROW_CHARACTERS = 16 * 1024
-"""So much of one row is shown; its tokens are counted all the same."""
+"""Maximum text of one row that is shown; all its tokens are counted."""
 MAX_CHARACTERS = 512 * 1024
-"""So much is shown of all rows together."""
+"""Maximum text of all rows together."""
 MAX_SPANS = 1000
 MAX_PROBLEMS = 5
 _SEQUENCE_LENGTHS = (8, 1_048_576)
@@ -101,7 +100,7 @@ class DatasetPreview:
 class PreviewRequest:
     """One call of the rendering child; the answer goes to `answer_file`."""
 
-    dataset_files: tuple[DataFile, ...]
+    dataset_files: tuple[StoredFile, ...]
     model_dir: Path
     answer_file: Path
     format: str
@@ -110,7 +109,7 @@ class PreviewRequest:
 
     @property
     def prepare_options(self) -> PrepareOptions:
-        """The same as the preparation of a job is told it."""
+        """The same options as the preparation of a job has them."""
         return PrepareOptions(
             format=DatasetFormat(self.format),
             field_map=self.field_map,
@@ -127,7 +126,7 @@ class PreviewRequest:
     def from_json(cls, text: str | bytes) -> PreviewRequest:
         """Return the request in `text`, which `to_json` has written."""
         plain = json.loads(text)
-        files = tuple(DataFile.at(Path(file["path"]), name=file["name"]) for file in plain.pop("dataset_files"))
+        files = tuple(StoredFile.at(Path(file["path"]), name=file["name"]) for file in plain.pop("dataset_files"))
         return cls(
             dataset_files=files,
             model_dir=Path(plain.pop("model_dir")),
@@ -145,12 +144,12 @@ def rows_to_json(rows: tuple[PreviewRow, ...]) -> str:
 def rows_from_json(text: str | bytes) -> tuple[PreviewRow, ...]:
     """Return the rows that the child wrote.
 
-    Raises: WorkerFailed when it wrote something else: the child runs a template that came with a model.
+    Raises: WorkerFailed when it wrote something else, as the child runs a template that came with a model.
     """
     try:
         return tuple(_row(plain) for plain in json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WorkerFailed("the rendering child wrote no rows") from error
+        raise WorkerFailed("the rendering child did not write any rows") from error
 
 
 def _row(plain: dict[str, Any]) -> PreviewRow:

@@ -1,7 +1,4 @@
-"""A model's chat template: messages to text, and which characters of it an assistant generates.
-
-Owns rendering and the spans to train. Must not know tokens or files.
-"""
+"""A model's chat template: messages to text, and which characters of it an assistant generates."""
 
 from __future__ import annotations
 
@@ -26,11 +23,16 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
-# Drawn anew by each process, so that no chat can hold them.
+MAX_RENDERED_CHARACTERS = 16 * 2**20
+"""Longest text of one chat: more than a row of the largest size, and what can be tokenised in the memory of one process."""
+
+# Random in each process, so that no chat can hold them.
 _MARKS = {mark: f"<{mark} {secrets.token_hex(16)}>" for mark in (OPEN_MARK, CLOSE_MARK)}
 _PROBE = "probe"
 _SPACE = re.compile(r"\s*")
 _ADD_MARKERS = "add {% generation %} markers to the template"
+# What Python prints of a function, a generator or another object without a text of its own.
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, ArithmeticError),
     *(AttributeError, LookupError, RecursionError),
@@ -38,13 +40,12 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """A compiled template.
-
-    Raises: InvalidModel when the source is no template; its methods raise InvalidData when the template refuses a chat.
-    """
+    """A compiled template. Its methods raise InvalidData when the template refuses a chat."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, end_markers: Sequence[str] = ()) -> None:
+        """Raises: InvalidModel when the source is not a template."""
         environment = chat_environment()
+        self._source = source
         self._special_tokens = dict(special_tokens)
         self._end_marker = _any_of(end_markers)
         try:
@@ -52,6 +53,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise InvalidModel(f"the model's chat template cannot be read: {error}") from error
+        except (RecursionError, SyntaxError, MemoryError) as error:
+            # Jinja translates a template to Python: what nests too deeply for one of the two ends so.
+            raise InvalidModel(f"the model's chat template is nested too deeply ({error}); simplify it") from error
         self.has_generation_markers = has_generation_blocks(tree)
         self._blocks_reach_the_text = blocks_reach_the_text(tree)
 
@@ -101,10 +105,27 @@ class ChatTemplate:
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
             text = self._template.render(messages=plain, tools=tools, documents=None, **self._special_tokens, **given)
-            text.encode("utf-8")  # half a surrogate pair is no text: neither a tokenizer nor the wire takes it
-            return text
+            text.encode("utf-8")  # neither a tokenizer nor the wire can carry half a surrogate pair
+        except InvalidModel:
+            raise  # the limit on processor time, which ends the template from outside
         except _TEMPLATE_ERRORS as error:
             raise InvalidData(f"the model's chat template refuses this chat: {error}") from error
+        if len(text) > MAX_RENDERED_CHARACTERS:
+            raise InvalidData(
+                f"the model's chat template makes {len(text)} characters of this chat; at most {MAX_RENDERED_CHARACTERS} are allowed"
+            )
+        self._refuse_addresses(text, plain, tools)
+        return text
+
+    def _refuse_addresses(self, text: str, messages: object, tools: object) -> None:
+        """Refuse a text in which the template has printed a Python object: its address would be another in every process."""
+        # A data set about programming may hold such words itself.
+        if " at 0x" in text and not _ADDRESS.search(f"{messages} {tools} {self._source}"):
+            found = _ADDRESS.search(text)
+            if found:
+                raise InvalidData(
+                    f"the model's chat template prints a Python object (... {found.group()}>) instead of a text; correct the template"
+                )
 
     def _render_marked(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         if not self.has_generation_markers:
@@ -114,12 +135,12 @@ class ChatTemplate:
         )
         pieces, spans, at = [before], [], len(before)
         for block in blocks:
-            generated, closed, behind = block.partition(_MARKS[CLOSE_MARK])
+            generated, closed, after = block.partition(_MARKS[CLOSE_MARK])
             if not closed:
                 raise InvalidData("the model's chat template leaves a generation block before its end")
-            pieces += (generated, behind)
+            pieces += (generated, after)
             spans.append((at, at + len(generated)))
-            at += len(generated) + len(behind)
+            at += len(generated) + len(after)
         text = "".join(pieces)
         if not self._blocks_reach_the_text and self.render(messages, tools=tools) != text:
             raise InvalidData("the model's chat template changes the text inside its generation markers")
@@ -139,7 +160,7 @@ class ChatTemplate:
         return len(cue), self._end_by_token(messages[index], index, text, len(cue))
 
     def _end_of_turn(self, closed: str, start: int) -> int:
-        # Generation stops at the token that closes the turn; a line break or an end of text behind it is never generated.
+        # Generation stops at the token that closes the turn; a line break or an end of text after it is never generated.
         end = len(closed)
         closing: list[re.Match[str]] = []
         for marker in reversed([*self._end_marker.finditer(closed, start)]):
@@ -152,7 +173,7 @@ class ChatTemplate:
 
     @cached_property
     def _usual_end(self) -> str:
-        """The token behind a reply of plain text, or nothing where that cannot be told."""
+        """The token after a reply of plain text, or nothing where there is none."""
         try:
             text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
         except InvalidData:
@@ -167,7 +188,7 @@ class ChatTemplate:
         end = text.find(self._usual_end, start) if self._usual_end else -1
         if end < 0 or self._usual_end in str(message):
             raise InvalidData(
-                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special token tells where it "
+                f"the model's chat template rewrites messages[{index}] when other messages follow, and no special token marks where it "
                 f"ends, so the trained part cannot be found; {_ADD_MARKERS}"
             )
         return end + len(self._usual_end)

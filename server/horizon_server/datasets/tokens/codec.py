@@ -1,7 +1,7 @@
 """A model folder's tokenizer: text to token ids, and back to the characters that each stands for.
 
-Owns the choice of loader. Folders whose tokenizer.json says everything are read by `tokenizers` alone, which starts at once; all others
-go through transformers, which knows what their class adds. Only the preparation child imports this: it may reach transformers.
+Folders whose tokenizer.json says everything are read by `tokenizers` alone, which starts at once; all others go through transformers, which
+knows what their class adds. Only the children for preparation and preview import this, as it may load transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from horizon_server.datasets.recipe import require_tokenizer
 from horizon_server.datasets.tokens.chat_template import ChatTemplate
 from horizon_server.errors import InvalidModel
 
@@ -29,10 +30,7 @@ _PLAIN_SETTINGS = frozenset(
 
 
 class TextCodec:
-    """Encodes text exactly as transformers' tokenizer of the same folder does.
-
-    Raises: InvalidModel when the folder holds no usable tokenizer.
-    """
+    """Encodes text exactly as transformers' tokenizer of the same folder does."""
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class TextCodec:
         # A post-processor may trim offsets to exclude spaces; without it, they are the characters themselves.
         tokenizer.post_processor = None
         self.tokenizer = tokenizer
-        """The library's own; adds no special tokens by itself."""
+        """The library's own object; adds no special tokens by itself."""
         self.vocab_size = vocab_size
         highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._ids_may_be_too_high = vocab_size is not None and highest_id >= vocab_size
@@ -60,7 +58,11 @@ class TextCodec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:
-        """Load the tokenizer of a model folder."""
+        """Load the tokenizer of a model folder.
+
+        Raises: InvalidModel when it holds no usable tokenizer.
+        """
+        require_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         config = _read_json(folder / "config.json")
         text_config = config.get("text_config")
@@ -78,7 +80,7 @@ class TextCodec:
         return encodings
 
     def encode_ids(self, text: str) -> list[int]:
-        """Return the ids that `encode` gives, faster: which characters they stand for is not kept."""
+        """Return the ids that `encode` gives, faster: the characters that each stands for are not kept."""
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, assert_never
 
+from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import ChatTemplate, Span
 from horizon_server.datasets.tokens.normalise import Chat, Pair, Text
-from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.errors import InvalidData
 
 

@@ -1,12 +1,20 @@
 """The dialect of Jinja that chat templates are written in, run in a sandbox: templates come with models from anywhere.
 
-Owns the environment and where generation markers print. Must not know what a chat is.
+Also the limits of a process that runs them: memory, and processor time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -15,8 +23,45 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+MAX_MEMORY_BYTES = 4 * 2**30
+"""Memory of one process that renders, apart from mapped files. A row of 16 MiB takes about half of it to tokenise."""
+
 OPEN_MARK, CLOSE_MARK = "_generation_begins", "_generation_ends"
 """Variables that are printed before and after each generation block: nothing, unless they are given."""
+
+
+def limit_memory() -> None:
+    """Bound this process, and let the kernel end it before the daemon or a worker if memory runs out all the same.
+
+    Mapped files do not count: libraries map many and use little of them.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", "ascii")
+
+
+@contextmanager
+def processor_time_limit(limit_s: float, error: Exception) -> Iterator[None]:
+    """Raise `error` inside the block once the process has used this much processor time in it.
+
+    Processor time, as a template must not be blamed for a busy machine. Works in the main thread only, which is where Python runs signal
+    handlers; elsewhere there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class GenerationTag(Extension):
@@ -50,7 +95,7 @@ def has_generation_blocks(template: nodes.Template) -> bool:
 
 
 def blocks_reach_the_text(template: nodes.Template) -> bool:
-    """Whether every generation block is printed as it is: none lies where its output is filtered, kept or handed on."""
+    """Whether every generation block is printed as it is: none is where its output is filtered, stored or passed on."""
     for holder in template.find_all((nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.CallBlock)):
         if _holds_blocks(holder):
             return False

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from horizon_server.datasets.tokens.chat_template import Span
-from horizon_formats.files import Row
-from horizon_server.datasets.tokens.documents import Document, Ids, blocks_of, split
+from horizon_formats.files import Row, place_in
 from horizon_formats.formats import DatasetFormat
-from horizon_server.datasets.tokens.normalise import NormalRow, Tokens, is_held_out, normalise, row_content
-from horizon_server.datasets.recipe import PrepareOptions
-from horizon_server.datasets.tokens.rendering import RenderedRow, RowRenderer, token_mask
 from horizon_formats.problems import FieldViolation
 from horizon_formats.row_checks import UNTRAINED, check_row
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.tokens.chat_template import Span
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.errors import InvalidData
+from horizon_server.datasets.tokens.documents import Document, Ids, blocks_of, split
+from horizon_server.datasets.tokens.normalise import NormalRow, Tokens, is_held_out, normalise, row_content
+from horizon_server.datasets.tokens.rendering import RenderedRow, RowRenderer, token_mask
+from horizon_server.datasets.tokens.sandbox import processor_time_limit
+from horizon_server.errors import InvalidData, InvalidModel
+
+_MAX_TEMPLATE_S = 30
+"""Processor time of the chat template for one batch of rows. Templates take about a tenth of a millisecond for a row."""
 
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 
@@ -89,12 +93,10 @@ class _ReadRow(NamedTuple):
 
 
 class RowTokenizer:
-    """Turns rows of one format into documents of at most `sequence_length` tokens.
-
-    Raises: InvalidData for messages and a model without a chat template.
-    """
+    """Turns rows of one format into documents of at most `sequence_length` tokens."""
 
     def __init__(self, codec: TextCodec, options: PrepareOptions, dataset_format: DatasetFormat) -> None:
+        """Raises: InvalidData for chats and a model without a chat template."""
         self._codec = codec
         self._options = options
         self._format = dataset_format
@@ -109,9 +111,9 @@ class RowTokenizer:
     def tokenize(self, rows: Sequence[Row]) -> Iterator[TokenizedRow]:
         """Yield for each row its documents, or why there are none.
 
-        Raises: InvalidModel where the tokenizer belongs to another model.
+        Raises: InvalidModel where the tokenizer belongs to another model, or the template does not end.
         """
-        read = [self._read(row) for row in rows]
+        read = self._read_all(rows)
         encodings = iter(self._codec.encode_all([text for item in read for text in item.masked_texts]))
         for row, item in zip(rows, read, strict=True):
             own = iter([next(encodings) for _ in item.masked_texts])
@@ -130,7 +132,7 @@ class RowTokenizer:
 
     def show(self, row: Row) -> ShownRow:
         """Return the row as `tokenize` hands it to training, for people to read."""
-        item = self._read(row)
+        (item,) = self._read_all([row])
         if item.normal is None:
             return ShownRow(number=row.number, violations=tuple(item.violations))
         try:
@@ -150,6 +152,15 @@ class RowTokenizer:
             num_documents=len(fitted.documents),
             violations=tuple(problems),
         )
+
+    def _read_all(self, rows: Sequence[Row]) -> list[_ReadRow]:
+        place = place_in(rows[0].file, rows[0].number, rows[0].unit)
+        others = f" and the {len(rows) - 1} rows after it" if len(rows) > 1 else ""
+        endless = InvalidModel(
+            f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for {place}{others}; it may never end"
+        )
+        with processor_time_limit(_MAX_TEMPLATE_S, endless):
+            return [self._read(row) for row in rows]
 
     def _read(self, row: Row) -> _ReadRow:
         problems = check_row(row, self._format, self._options.field_map)
@@ -203,7 +214,7 @@ class RowTokenizer:
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
-            problem = "has no trainable token; check its text, roles and weights, and train.train_on"
+            problem = "has no trained token; check its text, roles and weights, and train.train_on"
             return TokenizedRow(violations=[row.refusal(problem)])
         if len(whole.ids) <= self._options.sequence_length:
             return TokenizedRow(documents=(whole,))

@@ -31,7 +31,7 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
+from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database, migrate

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from horizon_proto.v1 import dataset_pb2, job_pb2
-from horizon_server.datasets.preview import PreviewOptions
+from horizon_server.datasets.preview.request import PreviewOptions
 
 
 async def test_every_field_goes_through(world: Any) -> None:

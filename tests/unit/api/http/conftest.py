@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from horizon_server.api.http.app import make_app
-from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
+from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.errors import HorizonError, InvalidSpec, NotFound, Unauthenticated
 from horizon_server.events import EvalDone, JobEvent, StateChanged, StepDone
 from horizon_server.jobs.node import NodeStatus
