@@ -35,8 +35,12 @@ COMPANION_FILES = (
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-_TOKENIZERS = tuple(pattern for pattern in TOKENIZER_FILES if pattern not in _TEMPLATES)
+# Templates and settings alone make no tokenizer: they hold no vocabulary.
+_SETTINGS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+_VOCABULARIES = tuple(pattern for pattern in TOKENIZER_FILES if pattern not in _SETTINGS)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 _CODE = (".py", ".pyc", ".so", ".sh")
 
@@ -56,9 +60,9 @@ def decides_tokens(path: str) -> bool:
     return path == CONFIG_FILE or _matches(path, TOKENIZER_FILES)
 
 
-def is_tokenizer(path: str) -> bool:
-    """Whether a file is part of a tokenizer; a chat template alone makes none."""
-    return _matches(path, _TOKENIZERS)
+def holds_vocabulary(path: str) -> bool:
+    """Whether a file holds the vocabulary of a tokenizer, or a part of it."""
+    return _matches(path, _VOCABULARIES)
 
 
 def is_pickle(path: str) -> bool:

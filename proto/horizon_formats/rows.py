@@ -201,7 +201,10 @@ class _ArrayReader:
                 number = row.number
                 yield row
             if self._peek():
-                raise _Broken(f"follows the end of the array (line {self._line(self._at)}); a file holds one array")
+                raise _Broken(
+                    f"follows the end of the array (line {self._line(self._at)}); a file holds one array, or one object per line "
+                    "without brackets around them"
+                )
         except _Broken as error:
             yield Row.refused(self._file, number + 1, f"{error}; nothing after it was read", unit="row")
 

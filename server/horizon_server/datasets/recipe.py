@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.model_files import decides_tokens, is_tokenizer
+from horizon_formats.model_files import decides_tokens, holds_vocabulary
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.store import prepared
@@ -177,11 +177,11 @@ def tokenizer_digest(model_dir: Path) -> str:
 def require_tokenizer(model_dir: Path) -> list[str]:
     """Return the files that decide how this model reads text, by their paths in the folder.
 
-    Raises: InvalidModel when there is no tokenizer among them: transformers would make an empty one from the config alone.
+    Raises: InvalidModel when there is no tokenizer among them: transformers would make an empty one of the config alone.
     """
     paths = [*model_dir.glob("*"), *model_dir.glob("additional_chat_templates/*")]
     names = sorted(path.relative_to(model_dir).as_posix() for path in paths if path.is_file())
-    if not any(map(is_tokenizer, names)):
+    if not any(map(holds_vocabulary, names)):
         raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
     return [name for name in names if decides_tokens(name)]
 

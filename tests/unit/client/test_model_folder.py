@@ -46,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_only_what_a_model_needs_travels(client: Client, daemon: FakeDaemon, folder: Path) -> None:
     result = client.models.push(folder, name="tiny")
     assert [f.path for f in result.model.files] == [
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "merges.txt",

@@ -94,7 +94,7 @@ def masks_of(codec: TextCodec, train_on: str) -> dict[str, Any]:
     """Return the rendered text, the trained pieces of it, and every token with its bit of the mask."""
     options = PrepareOptions(train_on=train_on, sequence_length=4096)
     tokenizer = RowTokenizer(codec, options, DatasetFormat.MESSAGES)
-    row = Row(number=1, columns={"messages": CHAT})
+    row = Row(file="d.jsonl", number=1, columns={"messages": CHAT})
     shown, tokenized = tokenizer.show(row), next(tokenizer.tokenize([row]))
     assert not tokenized.violations, tokenized.violations
     (document,) = tokenized.documents

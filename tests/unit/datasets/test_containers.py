@@ -62,7 +62,10 @@ def test_tables_with_other_types_are_refused_row_by_row(tmp_path: Path) -> None:
     ]
     with pytest.raises(InvalidData, match=r"t\.parquet has no column 'messages' for the field messages of format mess"):
         inspect(put(tmp_path, "t.parquet", sink.getvalue()), "messages")
-    with pytest.raises(InvalidData, match=r"t\.parquet: the columns \(completion, prompt, when\) fit no known format"):
+    with pytest.raises(
+        InvalidData,
+        match=r"t\.parquet: there is no column 'gone' for --map text=gone; the columns are comp",
+    ):
         inspect(put(tmp_path, "t.parquet", sink.getvalue()), text="gone")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from horizon_server.datasets.message_checks import is_trainable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ turns = st.lists(st.tuples(texts, filled), min_size=1, max_size=4)
 def read(fmt: str, columns: dict[str, Any], **field_map: str) -> NormalRow:
     """Check and normalise what JSON makes of the columns."""
     columns = json.loads(json.dumps(columns))
-    assert check_row(Row(number=1, columns=columns), DatasetFormat(fmt), field_map) == []
+    assert check_row(Row(file="d.jsonl", number=1, columns=columns), DatasetFormat(fmt), field_map) == []
     return normalise(columns, DatasetFormat(fmt), field_map)
 
 
@@ -60,7 +59,6 @@ def test_weights_are_zero_or_one(weights: list[float | None]) -> None:
     row = read("messages", {"messages": messages})
     assert isinstance(row, Chat)
     assert [message["weight"] for message in row.messages] == [0 if weight == 0 else 1 for weight in [*weights, 1]]
-    assert [is_trainable(m) for m in row.messages] == [weight != 0 for weight in [*weights, 1]]
 
 
 @given(prompt=texts, completion=filled)

@@ -79,7 +79,7 @@ def test_an_array_element_over_the_limit_is_one_bad_row_or_ends_the_array(tmp_pa
     rows[1]["text"] *= 3
     report = inspect(put(tmp_path, "a.json", json.dumps(rows).encode()))
     assert [v.description for v in report.violations] == [
-        "a.parquet:row 2 is longer than 16 MiB; split the row; nothing behind it was read"
+        "a.json:row 2 is longer than 16 MiB; split the row; nothing after it was read"
     ]
 
 

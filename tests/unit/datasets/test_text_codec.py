@@ -67,9 +67,17 @@ def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qw
         assert done.stdout.startswith(expected)
 
 
-def test_unusable_tokenizers_are_refused_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidModel, match="holds no tokenizer that can be loaded"):
+def test_unusable_tokenizers_are_refused_with_the_reason(demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"holds no tokenizer; add tokenizer\.json"):
         TextCodec.from_folder(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    # transformers makes an empty tokenizer of the model_type alone, with which every text is unknown.
+    (bare / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 1024}')
+    (bare / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (bare / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(InvalidModel, match=r"holds no tokenizer; add tokenizer\.json"):
+        TextCodec.from_folder(bare)
     torn = tmp_path / "torn"
     shutil.copytree(demo_model, torn)
     (torn / "tokenizer.json").write_text((torn / "tokenizer.json").read_text()[:1000])

@@ -106,7 +106,7 @@ def test_every_bad_field_is_named_with_its_line(tmp_path: Path) -> None:
         "data.jsonl:12:messages[0].content",
     ]
     assert described["data.jsonl:2:messages[1].role"] == (
-        "data.jsonl:2:messages[1].role is 'robot'; it must be one of system, user, assistant, tool"
+        "data.jsonl:2: messages[1].role is 'robot'; it must be one of system, user, assistant, tool"
     )
     assert "has nothing to learn" in described["data.jsonl:5:messages"]
     assert "is not JSON: Expecting value at column 1" in described["data.jsonl:10"]
@@ -147,7 +147,7 @@ def test_bytes_that_are_not_utf8_are_found_by_line_and_offset(tmp_path: Path, na
     path.write_bytes(b"\xef\xbb\xbf" + first + b'{"text": "caf\xe9"}\n' + first)
     report = inspect(StoredFile.at(path))
     assert report.num_violations == 1
-    assert report.violations[0].field == "data.jsonl:2"
+    assert report.violations[0].field == f"{name}:2"
     offset = 3 + len(first) + len(b'{"text": "caf')
     assert f"byte 0xe9 at byte offset {offset} of the file" in report.violations[0].description
     assert report.num_rows == 3

@@ -154,10 +154,9 @@ class RowTokenizer:
         )
 
     def _read_all(self, rows: Sequence[Row]) -> list[_ReadRow]:
-        place = place_in(rows[0].file, rows[0].number, rows[0].unit)
-        others = f" and the {len(rows) - 1} rows after it" if len(rows) > 1 else ""
+        places = dict.fromkeys(place_in(row.file, row.number, row.unit) for row in (rows[0], rows[-1]))
         endless = InvalidModel(
-            f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for {place}{others}; it may never end"
+            f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for {' to '.join(places)}; it may never end"
         )
         with processor_time_limit(_MAX_TEMPLATE_S, endless):
             return [self._read(row) for row in rows]
