@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify fix bench protos dashboards job-spec figures clean
+.PHONY: help demo test test-all verify fix bench protos client dashboards job-spec figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,7 @@ verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	cd proto && ../$(BIN)/buf format --diff --exit-code > /dev/null
 	cd proto && ../$(BIN)/buf breaking --against baseline.binpb
 	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python tools/generate_sync_client.py --check
 	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/python tools/generate_job_spec.py --check
 
@@ -51,11 +52,17 @@ fix: .venv/.dev ## let the tools mend what they can
 protos: .venv/.dev ## generate the Python code of the wire contract
 	$(BIN)/python tools/generate_protos.py
 
+client: .venv/.dev ## generate the blocking client from the async one
+	$(BIN)/python tools/generate_sync_client.py
+
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page
 	$(BIN)/python tools/generate_job_spec.py
 
 dashboards: .venv/.dev ## generate the Grafana dashboard
 	$(BIN)/python tools/generate_dashboards.py
+
+figures: .venv/.dev ## how long, how finely cut, how often repeated the code is
+	$(BIN)/python tools/house_figures.py
 
 bench: .venv/.dev ## benchmarks, as ratios against a reference in the same run
 	$(BIN)/python -m bench

@@ -31,8 +31,8 @@ import psutil
 from tests.scenarios.daemon_process import DaemonProcess
 from tests.tcp_proxy import Fault, TcpProxy
 
-from horizon_client import AsyncClient, blob_upload
-from horizon_client.progress import Progress
+from horizon_client import AsyncClient, Progress, Reporter
+from horizon_client.transfer import upload as blob_upload
 
 MIB = 2**20
 CHUNK_BYTES = MIB
@@ -137,14 +137,14 @@ async def send_bare(sink: Sink, content: bytes) -> Spent:
         return meter.read() - before
 
 
-class Phases:
-    """What was spent when each phase of a push ended; the upload ends where `finalize` is told, once, as it begins."""
+class Phases(Reporter):
+    """What was spent when each phase of a push ended; the upload ends where `finalize` is reported, once, when it begins."""
 
     def __init__(self, server_pid: int) -> None:
         self._meter = Meter(server_pid)
         self._ended: dict[str, Spent] = {}
 
-    def __call__(self, progress: Progress) -> None:
+    def progress(self, progress: Progress) -> None:
         """Take a report."""
         if progress.phase != "upload":
             self._ended[progress.phase] = self._meter.read()
@@ -190,7 +190,7 @@ async def against_bare(client: AsyncClient, pid: int, folder: Path, num_bytes: i
             os.sync()  # what is written here must not wait for the disk behind what was written before
             phases = Phases(pid)
             took = {"bare": await send_bare(bare, content), "kept": await send_bare(kept, content)}
-            await client.datasets.push([path], name=f"corpus-{number}", on_progress=phases)
+            await client.datasets.push([path], name=f"corpus-{number}", reporter=phases)
             for name, one in (took | {"upload": phases.upload, "with_hash": phases.with_hash}).items():
                 spent[name] += [one] if number else []  # the first round warms up
     for name, title in titles.items():
@@ -238,7 +238,7 @@ async def several(client: AsyncClient, pid: int, folder: Path, *, num_files: int
             os.sync()
             blob_upload.STREAMS_AT_ONCE = streams
             phases = Phases(pid)
-            await client.datasets.push(paths, name=f"shards-{num_files}-{number}-{streams}", on_progress=phases)
+            await client.datasets.push(paths, name=f"shards-{num_files}-{number}-{streams}", reporter=phases)
             seconds.append(phases.upload.wall_s)
     one, many = (statistics.median(seconds) for seconds in times.values())
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -10,10 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# A parent such as `nohup ... &` leaves SIGINT ignored, and children inherit that: the tests that interrupt a command would then wait for a
+# signal that never arrives. A handler of Python's own is reset to the default when a child starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
 
-    MakeDaemon = Callable[..., AbstractAsyncContextManager[DaemonParts]]
+MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +36,7 @@ def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prepared")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_daemon(model_folder: Path, prepared_data: Path) -> MakeDaemon:
     """Make daemons: `async with make_daemon(state_dir) as daemon`; the same folder again is a restart."""
     from tests.daemon_parts import daemon_parts  # heavy imports, which most tests do without

@@ -138,7 +138,9 @@ class DaemonParts:
 
     def release(self, job_name: str) -> None:
         """Let workers of jobs of this name pass where their script holds them."""
-        (self.state_dir / "scripts" / f"{job_name}.released").touch()
+        folder = self.state_dir / "scripts"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{job_name}.released").touch()
 
     async def submit(
         self, owner: Principal, name: str = "job", script: Script | None = None, **changes: Any
@@ -153,12 +155,12 @@ class DaemonParts:
         """Return a job as it stands, whoever owns it."""
         return await self.services.jobs.get(Principal(name="root", role="admin", project="root"), job_id)
 
-    async def until(self, job_id: str, *states: JobState, step: int = 0) -> JobRecord:
-        """Wait until the job is in one of the states (where any is named) and has done that many steps."""
+    async def until(self, job_id: str, *states: JobState, step: int = 0, attempt: int = 0) -> JobRecord:
+        """Wait until the job is in one of the states (where any is named), has done that many steps, and is at least in that attempt."""
         async with asyncio.timeout(WAIT_S):
             async for _ in self.parts.journal.follow(job_id, 0):
                 job = await self.job(job_id)
-                if (not states or job.job_state in states) and job.step >= step:
+                if (not states or job.job_state in states) and job.step >= step and job.attempt >= attempt:
                     return job
         job = await self.job(job_id)
         raise AssertionError(f"the job ended {job.job_state} at step {job.step}: {job.reason} {job.message}")
@@ -177,6 +179,13 @@ class DaemonParts:
         await self.parts.drain(timeout_s)
         if self._queue is not None:
             await asyncio.wait_for(self._queue, WAIT_S)
+
+    async def crash(self) -> None:
+        """Leave the database as a daemon does that is killed together with its worker."""
+        assert self._queue is not None
+        self._queue.cancel()
+        await asyncio.wait([self._queue])
+        self._queue = None
 
     async def close(self) -> None:
         """End everything."""

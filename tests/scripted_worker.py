@@ -6,7 +6,6 @@ the state folder; see `Script` in tests/daemon_parts.py. Without one it does eve
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -16,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.entry import EventWriter, Order, Orders
-from horizon_server.events import AttemptEnded, AttemptReady, CheckpointWritten, EvalDone, StepDone
+from horizon_server.children.entry import EventWriter, Order, Orders, serve
+from horizon_server.errors import Diverged
+from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, StepDone
 from horizon_server.store.manifest import TRAINER_FOLDER, Manifest, record_file, write_manifest
 
 _LOOK_EVERY_S = 0.005
@@ -27,58 +27,56 @@ _HOLD_AT_MOST_S = 60.0
 class ScriptedWorker:
     """One attempt, as its script wants it."""
 
-    def __init__(self, path: Path, events_fd: int) -> None:
-        self.request: dict[str, Any] = json.loads(path.read_text())
-        scripts = path.parents[3] / "scripts"
+    def __init__(self, request: dict[str, Any], events: EventWriter) -> None:
+        self.request = request
+        scripts = Path(request["checkpoints"]).parents[2] / "scripts"
         script = scripts / f"{self.request['spec']['name']}.json"
         self.script: dict[str, Any] = json.loads(script.read_text()) if script.exists() else {}
         # What ends a worker happens in the job's first attempt only, so that a resumed job gets to its end.
         self.first = self.request["attempt"] == 1 or self.script.get("every_attempt", False)
         self.released = scripts / f"{self.request['spec']['name']}.released"
-        self.events = EventWriter(events_fd)
+        self.events = events
         self.orders = Orders()
         self.num_steps = self.script.get("num_steps") or self.request["spec"]["train"]["max_steps"] or 3
 
-    def run(self) -> AttemptEnded:
-        """Do the steps that are left; return the end."""
+    def run(self) -> str:
+        """Do the steps that are left; return how that ended, as the real worker does."""
         self._at("start")
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
         self.events.send(AttemptReady(step=done, num_steps=self.num_steps, device="host", packed_rows=4))
         for step in range(done + 1, self.num_steps + 1):
+            self._at(step)
             if self.orders.current is Order.CANCEL:
-                return AttemptEnded(outcome="stopped")
+                return "stopped"
             if self.orders.current is Order.STOP:
                 self._checkpoint(step - 1)
-                return AttemptEnded(outcome="stopped")
-            self._at(step)
-            if self.orders.current is Order.GO_ON:
-                self._step(step)
-                if step % (self.script.get("checkpoint_every") or self.num_steps) == 0:
-                    self._checkpoint(step)
-        return self._at("end") or AttemptEnded(outcome="succeeded")
+                return "stopped"
+            self._step(step)
+            if step % (self.script.get("checkpoint_every") or self.num_steps) == 0:
+                self._checkpoint(step)
+        self._at("end")
+        return "succeeded"
 
-    def _at(self, moment: int | str) -> AttemptEnded | None:
+    def _at(self, moment: int | str) -> None:
         """Do what the script wants at this moment: `start`, before a step, or `end`."""
         if self.script.get("hold_at") == moment:
             self._hold()
         if not self.first:
-            return None
+            return
         if self.script.get("die_at") == moment:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.script.get("exit_at") == moment:
             print("the last words of a worker", flush=True)
             os._exit(7)
         if self.script.get("fail_at") == moment:
-            self.events.send(AttemptEnded(outcome="failed", reason="DIVERGED", message="the loss is not finite"))
-            sys.exit(1)
-        return None
+            raise Diverged("the loss is not finite")
 
     def _hold(self) -> None:
         """Wait for an order, or until the test says so. With `deaf`, orders are not heard."""
         deadline = time.monotonic() + _HOLD_AT_MOST_S
         while not self.released.exists() and time.monotonic() < deadline:
-            if self.orders.current is not Order.GO_ON and not self.script.get("deaf"):
+            if self.orders.current is not Order.CONTINUE and not self.script.get("deaf"):
                 return
             time.sleep(_LOOK_EVERY_S)
 
@@ -104,17 +102,11 @@ class ScriptedWorker:
         self.events.send(CheckpointWritten(step=step, duration_s=0.1, size_bytes=24))
 
 
-def main() -> int:
+def work(request: Any, events: EventWriter) -> str:
     """Run one attempt."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("request", type=Path)
-    parser.add_argument("--events-fd", type=int, required=True)
-    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    worker = ScriptedWorker(arguments.request, arguments.events_fd)
-    worker.events.send(worker.run())
-    return 0
+    return ScriptedWorker(request, events).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(work, who="the worker", outlives_daemon=True))

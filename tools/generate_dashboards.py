@@ -19,17 +19,21 @@ from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model
 
 TARGET = Path(__file__).resolve().parent.parent / "deploy" / "dashboards" / "horizon.json"
-SOURCE = model.DataSourceRef(type_val="prometheus", uid="horizon-prometheus")
+SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
+"""The variable of that name, so that the board works with any data source of a Grafana that is there already."""
 
-JOB = 'job_id=~"$job_id"'
+INSTANCE = 'instance=~"$instance"'
 DAEMON = 'job="horizond"'
 """The scrape job: these names are shared with other programs, ours begin with horizon_."""
+QUEUED = 'state="QUEUED"'
+H2D = 'direction="h2d"'
+FAILED = 'to="FAILED"'
 ON_DEVICE = 'state=~"PREPARING|STARTING|RUNNING|STOPPING"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One panel: title, what it tells, unit, and (expression, legend) pairs. `width` is of 24 columns."""
+    """One panel: title, what it shows, unit, and (expression, legend) pairs. `width` is of 24 columns."""
 
     title: str
     text: str
@@ -43,16 +47,30 @@ class Chart:
     maximum: float | None = None
 
 
-def _rate(counter: str, by: str = "", matching: str = "") -> str:
-    selector = f"{counter}{{{matching}}}" if matching else counter
+def _select(metric: str, *matchers: str) -> str:
+    return f"{metric}{{{', '.join((INSTANCE, *matchers))}}}"
+
+
+def _of_jobs(metric: str, *matchers: str) -> str:
+    """The series of the chosen jobs, with the job's name and owner as labels."""
+    chosen = _select("horizon_job_info", 'name=~"$name"')
+    return f"{_select(metric, *matchers)} * on (instance, job_id) group_left (name, owner) {chosen}"
+
+
+def _rate(counter: str, by: str = "", *matchers: str) -> str:
     grouped = f"sum by ({by}) " if by else "sum "
-    return f"{grouped}(rate({selector}[$__rate_interval]))"
+    return f"{grouped}(rate({_select(counter, *matchers)}[$__rate_interval]))"
 
 
-def _quantile(share: float, histogram: str, by: str = "", matching: str = "", window: str = "$__rate_interval") -> str:
-    buckets = f"{histogram}_bucket{{{matching}}}" if matching else f"{histogram}_bucket"
+def _quantile(share: float, histogram: str, by: str = "", *matchers: str, window: str = "$__rate_interval") -> str:
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share}, sum by ({labels}) (rate({buckets}[{window}])))"
+    return (
+        f"histogram_quantile({share}, sum by ({labels}) (rate({_select(histogram + '_bucket', *matchers)}[{window}])))"
+    )
+
+
+def _in_last_hour(counter: str, *matchers: str) -> str:
+    return f"sum(increase({_select(counter, *matchers)}[1h])) or vector(0)"
 
 
 OVERVIEW = (
@@ -63,7 +81,7 @@ OVERVIEW = (
         width=4,
         height=4,
         kind="number",
-        queries=[(f"sum(horizon_jobs{{{ON_DEVICE}}})", "jobs")],
+        queries=[(f"sum({_select('horizon_jobs', ON_DEVICE)})", "jobs")],
     ),
     Chart(
         title="Queued",
@@ -72,7 +90,7 @@ OVERVIEW = (
         width=4,
         height=4,
         kind="number",
-        queries=[('horizon_jobs{state="QUEUED"}', "jobs")],
+        queries=[(f"sum({_select('horizon_jobs', QUEUED)})", "jobs")],
     ),
     Chart(
         title="Progress",
@@ -82,7 +100,7 @@ OVERVIEW = (
         height=4,
         kind="number",
         maximum=1,
-        queries=[(f"horizon_job_progress_ratio{{{JOB}}}", "{{job_id}}")],
+        queries=[(_of_jobs("horizon_job_progress_ratio"), "{{name}} ({{owner}})")],
     ),
     Chart(
         title="Loss",
@@ -92,7 +110,7 @@ OVERVIEW = (
         height=4,
         kind="number",
         minimum=None,
-        queries=[(f"horizon_train_loss{{{JOB}}}", "{{job_id}}")],
+        queries=[(_of_jobs("horizon_train_loss"), "{{name}} ({{owner}})")],
     ),
     Chart(
         title="Tokens per second",
@@ -101,17 +119,17 @@ OVERVIEW = (
         width=4,
         height=4,
         kind="number",
-        queries=[(f"horizon_tokens_per_second{{{JOB}}}", "{{job_id}}")],
+        queries=[(_of_jobs("horizon_tokens_per_second"), "{{name}} ({{owner}})")],
     ),
     Chart(
-        title="Transfer hidden",
+        title="Transfer overlap",
         text="Share of the host-to-device time that compute hid.",
         unit="percentunit",
         width=4,
         height=4,
         kind="number",
         maximum=1,
-        queries=[(f'horizon_transfer_overlap_ratio{{{JOB}, direction="h2d"}}', "{{job_id}}")],
+        queries=[(_of_jobs("horizon_transfer_overlap_ratio", H2D), "{{name}} ({{owner}})")],
     ),
     Chart(
         title="Loss over time",
@@ -120,8 +138,8 @@ OVERVIEW = (
         width=12,
         minimum=None,
         queries=[
-            (f"horizon_train_loss{{{JOB}}}", "train {{job_id}}"),
-            (f"horizon_eval_loss{{{JOB}}}", "eval {{job_id}}"),
+            (_of_jobs("horizon_train_loss"), "train {{name}} ({{owner}})"),
+            (_of_jobs("horizon_eval_loss"), "eval {{name}} ({{owner}})"),
         ],
     ),
     Chart(
@@ -135,21 +153,21 @@ OVERVIEW = (
         title="Gradient norm",
         text="Global norm before clipping.",
         unit="short",
-        queries=[(f"horizon_grad_norm{{{JOB}}}", "{{job_id}}")],
+        queries=[(_of_jobs("horizon_grad_norm"), "{{name}} ({{owner}})")],
     ),
     Chart(
         title="Learning rate",
         text="As used in the last step.",
         unit="sci",
-        queries=[(f"horizon_learning_rate{{{JOB}}}", "{{job_id}}")],
+        queries=[(_of_jobs("horizon_learning_rate"), "{{name}} ({{owner}})")],
     ),
     Chart(
         title="Step duration",
         text="Optimizer steps of all jobs.",
         unit="s",
         queries=[
-            (_quantile(0.5, "horizon_step_duration_seconds"), "half below"),
-            (_quantile(0.95, "horizon_step_duration_seconds"), "95 % below"),
+            (_quantile(0.5, "horizon_step_duration_seconds"), "p50"),
+            (_quantile(0.95, "horizon_step_duration_seconds"), "p95"),
         ],
     ),
     Chart(
@@ -157,15 +175,15 @@ OVERVIEW = (
         text="All jobs the daemon knows.",
         unit="short",
         kind="stacked",
-        queries=[("horizon_jobs", "{{state}}")],
+        queries=[(f"sum by (state) ({_select('horizon_jobs')})", "{{state}}")],
     ),
     Chart(
         title="Queue wait",
-        text="From queued to the start of an attempt, over the last hour.",
+        text="From queued to the start of an attempt, over the last day.",
         unit="s",
         queries=[
-            (_quantile(0.5, "horizon_job_queue_wait_seconds", window="1h"), "half below"),
-            (_quantile(0.95, "horizon_job_queue_wait_seconds", window="1h"), "95 % below"),
+            (_quantile(0.5, "horizon_job_queue_wait_seconds", window="1d"), "p50"),
+            (_quantile(0.95, "horizon_job_queue_wait_seconds", window="1d"), "p95"),
         ],
     ),
     Chart(
@@ -173,9 +191,9 @@ OVERVIEW = (
         text="Skipped steps, workers started again and failed jobs in the last hour.",
         unit="short",
         queries=[
-            ("sum(increase(horizon_steps_skipped_total[1h])) or vector(0)", "skipped steps"),
-            ("sum(increase(horizon_worker_restarts_total[1h])) or vector(0)", "worker restarts"),
-            ('sum(increase(horizon_job_transitions_total{to="FAILED"}[1h])) or vector(0)', "failed jobs"),
+            (_in_last_hour("horizon_steps_skipped_total"), "skipped steps"),
+            (_in_last_hour("horizon_worker_restarts_total"), "worker restarts"),
+            (_in_last_hour("horizon_job_transitions_total", FAILED), "failed jobs"),
         ],
     ),
 )
@@ -186,24 +204,24 @@ MEMORY = (
         text="What the running job holds, by component.",
         unit="bytes",
         kind="stacked",
-        queries=[(f"sum by (component) (horizon_host_memory_bytes{{{JOB}}})", "{{component}}")],
+        queries=[(f"sum by (component) ({_of_jobs('horizon_host_memory_bytes')})", "{{component}}")],
     ),
     Chart(
         title="Host memory planned",
         text="What the plan gives the running job, by component.",
         unit="bytes",
         kind="stacked",
-        queries=[(f"sum by (component) (horizon_host_memory_planned_bytes{{{JOB}}})", "{{component}}")],
+        queries=[(f"sum by (component) ({_of_jobs('horizon_host_memory_planned_bytes')})", "{{component}}")],
     ),
     Chart(
         title="Host memory against its limit",
         text="The limit is that of the machine or of the control group, whichever is lower.",
         unit="bytes",
         queries=[
-            (f"sum(horizon_host_memory_bytes{{{JOB}}})", "in use"),
-            (f"sum(horizon_host_memory_planned_bytes{{{JOB}}})", "planned"),
-            ("horizon_host_memory_limit_bytes", "limit"),
-            ("horizon_host_memory_available_bytes", "available"),
+            (f"sum({_of_jobs('horizon_host_memory_bytes')})", "in use"),
+            (f"sum({_of_jobs('horizon_host_memory_planned_bytes')})", "planned"),
+            (_select("horizon_host_memory_limit_bytes"), "limit"),
+            (_select("horizon_host_memory_available_bytes"), "available"),
         ],
     ),
     Chart(
@@ -211,7 +229,9 @@ MEMORY = (
         text="Peak of the last step, by component.",
         unit="bytes",
         kind="stacked",
-        queries=[(f"sum by (device, component) (horizon_device_memory_bytes{{{JOB}}})", "{{device}} {{component}}")],
+        queries=[
+            (f"sum by (device, component) ({_of_jobs('horizon_device_memory_bytes')})", "{{device}} {{component}}")
+        ],
     ),
     Chart(
         title="Device memory planned",
@@ -219,14 +239,26 @@ MEMORY = (
         unit="bytes",
         kind="stacked",
         queries=[
-            (f"sum by (device, component) (horizon_device_memory_planned_bytes{{{JOB}}})", "{{device}} {{component}}")
+            (
+                f"sum by (device, component) ({_of_jobs('horizon_device_memory_planned_bytes')})",
+                "{{device}} {{component}}",
+            )
+        ],
+    ),
+    Chart(
+        title="Disk of the state folder",
+        text="Checkpoints, datasets, models and the database.",
+        unit="bytes",
+        queries=[
+            (_select("horizon_disk_free_bytes"), "free"),
+            (_select("horizon_disk_total_bytes"), "total"),
         ],
     ),
     Chart(
         title="The daemon itself",
         text="Resident memory of the daemon's process, without workers.",
         unit="bytes",
-        queries=[(f"process_resident_memory_bytes{{{DAEMON}}}", "resident")],
+        queries=[(_select("process_resident_memory_bytes", DAEMON), "resident")],
     ),
 )
 
@@ -247,11 +279,11 @@ TRANSFER = (
         ],
     ),
     Chart(
-        title="Transfer hidden by compute",
-        text="Over the last steps; 1 is fully hidden.",
+        title="Transfer overlap over time",
+        text="Share of the transfer time that compute hid, over the last steps; 1 is all of it.",
         unit="percentunit",
         maximum=1,
-        queries=[(f"horizon_transfer_overlap_ratio{{{JOB}}}", "{{job_id}} {{direction}}")],
+        queries=[(_of_jobs("horizon_transfer_overlap_ratio"), "{{name}} ({{owner}}) {{direction}}")],
     ),
     Chart(
         title="Compute",
@@ -259,7 +291,7 @@ TRANSFER = (
         unit="percentunit",
         queries=[
             (_rate("horizon_compute_seconds_total", "device"), "{{device}} busy"),
-            (f"horizon_model_flops_utilization_ratio{{{JOB}}}", "{{job_id}} of peak"),
+            (_of_jobs("horizon_model_flops_utilization_ratio"), "{{name}} ({{owner}}) of peak"),
         ],
     ),
     Chart(
@@ -293,7 +325,7 @@ SERVICE = (
     ),
     Chart(
         title="gRPC latency",
-        text="95 % of the calls are below; streams count until they end.",
+        text="p95; streams count until they end.",
         unit="s",
         queries=[
             (_quantile(0.95, "grpc_server_handling_seconds", "grpc_service, grpc_method", DAEMON), "{{grpc_method}}")
@@ -307,7 +339,7 @@ SERVICE = (
     ),
     Chart(
         title="HTTP latency",
-        text="95 % of the requests are below; event streams count until they end.",
+        text="p95; event streams count until they end.",
         unit="s",
         queries=[(_quantile(0.95, "http_request_duration_seconds", "route", DAEMON), "{{route}}")],
     ),
@@ -318,12 +350,21 @@ SERVICE = (
         queries=[(_rate("horizon_upload_bytes_total", "result"), "{{result}}")],
     ),
     Chart(
+        title="Certificate",
+        text="Time until the TLS certificate ends; no data without TLS.",
+        unit="s",
+        minimum=None,
+        queries=[
+            (f"({_select('horizon_tls_certificate_expiry_timestamp_seconds')} > 0) - time()", "ends in"),
+        ],
+    ),
+    Chart(
         title="Checkpoints",
         text="Time to write one over the last hour, and age of the newest.",
         unit="s",
         queries=[
-            (_quantile(0.95, "horizon_checkpoint_duration_seconds", window="1h"), "95 % written within"),
-            (f"time() - horizon_checkpoint_last_success_timestamp_seconds{{{JOB}}}", "age {{job_id}}"),
+            (_quantile(0.95, "horizon_checkpoint_duration_seconds", window="1h"), "p95"),
+            (f"time() - {_of_jobs('horizon_checkpoint_last_success_timestamp_seconds')}", "age {{name}} ({{owner}})"),
         ],
     ),
 )
@@ -342,7 +383,9 @@ def render() -> str:
         .time("now-1h", "now")
         .refresh("10s")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
-        .with_variable(_job_variable())
+        .with_variable(board.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_query_variable("instance", "Node", "label_values(horizon_build_info, instance)"))
+        .with_variable(_query_variable("name", "Job", f"label_values({_select('horizon_job_info')}, name)"))
     )
     next_id = 1
     for title, charts in ROWS:
@@ -370,14 +413,14 @@ def main() -> int:
     return 1
 
 
-def _job_variable() -> board.QueryVariable:
+def _query_variable(name: str, label: str, query: str) -> board.QueryVariable:
     return (
-        board.QueryVariable("job_id")
-        .label("Job")
+        board.QueryVariable(name)
+        .label(label)
         .datasource(SOURCE)
-        .query("label_values(horizon_job_progress_ratio, job_id)")
+        .query(query)
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(model.VariableSort.ALPHABETICAL_DESC)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
         .all_value(".*")

@@ -1,17 +1,16 @@
-"""The light client of horizon: `Client` and `AsyncClient` have the same methods, the first blocks and the second awaits.
+"""The light client of horizon: `Client` blocks, `AsyncClient` has the same methods as coroutines.
 
     from horizon_client import Client
 
     with Client() as client:  # the profile of `horizon login`; or Client("gpubox:7171", token=..., ca_file=...)
-        client.datasets.push(["train.jsonl"], name="notes")
+        client.datasets.push("train.jsonl", name="notes")
         job = client.jobs.submit({"name": "first", "model": "tiny-base", "dataset": "notes"})
         for event in client.jobs.watch(job.job_id):
             if event.kind == "step":
                 print(event.step, event.loss)
 
-Answers are frozen dataclasses (`horizon_client.resources`), never generated messages: they print well, compare by value and stay the
-same when the wire grows. Errors are leaves of `HorizonClientError`. Importing this package loads neither grpc nor protobuf; naming
-`Client` does.
+Answers are frozen dataclasses (`horizon_client.resources`). Errors are subclasses of `HorizonClientError` with the server's names. To show
+progress, pass your own `Reporter`. Importing this package loads neither grpc nor protobuf; using `Client` does.
 """
 
 from __future__ import annotations
@@ -21,22 +20,44 @@ from typing import TYPE_CHECKING
 from horizon_client.errors import (
     AlreadyExists,
     BadConfig,
+    BadEndpoint,
     BadFile,
+    BadSetting,
     CorruptDownload,
+    DatabaseUnavailable,
     DeadlineExceeded,
+    DiskFull,
+    Diverged,
+    DoesNotFit,
+    Draining,
+    FieldViolation,
     FileConflict,
     HorizonClientError,
+    InUse,
+    InvalidData,
+    InvalidModel,
     InvalidRequest,
+    InvalidSpec,
+    InvalidUpload,
+    IoFailed,
     NotAllowed,
-    NotAuthenticated,
-    NotAvailable,
+    NotAvailableYet,
     NotFound,
+    OutOfMemory,
+    RequestIdReused,
     ServerFailed,
+    Stalled,
+    TooLarge,
+    TooManyCalls,
+    Unauthenticated,
     Unavailable,
-    Violation,
-    WouldNotFit,
-    WrongState,
+    UploadInProgress,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerFailed,
+    WrongJobState,
 )
+from horizon_client.transfer.reporter import Progress, Reporter
 
 if TYPE_CHECKING:
     from horizon_client.async_client import AsyncClient
@@ -46,27 +67,50 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "BadConfig",
+    "BadEndpoint",
     "BadFile",
+    "BadSetting",
     "Client",
     "CorruptDownload",
+    "DatabaseUnavailable",
     "DeadlineExceeded",
+    "DiskFull",
+    "Diverged",
+    "DoesNotFit",
+    "Draining",
+    "FieldViolation",
     "FileConflict",
     "HorizonClientError",
+    "InUse",
+    "InvalidData",
+    "InvalidModel",
     "InvalidRequest",
+    "InvalidSpec",
+    "InvalidUpload",
+    "IoFailed",
     "NotAllowed",
-    "NotAuthenticated",
-    "NotAvailable",
+    "NotAvailableYet",
     "NotFound",
+    "OutOfMemory",
+    "Progress",
+    "Reporter",
+    "RequestIdReused",
     "ServerFailed",
+    "Stalled",
+    "TooLarge",
+    "TooManyCalls",
+    "Unauthenticated",
     "Unavailable",
-    "Violation",
-    "WouldNotFit",
-    "WrongState",
+    "UploadInProgress",
+    "WorkerCrashed",
+    "WorkerDied",
+    "WorkerFailed",
+    "WrongJobState",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Load the clients when they are first named, so that a bare import stays cheap."""
+    """Load a client when it is first used, so that the import alone is fast."""
     if name == "Client":
         from horizon_client.sync_client import Client
 

@@ -1,29 +1,46 @@
-"""`AsyncClient`: the implementation. `sync_client.Client` is a blocking face of the same methods."""
+"""`AsyncClient`, and `client.node`. The blocking `Client` is generated from the async classes."""
 
 from __future__ import annotations
 
 import os
 from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, Connection, RetryPolicy
+from horizon_client.conversion import from_message
 from horizon_client.datasets import AsyncDatasets
 from horizon_client.jobs import AsyncJobs
 from horizon_client.models import AsyncModels
-from horizon_client.node import AsyncNode
 from horizon_client.profiles import resolve_endpoint
+from horizon_client.resources import Node
+from horizon_proto.v1 import node_pb2
+from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
+
+if TYPE_CHECKING:
+    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
+
+
+class AsyncNodeInfo:
+    """`client.node`: the machine that the daemon runs on."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def status(self) -> Node:
+        """Return the node's hardware, free memory, jobs, and the caller's user and role."""
+        stub = cast("NodeServiceAsyncStub", self._connection.stub(NodeServiceStub))
+        return from_message(Node, (await self._connection.unary(stub.GetNode, node_pb2.GetNodeRequest())).node)
 
 
 class AsyncClient:
-    """Speaks to one daemon over one channel, which is opened by the first call and closed by `close` or `async with`.
+    """A connection to one daemon, opened by the first call and closed by `close` or by leaving the `with` block.
 
     What is not given comes from the environment (HORIZON_SERVER, HORIZON_TOKEN, HORIZON_CA, HORIZON_PROFILE), then from the profile that
     `horizon login` wrote.
 
-    Thread: belongs to the event loop of its first call.
-
     Raises:
-        BadConfig: when no server is known, or when the connection would be plain text beyond this machine.
+        BadConfig: when no server is known, or when the connection would be plain text to another machine.
     """
 
     def __init__(
@@ -45,10 +62,10 @@ class AsyncClient:
         self.models = AsyncModels(self._connection)
         self.jobs = AsyncJobs(self._connection, self.datasets, self.models)
         self.checkpoints = AsyncCheckpoints(self._connection)
-        self.node = AsyncNode(self._connection)
+        self.node = AsyncNodeInfo(self._connection)
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Close the connection."""
         await self._connection.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -58,3 +75,6 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.server!r})"

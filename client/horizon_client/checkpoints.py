@@ -1,4 +1,4 @@
-"""`client.checkpoints`: list, pull and delete what a job has written."""
+"""`client.checkpoints`: list, pull and delete the checkpoints of jobs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from horizon_client.checkpoint_download import TRAINER_PREFIX, CheckpointDownload
 from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
 from horizon_client.errors import NotFound
-from horizon_client.progress import OnNotice, OnProgress, ignore_notice, ignore_progress
 from horizon_client.resources import Checkpoint, CheckpointPull
+from horizon_client.transfer.download import TRAINER_PREFIX, CheckpointDownload
+from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_proto.v1 import checkpoint_pb2
 from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AsyncCheckpoints:
-    """The checkpoints of the caller's jobs."""
+    """`client.checkpoints`: the checkpoints of the caller's jobs."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -40,12 +40,11 @@ class AsyncCheckpoints:
         at: int | str = "last",
         with_trainer: bool = False,
         force: bool = False,
-        on_progress: OnProgress = ignore_progress,
-        on_notice: OnNotice = ignore_notice,
+        reporter: Reporter = SILENT,
     ) -> CheckpointPull:
-        """Bring a checkpoint (a step, `last` or `best`) into the folder `to`: a Hugging Face model folder when done.
+        """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
 
-        A pull that was cut goes on where it stopped. `with_trainer` brings the trainer state as well.
+        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -59,9 +58,7 @@ class AsyncCheckpoints:
         def read_file(path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
             return self._read_file(checkpoint, path, offset)
 
-        download = CheckpointDownload(
-            read_file, folder, retry=self._connection.stream_retry, on_progress=on_progress, on_notice=on_notice
-        )
+        download = CheckpointDownload(read_file, folder, retry=self._connection.stream_retry, reporter=reporter)
         received_bytes = await download.fetch(files, force=force)
         return CheckpointPull(
             checkpoint=checkpoint, folder=str(folder), files=tuple(f.path for f in files), received_bytes=received_bytes
@@ -90,13 +87,15 @@ def _folder(to: str | os.PathLike[str]) -> Path:
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:
     if not checkpoints:
         raise NotFound(f"job {job} has no checkpoint yet")
-    found = next((c for c in checkpoints if c.best if at == "best"), None)
     if at == "last":
-        found = next((c for c in checkpoints if c.last), checkpoints[-1])
-    elif at != "best":
+        return next((c for c in checkpoints if c.last), checkpoints[-1])
+    steps = ", ".join(str(c.step) for c in checkpoints)
+    if at == "best":
+        found = next((c for c in checkpoints if c.best and c.eval_loss is not None), None)
+        missing = "no evaluated checkpoint, so none is the best; evaluate with eval_every_steps, or pull @last"
+    else:
         found = next((c for c in checkpoints if str(c.step) == str(at)), None)
+        missing = f"no checkpoint at step {at}; it has checkpoints at steps {steps}"
     if found is None:
-        steps = ", ".join(str(c.step) for c in checkpoints)
-        why = "no checkpoint with an eval loss" if at == "best" else f"no checkpoint at step {at}"
-        raise NotFound(f"job {job} has {why}; it has those of steps {steps}")
+        raise NotFound(f"job {job} has {missing}")
     return found

@@ -1,4 +1,4 @@
-"""One channel to one daemon: TLS, token, keepalive, deadlines and retries. Knows no service by name.
+"""One channel to one daemon: TLS, token, keepalive, deadlines, retries, and streams that continue after a cut.
 
 Thread: everything runs in the event loop of the first call; the channel is opened there.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,9 +19,11 @@ import grpc
 import grpc.aio
 
 from horizon_client.endpoint import Endpoint
-from horizon_client.errors import HorizonClientError, Unavailable
-from horizon_client.rpc_errors import from_rpc
+from horizon_client.errors import BadConfig, BadEndpoint, HorizonClientError, Unavailable
+from horizon_client.rpc_errors import from_rpc, is_other_host
+from horizon_client.transfer.reporter import Reporter
 
+ItemT = TypeVar("ItemT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 StubT = TypeVar("StubT")
@@ -27,21 +32,22 @@ UNARY_DEADLINE_S = 30.0
 FINALIZE_DEADLINE_S = 1800.0
 """Finalizing reads every row of a dataset, or every header of a model."""
 PREVIEW_DEADLINE_S = 120.0
-"""Rendering may load a large tokenizer first, and waits for its turn."""
+"""Rendering may load a large tokenizer first, and one preview is rendered at a time."""
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 128 * 1024
-"""Room for the violations of a refused dataset, which travel as metadata; the server is told that so much is welcome."""
+"""Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server."""
 
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
+_PAGE_SIZE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long to go on after failures. Waits double from `first_wait_s` to `longest_wait_s`. Units: seconds.
+    """How long to retry after failures. Waits double from `first_wait_s` to `longest_wait_s`. Units: seconds.
 
-    An upload in which nothing moves for `stall_s` is taken for cut.
+    An upload that makes no progress for `stall_s` counts as cut.
     """
 
     max_attempts: int = 5
@@ -53,7 +59,7 @@ class RetryPolicy:
 
 UNARY_RETRY = RetryPolicy()
 STREAM_RETRY = RetryPolicy(max_attempts=40, max_elapsed_s=300.0)
-"""For watching and for transfers, which survive a restart of the daemon or a change of networks."""
+"""For watching and for transfers: long enough for a restart of the daemon or a change of networks."""
 
 
 class Backoff:
@@ -64,12 +70,14 @@ class Backoff:
         self.succeeded()
 
     def succeeded(self) -> None:
-        """Forget the failures: something moved."""
+        """Forget the failures: there was progress."""
         self._failures = 0
         self._first_failure_at = 0.0
 
     def wait_s(self, problem: HorizonClientError) -> float | None:
-        """Return how long to wait before the next try, or None when it is time to give up."""
+        """Return how long to wait before the next attempt, or None when it is time to give up."""
+        if isinstance(problem, BadEndpoint):
+            return None
         now = time.monotonic()
         if self._failures == 0:
             self._first_failure_at = now
@@ -108,7 +116,7 @@ class Connection:
         idempotent: bool = True,
         retry: RetryPolicy | None = None,
     ) -> ResponseT:
-        """Make one call; where it is idempotent, make it again while the server is unavailable.
+        """Make one call; retry an idempotent one while the server is unavailable.
 
         Raises:
             HorizonClientError: what the server answered, or that it cannot be reached.
@@ -118,7 +126,7 @@ class Connection:
             try:
                 return await call(request, timeout=deadline_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                problem = from_rpc(error, self.endpoint.server)
+                problem = await self._explained(error)
             wait_s = backoff.wait_s(problem) if idempotent and isinstance(problem, Unavailable) else None
             if wait_s is None:
                 raise problem
@@ -131,10 +139,10 @@ class Connection:
         *,
         stall_s: float | None = STALL_DEADLINE_S,
     ) -> AsyncIterator[ResponseT]:
-        """Yield the answers of one streaming call; `stall_s` bounds the silence between two of them, None allows any.
+        """Yield the answers of one streaming call; `stall_s` limits the time between two of them, None does not.
 
         Raises:
-            Unavailable: when the stream was cut or stood still; going on from where it stopped is the caller's business.
+            Unavailable: when the stream was cut or stalled; `followed` reopens it.
             HorizonClientError: what else the server answered.
         """
         running = call(request, metadata=self.metadata)
@@ -147,11 +155,40 @@ class Connection:
                     return
                 yield answer
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.endpoint.server) from None
+            raise await self._explained(error) from None
         except TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
             running.cancel()
+
+    async def followed(
+        self,
+        reopen: Callable[[], AsyncIterator[ResponseT]],
+        is_over: Callable[[], Awaitable[bool]],
+        *,
+        reporter: Reporter,
+        what: str,
+    ) -> AsyncIterator[ResponseT]:
+        """Yield the answers of the stream that `reopen` opens; after a cut open it again, with growing waits.
+
+        `reopen` continues where the last answer ended. A stream that ends before `is_over` (the daemon is draining) counts as cut.
+
+        Raises:
+            Unavailable: when nothing arrived for as long as the retry policy allows.
+        """
+        backoff = Backoff(self.stream_retry)
+        while True:
+            try:
+                async with aclosing(reopen()) as answers:  # type: ignore[type-var]
+                    async for answer in answers:
+                        backoff.succeeded()
+                        yield answer
+                if await is_over():
+                    return
+                problem: HorizonClientError = Unavailable("the server ended the stream early")
+            except Unavailable as error:
+                problem = error
+            await pause_after(problem, backoff, reporter, what)
 
     async def close(self) -> None:
         """Close the channel; calls under way end as cancelled."""
@@ -159,6 +196,16 @@ class Connection:
             await self._channel.close(None)
         self._channel = None
         self._stubs.clear()
+
+    async def _explained(self, error: grpc.aio.AioRpcError) -> HorizonClientError:
+        """Return the error for a failed call; where the certificate holds other host names, with those names."""
+        problem = from_rpc(error, self.endpoint.server)
+        if not is_other_host(problem):
+            return problem
+        names = await asyncio.to_thread(certificate_names, self.endpoint)
+        held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
+        add = f"add {self.endpoint.host!r} to tls_names in the settings of horizond and restart it"
+        return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
@@ -169,6 +216,34 @@ class Connection:
                 credentials = grpc.ssl_channel_credentials(root_certificates=self._root_certificates)
                 self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         return self._channel
+
+
+async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
+    """Wait before the next attempt and say so.
+
+    Raises:
+        HorizonClientError: `problem`, when it is time to give up.
+    """
+    wait_s = backoff.wait_s(problem)
+    if wait_s is None:
+        raise problem
+    reporter.notice(f"{what} was cut ({problem.message}); retrying in {wait_s:.1f} s")
+    await asyncio.sleep(wait_s)
+
+
+async def all_pages(
+    page: Callable[[str, int], Awaitable[tuple[Sequence[ItemT], str]]], limit: int | None
+) -> list[ItemT]:
+    """Return the items of all pages, or the first `limit`; `page` takes a page token and a page size."""
+    items: list[ItemT] = []
+    token = ""
+    while limit is None or len(items) < limit:
+        size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
+        found, token = await page(token, size)
+        items += found
+        if not token:
+            break
+    return items[:limit]
 
 
 def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
@@ -186,3 +261,22 @@ def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
         # a company proxy cannot reach this machine's loopback
         ("grpc.enable_http_proxy", 0 if endpoint.is_loopback else 1),
     ]
+
+
+def certificate_names(endpoint: Endpoint) -> list[str]:
+    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
+    context = ssl.create_default_context()
+    context.check_hostname = False  # the name is known to be wrong; the CA is still checked
+    context.set_alpn_protocols(["h2"])
+    host, _, port = endpoint.server.rpartition(":")
+    try:
+        if (pem := endpoint.root_certificates()) is not None:
+            context.load_verify_locations(cadata=pem.decode("ascii"))
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
+        ):
+            held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
+    except (OSError, ValueError, BadConfig):
+        return []
+    return [str(name) for _, name in held]

@@ -1,6 +1,6 @@
 """Wire message -> dataclass of `resources`, by field name along the descriptor; and dataclass -> plain data for JSON and YAML.
 
-A field that only the wire has is dropped (an older client), an enumeration value that this client does not know keeps its number.
+A field that only the wire has is dropped; an enumeration value that this client does not know keeps its number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def from_message(kind: type[ResourceT], message: Message, **extra: Any) -> Resou
 
 
 def event_from_message(message: job_pb2.JobEvent) -> resources.JobEvent:
-    """Return the event; one of a kind that this client does not know becomes a sentence saying so."""
+    """Return the event; one of a kind that this client does not know becomes a message that says so."""
     time = _datetime(message.time) if message.HasField("time") else None
     which = message.WhichOneof("event")
     if which is None:

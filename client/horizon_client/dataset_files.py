@@ -1,38 +1,44 @@
-"""Which local files make a dataset, and the check of their rows before a byte is sent.
+"""Which local files make a dataset, and the check of their rows before anything is sent.
 
-The rules are those of the server, by the same code (`horizon_formats`), so that what would be refused is refused before the upload. Parquet
-and zstd need Arrow and are left to the server.
+The rules are those of the server, by the same code (`horizon_formats`). Parquet and zstd need Arrow and are left to the server.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
-from horizon_client.errors import BadFile, InvalidRequest, Violation
-from horizon_client.local_files import SourceFile
-from horizon_client.progress import OnNotice, OnProgress, Progress, ignore_notice, in_pieces
+from horizon_client.errors import BadFile, InvalidRequest
+from horizon_client.transfer.files import SourceFile, in_pieces
+from horizon_client.transfer.reporter import SILENT, Progress, Reporter
 from horizon_formats.file_check import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
 from horizon_formats.formats import parse_format
 from horizon_formats.problems import FormatError, InvalidOption, ServerOnly
 
-_MAX_NAMED = 5
+Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""One file or folder, or several."""
+
+_MOST_NAMED = 5
 
 
-def dataset_sources(sources: Sequence[str | os.PathLike[str]], on_notice: OnNotice = ignore_notice) -> list[SourceFile]:
-    """Return the files that `sources` stand for, with the paths they will have in the dataset.
+def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[SourceFile]:
+    """Return the data files of `sources`, each with its path in the dataset; notices name what is skipped.
 
-    A folder stands for the data files in it and in the folders below, hidden ones excepted; other files are skipped with a notice.
+    A folder stands for the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
+    outside the folder: nothing is sent that is not in the folder.
 
     Raises:
-        BadFile: when a source does not exist, a folder holds no data, a file was given twice, or nothing was given.
+        BadFile: when a source does not exist or cannot be read, a folder contains no data, or a file was given twice.
     """
+    # a str is also a sequence, of its letters
+    given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     found: list[tuple[Path, str]] = []
-    for source in sources:
+    for source in given:
         path = Path(source).expanduser()
-        found += _inside(path, on_notice) if path.is_dir() else [(path, path.name)]
+        found += _inside(path, reporter) if path.is_dir() else [(path, path.name)]
     if not found:
         raise BadFile("no file was given")
     return [SourceFile.of(path, name) for path, name in _with_own_names(found)]
@@ -40,7 +46,7 @@ def dataset_sources(sources: Sequence[str | os.PathLike[str]], on_notice: OnNoti
 
 async def check_dataset_files(
     files: Sequence[SourceFile],
-    on_progress: OnProgress,
+    on_progress: Callable[[Progress], None],
     *,
     format: str = "auto",  # noqa: A002 - the name users know from the command and the contract
     field_map: Mapping[str, str] | None = None,
@@ -66,9 +72,8 @@ async def check_dataset_files(
             check.violations.refuse()
         check.report()
     except FormatError as error:
-        violations = [Violation(field=v.field, description=v.description) for v in error.violations]
         kind = InvalidRequest if isinstance(error, InvalidOption) else BadFile
-        raise kind(error.message, violations=violations) from error
+        raise kind(error.message, violations=error.violations) from error
 
 
 def _checking(check: DatasetCheck, path: Path) -> Iterator[int]:
@@ -80,30 +85,55 @@ def _checking(check: DatasetCheck, path: Path) -> Iterator[int]:
         raise BadFile(f"cannot read {path}: {error.strerror}") from error
 
 
-def _inside(folder: Path, on_notice: OnNotice) -> list[tuple[Path, str]]:
+def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
+    """Return the data files in a folder, each with its path in it."""
     data: list[tuple[Path, str]] = []
     others: list[str] = []
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        links = [name for name in folders if (Path(place) / name).is_symlink()]  # which may lead in a circle
-        for name in sorted([*links, *(file for file in files if not file.startswith("."))]):
-            path = Path(place) / name
-            inner = path.relative_to(folder).as_posix()
-            if path.is_file() and plain_suffix(name) in SENT_FROM_FOLDERS:
-                data.append((path, inner))
+    outside: list[str] = []
+    root = folder.resolve()
+    for path in _entries(folder):
+        name = path.relative_to(folder).as_posix()
+        try:
+            if not path.is_file() or plain_suffix(path.name) not in SENT_FROM_FOLDERS:
+                others.append(name)
+            elif not path.resolve().is_relative_to(root):
+                outside.append(name)
             else:
-                others.append(inner)
-    if not data:
-        looked_for, endings = ", ".join(SENT_FROM_FOLDERS), " or ".join(COMPRESSED_SUFFIXES)
-        raise BadFile(f"the folder {folder} holds no data file; looked for {looked_for}, also with {endings}")
+                data.append((path, name))
+        except OSError as error:
+            raise BadFile(f"cannot read {path}: {error.strerror}") from error
     if others:
-        named = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
-        on_notice(f"skipped in {folder} (not data files): {named} ({len(others)} in all)")
+        reporter.notice(f"skipped in {folder} (not data files): {_first_few(others)}")
+    if outside:
+        reporter.notice(f"skipped in {folder} (links to files outside it): {_first_few(outside)}")
+    if not data:
+        links = "; to push the files that its links lead to, name them one by one" if outside else ""
+        endings = " or ".join(COMPRESSED_SUFFIXES)
+        raise BadFile(
+            f"the folder {folder} contains no data file; a data file ends in {', '.join(SENT_FROM_FOLDERS)}, also with {endings}{links}"
+        )
     return data
 
 
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield the files and the links to folders below `folder`, hidden ones excepted; a link to a folder may lead in a circle."""
+
+    def refuse(error: OSError) -> None:
+        raise BadFile(f"cannot read the folder {error.filename}: {error.strerror}") from error
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        yield from (Path(place) / name for name in sorted([*links, *files]) if not name.startswith("."))
+
+
+def _first_few(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more} ({len(names)} in all)"
+
+
 def _with_own_names(found: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Return the files with names that are all different: below their common folder where two were equal."""
+    """Return the files with distinct names: relative to their common folder where two names are equal."""
     names = [name for _, name in found]
     if len(set(names)) == len(names):
         return list(found)

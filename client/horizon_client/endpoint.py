@@ -1,4 +1,4 @@
-"""Where the daemon is and how it may be spoken to: address parsing, and the rule that plain text stays on this machine. Opens nothing."""
+"""Where the daemon is and how it may be reached: addresses, tokens, CA files, and the rule that plain text stays on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A daemon's address with what is needed to speak to it.
+    """A daemon's address and the credentials for it.
 
     `ca_file` None means plain text, which is allowed on loopback only; the word `system` means the authorities gRPC ships with.
     """
@@ -37,7 +37,7 @@ class Endpoint:
         if self.ca_file is None and not self.is_loopback:
             raise BadConfig(
                 f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with --ca "
-                f"(horizond prints its place at the first start), or --ca {SYSTEM_CA} for a publicly signed certificate"
+                f"(horizond prints its path at the first start), or --ca {SYSTEM_CA} for a publicly signed certificate"
             )
 
     @property
@@ -59,7 +59,7 @@ class Endpoint:
         """Return the PEM to trust, or None for gRPC's own.
 
         Raises:
-            BadConfig: when the file cannot be read or holds no certificate.
+            BadConfig: when the file cannot be read or contains no certificate.
         """
         if self.ca_file is None or str(self.ca_file) == SYSTEM_CA:
             return None
@@ -84,14 +84,14 @@ def read_ca_file(path: Path) -> bytes:
     """Return the content of a CA file.
 
     Raises:
-        BadConfig: when it cannot be read or holds no certificate.
+        BadConfig: when it cannot be read or contains no certificate.
     """
     try:
         pem = path.read_bytes()
     except OSError as error:
         raise BadConfig(f"cannot read the CA file {path}: {error.strerror}") from error
     if b"-----BEGIN CERTIFICATE-----" not in pem:
-        raise BadConfig(f"{path} holds no PEM certificate; pass the CA file that horizond wrote")
+        raise BadConfig(f"{path} contains no PEM certificate; pass the CA file that horizond wrote")
     return pem
 
 
@@ -106,7 +106,7 @@ def read_token_file(path: Path) -> str:
     except OSError as error:
         raise BadConfig(f"cannot read the token file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise BadConfig(f"{path} is not a token file: it holds other bytes than ASCII text") from error
+        raise BadConfig(f"{path} is not a token file: it contains bytes that are not ASCII text") from error
     if not _TOKEN.fullmatch(token):
-        raise BadConfig(f"{path} is not a token file: it must hold the token alone, on one line")
+        raise BadConfig(f"{path} is not a token file: it must contain the token alone, on one line")
     return token

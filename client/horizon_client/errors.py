@@ -1,7 +1,7 @@
-"""What can go wrong, as one tree of errors. Knows neither grpc nor the command line; `rpc_errors` makes leaves from gRPC statuses.
+"""Everything that can go wrong, as one tree of errors.
 
-Every leaf has a sentence (`message`), a stable `reason` (the server's, where it gave one), the refused fields (`violations`) and the exit
-code of the `horizon` command:
+An error that the server answers has the server's own name and `reason` (`DoesNotFit`, DOES_NOT_FIT). Every error has a message for
+people, the refused fields (`violations`) and the exit code of the `horizon` command:
 
     2  the request cannot be carried out as it is: malformed, name taken, wrong state, does not fit, not supported by this server
     3  not authenticated or not allowed
@@ -12,15 +12,8 @@ code of the `horizon` command:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Violation:
-    """One refused field: its path (`train.learning_rate`, `line[17].messages[2].role`) and why, in one sentence."""
-
-    field: str
-    description: str
+from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonClientError(Exception):
@@ -34,7 +27,7 @@ class HorizonClientError(Exception):
         message: str,
         *,
         reason: str | None = None,
-        violations: Sequence[Violation] = (),
+        violations: Sequence[FieldViolation] = (),
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
@@ -49,6 +42,42 @@ class InvalidRequest(HorizonClientError, ValueError):
 
     reason = "INVALID_ARGUMENT"
     exit_code = 2
+
+
+class InvalidSpec(InvalidRequest):
+    """A job spec or a request field is malformed."""
+
+    reason = "INVALID_SPEC"
+
+
+class InvalidData(InvalidRequest):
+    """A dataset file cannot be used as it is; `violations` name file, line and field."""
+
+    reason = "INVALID_DATA"
+
+
+class InvalidModel(InvalidRequest):
+    """A model folder cannot be used as it is."""
+
+    reason = "INVALID_MODEL"
+
+
+class InvalidUpload(InvalidRequest):
+    """The bytes that arrived do not match the announced size, offset or sha256."""
+
+    reason = "INVALID_UPLOAD"
+
+
+class RequestIdReused(InvalidRequest):
+    """The same request_id was sent before with another body."""
+
+    reason = "REQUEST_ID_REUSED"
+
+
+class TooLarge(InvalidRequest):
+    """A message, file or wait exceeds its limit."""
+
+    reason = "TOO_LARGE"
 
 
 class BadFile(InvalidRequest):
@@ -70,34 +99,48 @@ class FileConflict(InvalidRequest):
 
 
 class AlreadyExists(HorizonClientError, ValueError):
-    """The name is taken by something else."""
+    """The name is taken by something with other content."""
 
     reason = "ALREADY_EXISTS"
     exit_code = 2
 
 
-class WrongState(HorizonClientError, RuntimeError):
-    """The resource is in a state that does not allow the call."""
+class WrongJobState(HorizonClientError, RuntimeError):
+    """The job is in a state that does not allow the call."""
 
-    reason = "FAILED_PRECONDITION"
+    reason = "WRONG_JOB_STATE"
     exit_code = 2
 
 
-class WouldNotFit(HorizonClientError, RuntimeError):
-    """A limit of the node or a quota does not allow it."""
+class InUse(HorizonClientError, RuntimeError):
+    """A job that has not ended needs it."""
 
-    reason = "RESOURCE_EXHAUSTED"
+    reason = "IN_USE"
     exit_code = 2
 
 
-class NotAvailable(HorizonClientError, NotImplementedError):
-    """The server does not know or does not yet perform this call."""
+class DoesNotFit(HorizonClientError, MemoryError):
+    """The memory plan exceeds the node's limit; the message has the numbers and the smallest change that would fit."""
 
-    reason = "UNIMPLEMENTED"
+    reason = "DOES_NOT_FIT"
     exit_code = 2
 
 
-class NotAuthenticated(HorizonClientError, PermissionError):
+class DiskFull(HorizonClientError, OSError):
+    """The server's disk is full."""
+
+    reason = "DISK_FULL"
+    exit_code = 2
+
+
+class NotAvailableYet(HorizonClientError, NotImplementedError):
+    """This version of the server does not support the call."""
+
+    reason = "NOT_AVAILABLE_YET"
+    exit_code = 2
+
+
+class Unauthenticated(HorizonClientError, PermissionError):
     """No token, or one that is wrong, expired or revoked."""
 
     reason = "UNAUTHENTICATED"
@@ -105,9 +148,9 @@ class NotAuthenticated(HorizonClientError, PermissionError):
 
 
 class NotAllowed(HorizonClientError, PermissionError):
-    """The token is good, but its owner may not do this."""
+    """The token is valid, but its owner may not do this."""
 
-    reason = "PERMISSION_DENIED"
+    reason = "NOT_ALLOWED"
     exit_code = 3
 
 
@@ -124,16 +167,94 @@ class Unavailable(HorizonClientError, ConnectionError):
     reason = "UNAVAILABLE"
 
 
+class Draining(Unavailable):
+    """The server is shutting down and takes no new work."""
+
+    reason = "DRAINING"
+
+
+class TooManyCalls(Unavailable):
+    """The caller has too many calls in progress."""
+
+    reason = "TOO_MANY_CALLS"
+
+
+class DatabaseUnavailable(Unavailable):
+    """The server cannot use its database at the moment."""
+
+    reason = "DATABASE_UNAVAILABLE"
+
+
+class WorkerDied(Unavailable):
+    """A child process of the server ended without an answer; the same call may succeed later."""
+
+    reason = "WORKER_DIED"
+
+
+class UploadInProgress(Unavailable):
+    """Another connection of the same user is sending the same content right now."""
+
+    reason = "UPLOAD_IN_PROGRESS"
+
+
+class BadEndpoint(Unavailable):
+    """What answers at the address is not a horizond that can be trusted: wrong port, CA or host name. A retry cannot help."""
+
+    reason = "BAD_ENDPOINT"
+
+
 class DeadlineExceeded(HorizonClientError, TimeoutError):
     """The server did not answer in time."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
+class Stalled(DeadlineExceeded):
+    """The server waited too long for data, or the work took too long."""
+
+    reason = "STALLED"
+
+
 class ServerFailed(HorizonClientError, RuntimeError):
     """The server met an error of its own."""
 
     reason = "INTERNAL"
+
+
+class WorkerFailed(ServerFailed):
+    """A child process of the server failed; the message says why."""
+
+    reason = "WORKER_FAILED"
+
+
+class WorkerCrashed(ServerFailed):
+    """A child process of the server crashed; the same call will most likely crash it again."""
+
+    reason = "WORKER_DIED"
+
+
+class OutOfMemory(ServerFailed):
+    """A child process of the server needed more memory than it may use."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class IoFailed(ServerFailed):
+    """A child process of the server could not read or write a file."""
+
+    reason = "IO_ERROR"
+
+
+class Diverged(ServerFailed):
+    """Training was stopped because the loss or the gradients were not finite for too many steps in a row."""
+
+    reason = "DIVERGED"
+
+
+class BadSetting(ServerFailed):
+    """A setting of the server is unusable."""
+
+    reason = "BAD_SETTING"
 
 
 class CorruptDownload(ServerFailed):

@@ -1,8 +1,8 @@
 """Job spec, plain mapping <-> wire, by walking the descriptor of `JobSpec`: a new field of the contract needs no line here.
 
-Refuses unknown keys and wrong types, every one with its path and what is allowed, before anything is sent; ranges are the server's
-business. null means "the default", except for `train.max_grad_norm`, where it turns clipping off. YAML reads `1e-5` as text, so number
-fields take numbers written as text too.
+Refuses unknown keys and wrong types before anything is sent, each with its path and what is allowed; the server checks the ranges. null
+means the default, except for `train.max_grad_norm`, where it turns clipping off. YAML reads `1e-5` as text, so number fields also accept
+numbers written as text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from horizon_client.errors import InvalidRequest, Violation
+from horizon_client.errors import FieldViolation, InvalidRequest
+from horizon_client.near_names import did_you_mean
 from horizon_proto.v1 import job_pb2
 
 REQUIRED = ("name", "model", "dataset")
@@ -30,7 +31,7 @@ _INT_BITS = {
 
 
 class _Refused(Exception):
-    """A value that a field cannot take; the text goes on after "it"."""
+    """A value that a field cannot have; the text is the part of the message after "it"."""
 
 
 def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
@@ -45,11 +46,11 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
             reason="INVALID_SPEC",
         )
     spec = job_pb2.JobSpec()
-    violations: list[Violation] = []
+    violations: list[FieldViolation] = []
     _fill(spec, mapping, "", violations)
     refused = {violation.field for violation in violations}
     violations += [
-        Violation(field=name, description=f"{name} is required")
+        FieldViolation(field=name, description=f"{name} is required")
         for name in REQUIRED
         if not getattr(spec, name) and name not in refused
     ]
@@ -70,22 +71,23 @@ def enum_choices(descriptor: Any) -> dict[str, int]:
     return {v.name.removeprefix(prefix).lower().replace("_", "-"): v.number for v in descriptor.values if v.number != 0}
 
 
-def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[Violation]) -> None:
+def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[FieldViolation]) -> None:
     known = _known_keys(message.DESCRIPTOR)
     for key, value in mapping.items():
         path = f"{prefix}{key}"
         descriptor = message.DESCRIPTOR.fields_by_name[key] if key in known else None
         if descriptor is None:
-            text = f"{path} is not a field of the job spec; known here: {', '.join(known)}"
-            violations.append(Violation(field=path, description=text))
+            hint = did_you_mean(str(key), known) or f"fields: {', '.join(known)}"
+            text = f"{path} is not a field of the job spec; {hint}"
+            violations.append(FieldViolation(field=path, description=text))
             continue
         try:
             _set(message, descriptor, value, path, violations)
         except _Refused as refused:
-            violations.append(Violation(field=path, description=f"{path} is {_shown(value)}; it {refused}"))
+            violations.append(FieldViolation(field=path, description=f"{path} is {_shown(value)}; it {refused}"))
 
 
-def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[Violation]) -> None:
+def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[FieldViolation]) -> None:
     if value is None:
         if descriptor.name == _CLIPPING:
             setattr(message, _CLIPPING_OFF, True)

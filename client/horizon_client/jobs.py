@@ -1,23 +1,24 @@
-"""`client.jobs`: submit, plan, look at, steer and follow jobs."""
+"""`client.jobs`: plan, submit, list, watch and control jobs."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from horizon_client.connection import Connection
+from horizon_client.connection import Connection, all_pages
 from horizon_client.conversion import event_from_message, from_message
 from horizon_client.datasets import AsyncDatasets
-from horizon_client.errors import InvalidRequest, Violation
-from horizon_client.following import followed
+from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound
 from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
 from horizon_client.local_inputs import LocalInputs, load_job_spec
 from horizon_client.models import AsyncModels
-from horizon_client.paging import all_pages
-from horizon_client.progress import OnNotice, OnProgress, ignore_notice, ignore_progress
+from horizon_client.near_names import suggested
 from horizon_client.resources import ENDED_STATES, Job, JobEvent, MemoryPlan, PlannedJob, StateEvent
+from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_proto.v1 import job_pb2
 from horizon_proto.v1.job_pb2_grpc import JobServiceStub
 
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """A job spec as a mapping, or the path of a YAML or JSON file."""
 
+_SEARCHED_JOBS = 1000
+
 
 class AsyncJobs:
-    """The caller's jobs. Every `job` is an id, or a name where only one of the caller's jobs has it."""
+    """`client.jobs`: the caller's jobs. Every `job` is an id, the unique beginning of an id, or a name: the newest job with that name."""
 
     def __init__(self, connection: Connection, datasets: AsyncDatasets, models: AsyncModels) -> None:
         self._connection = connection
-        self._inputs = LocalInputs(datasets, models)
+        self._datasets = datasets
+        self._models = models
+        self._inputs = LocalInputs(connection, datasets, models)
 
     async def submit(
         self,
@@ -42,19 +47,24 @@ class AsyncJobs:
         overrides: Sequence[str] = (),
         request_id: str | None = None,
         push: bool = True,
-        on_progress: OnProgress = ignore_progress,
-        on_notice: OnNotice = ignore_notice,
+        reporter: Reporter = SILENT,
     ) -> Job:
-        """Queue a job. Local files named as `dataset` or `model` are pushed first, unless `push` is False.
+        """Queue a job. Local files given as `dataset` or `model` are pushed first, unless `push` is False.
 
         `overrides` are texts such as `train.learning_rate=1e-5`. The same `request_id` with the same spec gives the same job.
 
         Raises:
-            InvalidRequest: naming the offending fields; nothing is pushed when the spec itself is malformed.
+            InvalidRequest: naming the fields; nothing is pushed when the spec itself is malformed.
+            NotFound: with similar names, when there is no such model or dataset.
+            DoesNotFit: when the node does not have enough memory.
         """
-        wire_spec = await self._wire_spec(spec, overrides, push, on_progress, on_notice)
+        wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         request = job_pb2.SubmitJobRequest(request_id=request_id or str(uuid.uuid4()), spec=wire_spec)
-        return from_message(Job, (await self._connection.unary(self._stub().SubmitJob, request)).job)
+        try:
+            answer = await self._connection.unary(self._stub().SubmitJob, request)
+        except NotFound as problem:
+            raise await self._missing_input(problem, wire_spec) from None
+        return from_message(Job, answer.job)
 
     async def plan(
         self,
@@ -62,48 +72,58 @@ class AsyncJobs:
         *,
         overrides: Sequence[str] = (),
         push: bool = True,
-        on_progress: OnProgress = ignore_progress,
-        on_notice: OnNotice = ignore_notice,
+        reporter: Reporter = SILENT,
     ) -> PlannedJob:
-        """Return how much memory a job would take and whether it fits. Queues nothing; local inputs are pushed as by `submit`."""
-        wire_spec = await self._wire_spec(spec, overrides, push, on_progress, on_notice)
-        answer = await self._connection.unary(self._stub().PlanJob, job_pb2.PlanJobRequest(spec=wire_spec))
+        """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
+        wire_spec = await self._wire_spec(spec, overrides, push, reporter)
+        try:
+            answer = await self._connection.unary(self._stub().PlanJob, job_pb2.PlanJobRequest(spec=wire_spec))
+        except NotFound as problem:
+            raise await self._missing_input(problem, wire_spec) from None
         return PlannedJob(plan=from_message(MemoryPlan, answer.plan), spec=spec_to_mapping(answer.spec))
 
     async def get(self, job: str) -> Job:
-        """Return one job."""
-        return from_message(
-            Job, (await self._connection.unary(self._stub().GetJob, job_pb2.GetJobRequest(job_id=job))).job
-        )
+        """Return one job.
+
+        Raises:
+            NotFound: with similar names, when there is no such job.
+        """
+        request = job_pb2.GetJobRequest(job_id=job)
+        try:
+            return from_message(Job, (await self._connection.unary(self._stub().GetJob, request)).job)
+        except NotFound as problem:
+            raise await suggested(problem, "job", job, self._names) from None
 
     async def cancel(self, job: str) -> Job:
-        """End a job; a running one stops at its next step boundary."""
+        """End a job; a running one stops after its current step. A job that has ended stays as it is."""
         request = job_pb2.CancelJobRequest(job_id=job)
         return from_message(Job, (await self._connection.unary(self._stub().CancelJob, request, idempotent=False)).job)
 
     async def pause(self, job: str) -> Job:
-        """Checkpoint a job at its next step boundary and free the device."""
+        """Checkpoint a job after its current step and free the device."""
         request = job_pb2.PauseJobRequest(job_id=job)
         return from_message(Job, (await self._connection.unary(self._stub().PauseJob, request, idempotent=False)).job)
 
     async def resume(self, job: str) -> Job:
-        """Put a paused job back in the queue."""
+        """Queue a paused or failed job again; it continues from its newest checkpoint."""
         request = job_pb2.ResumeJobRequest(job_id=job)
         return from_message(Job, (await self._connection.unary(self._stub().ResumeJob, request, idempotent=False)).job)
 
     async def set_priority(self, job: str, priority: int) -> Job:
-        """Change a job's priority: higher first, within the project's share."""
+        """Change a job's priority; higher first.
+
+        Raises:
+            NotAvailableYet: in this version of the server, whose queue is first come, first served.
+        """
         request = job_pb2.UpdateJobRequest(job_id=job, priority=priority)
         return from_message(Job, (await self._connection.unary(self._stub().UpdateJob, request)).job)
 
-    async def watch(
-        self, job: str, *, after_sequence: int = 0, on_notice: OnNotice = ignore_notice
-    ) -> AsyncIterator[JobEvent]:
-        """Yield the job's events from after `after_sequence` until it has ended: each once and in order, also across cuts.
+    async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
+        """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.
 
         Raises:
             NotFound: when there is no such job.
-            Unavailable: when the server stays away for minutes; `after_sequence` goes on from there later.
+            Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
         stub, job_id = self._stub(), (await self.get(job)).job_id
         last_sequence, ended = after_sequence, False
@@ -116,8 +136,8 @@ class AsyncJobs:
             current = await self.get(job_id)
             return current.ended and (ended or current.last_sequence <= last_sequence)
 
-        async for answer in followed(
-            reopen, is_over, retry=self._connection.stream_retry, on_notice=on_notice, what=f"the watch of {job_id}"
+        async for answer in self._connection.followed(
+            reopen, is_over, reporter=reporter, what=f"the watch of {job_id}"
         ):
             if answer.event.sequence <= last_sequence:
                 continue
@@ -126,6 +146,25 @@ class AsyncJobs:
             ended = isinstance(event, StateEvent) and event.state in ENDED_STATES
             yield event
 
+    async def wait(self, job: str, *, timeout_s: float | None = None, reporter: Reporter = SILENT) -> Job:
+        """Wait until the job has ended and return it; look at its `state` for whether it succeeded.
+
+        Raises:
+            DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.
+        """
+        current = await self.get(job)
+        try:
+            async with asyncio.timeout(timeout_s):
+                events = self.watch(current.job_id, after_sequence=current.last_sequence, reporter=reporter)
+                async with aclosing(events):  # type: ignore[type-var]
+                    async for _ in events:
+                        pass
+                return await self.get(current.job_id)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceeded):
+                raise
+            raise DeadlineExceeded(f"job {job} has not ended after {timeout_s:g} s; it continues") from None
+
     async def logs(
         self,
         job: str,
@@ -133,13 +172,19 @@ class AsyncJobs:
         attempt: int = 0,
         offset: int = 0,
         follow: bool = False,
-        on_notice: OnNotice = ignore_notice,
+        reporter: Reporter = SILENT,
     ) -> AsyncIterator[bytes]:
-        """Yield the log of a job's worker from byte `offset` on; `attempt` 0 is the newest.
+        """Yield the log of a job's worker from byte `offset`; `attempt` 0 is the newest.
 
-        `follow` goes on until the attempt has ended.
+        `follow` waits for more until the attempt has ended.
+
+        Raises:
+            NotFound: when there is no such job or attempt.
         """
         stub, current = self._stub(), await self.get(job)
+        if attempt > current.attempt:
+            had = f"{current.attempt} attempt{'s' if current.attempt != 1 else ''}" if current.attempt else "no attempt"
+            raise NotFound(f"job {job} has no attempt {attempt}; it has had {had} so far")
         number = attempt or current.attempt
         at = offset
 
@@ -150,32 +195,43 @@ class AsyncJobs:
         async def is_over() -> bool:
             return True
 
-        async for answer in followed(
-            reopen, is_over, retry=self._connection.stream_retry, on_notice=on_notice, what="the log"
-        ):
+        async for answer in self._connection.followed(reopen, is_over, reporter=reporter, what="the log"):
             new = answer.data[max(at - answer.offset, 0) :]
             at = max(at, answer.offset + len(answer.data))
             if new:
                 yield new
 
     async def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
-        """Return the caller's jobs, newest first; only those in `states` (such as RUNNING) where given."""
-        stub, numbers = self._stub(), [_state_number(state) for state in states]
+        """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
+        numbers = [_state_number(state) for state in states]
 
         async def page(token: str, size: int) -> tuple[Sequence[job_pb2.Job], str]:
             request = job_pb2.ListJobsRequest(page_size=size, page_token=token, states=numbers)
-            answer = await self._connection.unary(stub.ListJobs, request)
+            answer = await self._connection.unary(self._stub().ListJobs, request)
             return answer.jobs, answer.next_page_token
 
         return [from_message(Job, item) for item in await all_pages(page, limit)]
 
+    async def _names(self) -> Iterable[str]:
+        jobs = await self.list(limit=_SEARCHED_JOBS)
+        return [text for job in jobs for text in (job.name, job.job_id)]
+
+    async def _missing_input(self, problem: NotFound, spec: job_pb2.JobSpec) -> NotFound:
+        """Return the error for a model or dataset that does not exist, with similar names."""
+        if problem.message.startswith("model "):
+            return await suggested(problem, "model", spec.model, self._models.names)
+        for name in (spec.dataset, spec.eval_dataset):
+            if name and problem.message.startswith("dataset ") and name in problem.message:
+                return await suggested(problem, "dataset", name, self._datasets.names)
+        return problem
+
     async def _wire_spec(
-        self, spec: SpecLike, overrides: Sequence[str], push: bool, on_progress: OnProgress, on_notice: OnNotice
+        self, spec: SpecLike, overrides: Sequence[str], push: bool, reporter: Reporter
     ) -> job_pb2.JobSpec:
         loaded = load_job_spec(spec, overrides)
         if push:
             spec_to_proto(self._inputs.with_placeholders(loaded))  # refuse a malformed spec before anything is uploaded
-            return spec_to_proto(await self._inputs.pushed(loaded, on_progress=on_progress, on_notice=on_notice))
+            return spec_to_proto(await self._inputs.pushed(loaded, reporter))
         return spec_to_proto(loaded.mapping)
 
     def _stub(self) -> JobServiceAsyncStub:
@@ -187,5 +243,5 @@ def _state_number(text: str) -> job_pb2.JobState.ValueType:
     number = choices.get(text.lower())
     if number is None:
         problem = f"state is {text!r}; it must be one of {', '.join(choices)}"
-        raise InvalidRequest(problem, violations=[Violation(field="states", description=problem)])
+        raise InvalidRequest(problem, violations=[FieldViolation(field="states", description=problem)])
     return job_pb2.JobState.ValueType(number)

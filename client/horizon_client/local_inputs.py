@@ -1,26 +1,30 @@
-"""Job specs that name local files: finds them, pushes them, and puts the pushed names in their place.
+"""Job specs that name local files: finds the files, pushes them, and replaces them with the pushed names.
 
-A value is local when it exists on this disk: below the spec file's folder, else below the working folder. A bare word that is also the name
-of something pushed stays that name. Knows the three fields that can be local (`model`, `dataset`, `eval_dataset`) and no other.
+A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
+name of something pushed means that. Only `model`, `dataset` and `eval_dataset` can be local.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_client.connection import Connection
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
-from horizon_client.datasets import AsyncDatasets
+from horizon_client.datasets import AsyncDatasets, push_dataset
 from horizon_client.errors import AlreadyExists, NotFound
-from horizon_client.local_files import content_digest, hash_files
 from horizon_client.model_folder import model_files
-from horizon_client.models import AsyncModels
-from horizon_client.progress import OnNotice, OnProgress
+from horizon_client.models import AsyncModels, push_model
 from horizon_client.spec_file import load_spec_file, with_overrides
+from horizon_client.transfer.files import content_digest, hash_files
+from horizon_client.transfer.reporter import Reporter
+from horizon_proto.v1 import dataset_pb2, model_pb2
 
 _DATASET_FIELDS = ("dataset", "eval_dataset")
 _MAX_NAME = 63
@@ -29,7 +33,7 @@ _PLACEHOLDER = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSpec:
-    """A job spec before its local inputs are pushed, and where relative paths in it start."""
+    """A job spec before its local inputs are pushed, and the folders that relative paths in it start from."""
 
     mapping: Mapping[str, Any]
     folders: tuple[Path, ...]
@@ -49,32 +53,33 @@ def load_job_spec(spec: Mapping[str, Any] | str | os.PathLike[str], overrides: S
 
 
 class LocalInputs:
-    """Pushes what a spec names on this disk."""
+    """Pushes the local files that a spec names."""
 
-    def __init__(self, datasets: AsyncDatasets, models: AsyncModels) -> None:
+    def __init__(self, connection: Connection, datasets: AsyncDatasets, models: AsyncModels) -> None:
+        self._connection = connection
         self._datasets = datasets
         self._models = models
 
     def with_placeholders(self, loaded: LoadedSpec) -> dict[str, Any]:
-        """Return the spec as it would be after the push, with a stand-in for every name that is not known yet."""
+        """Return the spec as it would be after the push, with a placeholder for every name that is not known yet."""
         mapping = dict(loaded.mapping)
         for field in (*_DATASET_FIELDS, "model"):
             if local_sources(mapping.get(field), loaded.folders, many=field != "model"):
                 mapping[field] = _PLACEHOLDER
         return mapping
 
-    async def pushed(self, loaded: LoadedSpec, *, on_progress: OnProgress, on_notice: OnNotice) -> dict[str, Any]:
+    async def pushed(self, loaded: LoadedSpec, reporter: Reporter) -> dict[str, Any]:
         """Push the local inputs and return the spec with their pushed names."""
         mapping = dict(loaded.mapping)
         model = local_sources(mapping.get("model"), loaded.folders, many=False)
         if model and not await self._is_pushed(mapping["model"], self._models.get):
-            on_notice(f"pushing the model folder {model[0]}")
-            mapping["model"] = await self._push_model(model[0], on_progress, on_notice)
+            reporter.notice(f"pushing the model folder {model[0]}")
+            mapping["model"] = await self._push_model(model[0], reporter)
         for field in _DATASET_FIELDS:
             sources = local_sources(mapping.get(field), loaded.folders, many=True)
             if sources and not await self._is_pushed(mapping[field], self._datasets.get):
-                on_notice(f"pushing the {field.replace('_', ' ')} {', '.join(map(str, sources))}")
-                mapping[field] = await self._push_dataset(sources, on_progress, on_notice)
+                reporter.notice(f"pushing the {field.replace('_', ' ')} {', '.join(map(str, sources))}")
+                mapping[field] = await self._push_dataset(sources, reporter)
         return mapping
 
     async def _is_pushed(self, value: object, get: Callable[[str], Awaitable[object]]) -> bool:
@@ -86,29 +91,30 @@ class LocalInputs:
             return False
         return True
 
-    async def _push_model(self, folder: Path, on_progress: OnProgress, on_notice: OnNotice) -> str:
-        files = await hash_files(model_files(folder), on_progress)
+    async def _push_model(self, folder: Path, reporter: Reporter) -> str:
+        files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
 
         async def push(name: str) -> str:
-            result = await self._models.push_hashed(files, name=name, on_progress=on_progress, on_notice=on_notice)
-            return result.model.name
+            request = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name=name)
+            return (await push_model(self._connection, request, files, reporter)).model.name
 
         return await _push_named(push, folder, content_digest(files))
 
-    async def _push_dataset(self, sources: Sequence[Path], on_progress: OnProgress, on_notice: OnNotice) -> str:
-        found = dataset_sources(sources, on_notice)
-        await check_dataset_files(found, on_progress)
-        files = await hash_files(found, on_progress)
+    async def _push_dataset(self, sources: Sequence[Path], reporter: Reporter) -> str:
+        found = dataset_sources(sources, reporter)
+        await check_dataset_files(found, reporter.progress)
+        files = await hash_files(found, reporter)
 
         async def push(name: str) -> str:
-            result = await self._datasets.push_hashed(files, name=name, on_progress=on_progress, on_notice=on_notice)
-            return result.dataset.name
+            auto = dataset_pb2.DATASET_FORMAT_AUTO
+            request = dataset_pb2.CreateDatasetRequest(request_id=str(uuid.uuid4()), name=name, format=auto)
+            return (await push_dataset(self._connection, request, files, reporter)).dataset.name
 
         return await _push_named(push, sources[0], content_digest(files, "auto"))
 
 
 async def _push_named(push: Callable[[str], Awaitable[str]], source: Path, digest: str) -> str:
-    """Push under the source's stem, or with a piece of the content's hash behind it where the name is taken by other content."""
+    """Push under the source's name without its endings, with part of the content's hash appended where that name is taken."""
     name = valid_name(source)
     try:
         return await push(name)
@@ -124,9 +130,9 @@ def valid_name(source: Path) -> str:
 
 
 def local_sources(value: object, folders: Sequence[Path], *, many: bool) -> list[Path]:
-    """Return the local paths that a spec's value stands for; empty when it names something pushed.
+    """Return the local paths that a spec's value means; empty when it names something pushed.
 
-    A list must be local files throughout; one that is not is left for the spec's own checks to refuse.
+    A list must consist of local files; the checks of the spec refuse any other.
     """
     if many and isinstance(value, list | tuple) and value:
         each = [local_sources(item, folders, many=False) for item in value]

@@ -1,6 +1,6 @@
-"""The files of a local model folder that are pushed, and the fast checks before that: config, tokenizer text, safetensors headers.
+"""Which files of a local model folder are pushed, and the fast checks before anything is sent: config, tokenizer, safetensors headers.
 
-Only what a model folder needs is pushed (`horizon_formats.model_files`), and never a pickle.
+Only what a model needs is pushed. Pickle files never are, whatever their name.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from horizon_client.errors import BadFile
-from horizon_client.local_files import SourceFile
-from horizon_formats.model_files import CONFIG_FILE, is_pickle, is_pushed
+from horizon_client.transfer.files import SourceFile
+from horizon_formats.model_files import is_pickle, pushed_files
 
-_MAX_HEADER_BYTES = 100 * 2**20
+_NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")
+"""Binary files, and texts that no program reads."""
+
+_MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 _BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8}
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
-    """Return the files of a model folder that travel, checked.
+    """Return the files of a model folder that are pushed, checked.
 
     Raises:
         BadFile: naming the file, when the folder is not a complete model in safetensors.
@@ -34,24 +38,24 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
     names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    chosen = [name for name in names if is_pushed(name)]
-    if CONFIG_FILE not in chosen:
-        raise BadFile(f"{root} holds no config.json, so it is not a model folder")
+    chosen = pushed_files(root)
+    if "config.json" not in chosen:
+        raise BadFile(f"{root} contains no config.json, so it is not a model folder")
     if not any(name.endswith(".safetensors") for name in chosen):
-        raise BadFile(_no_weights_sentence(root, names))
+        raise BadFile(_no_weights_message(root, names))
     files = [SourceFile.of(root / name, name) for name in chosen]
     for file in files:
         _check(file, set(chosen))
     return files
 
 
-def _no_weights_sentence(root: Path, names: Iterable[str]) -> str:
+def _no_weights_message(root: Path, names: Iterable[str]) -> str:
     pickles = [name for name in names if is_pickle(name)]
     if not pickles:
-        return f"{root} holds no *.safetensors file, so there are no weights to push"
+        return f"{root} contains no *.safetensors file, so there are no weights to push"
     return (
-        f"{root} holds its weights as pickle only ({pickles[0]}), which can run code when it is read and is never pushed; convert it once "
-        f"where you trust it: AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), then push that folder"
+        f"{root} contains its weights as pickle only ({pickles[0]}), which can run code when it is loaded and is never pushed; convert it "
+        f"once where you trust it: AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), then push that folder"
     )
 
 
@@ -64,13 +68,13 @@ def _check(file: SourceFile, names: set[str]) -> None:
             raise BadFile(f"{file.source} must hold a JSON object")
         if file.path.endswith(".safetensors.index.json"):
             _check_index(file, content, names)
-    elif file.path.endswith(".jinja") or file.path in ("vocab.txt", "merges.txt"):
+    elif not any(fnmatchcase(file.path, pattern) for pattern in _NOT_CHECKED):
         _text(file)
 
 
 def _text(file: SourceFile) -> str:
     if file.size_bytes > _MAX_TEXT_BYTES:
-        raise BadFile(f"{file.source} is larger than 256 MiB; it cannot be what its name says")
+        raise BadFile(f"{file.source} is larger than 256 MiB; it is not what its name says")
     try:
         return file.source.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -91,23 +95,23 @@ def _json(file: SourceFile) -> Any:
 def _check_index(file: SourceFile, content: Any, names: set[str]) -> None:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise BadFile(f"{file.source} holds no weight_map from tensors to files")
+        raise BadFile(f"{file.source} contains no weight_map from tensors to files")
     missing = sorted(set(weight_map.values()) - names)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadFile(
-            f"{file.source} names {missing[0]}{more}, which the folder does not hold; the download of the model is incomplete"
+            f"{file.source} names {missing[0]}{more}, which is not in the folder; the download of the model is incomplete"
         )
 
 
 def _check_safetensors(file: SourceFile) -> None:
-    """Read the header only: tensors must fill the file from the header's end to its last byte, without holes."""
+    """Read the header only: tensors must fill the file from the header's end to its last byte, without gaps."""
     try:
         with file.source.open("rb") as stream:
             num_header_bytes = int.from_bytes(stream.read(8), "little")
             if file.size_bytes < 8 or num_header_bytes > min(_MAX_HEADER_BYTES, file.size_bytes - 8):
                 raise BadFile(
-                    f"{file.source} is not a safetensors file, or is cut short: its header does not fit into it"
+                    f"{file.source} is not a safetensors file, or is truncated: it is smaller than its header"
                 )
             header = json.loads(stream.read(num_header_bytes).decode("utf-8"))
     except OSError as error:
@@ -123,12 +127,12 @@ def _check_safetensors(file: SourceFile) -> None:
     at = 0
     for begin, end in spans:
         if begin != at:
-            raise BadFile(f"{file.source}: its tensors overlap or leave a hole at data byte {at}")
+            raise BadFile(f"{file.source}: its tensors overlap or leave a gap at data byte {at}")
         at = end
     num_data_bytes = file.size_bytes - 8 - num_header_bytes
     if at != num_data_bytes:
         raise BadFile(
-            f"{file.source} is damaged: its header promises {at} bytes of tensors, but {num_data_bytes} follow"
+            f"{file.source} is damaged: its header describes {at} bytes of tensors, but it contains {num_data_bytes}"
         )
 
 
@@ -139,9 +143,7 @@ def _span(file: SourceFile, name: str, entry: object) -> tuple[int, int]:
         raise BadFile(f"{file.source}: the header's entry of tensor {name!r:.80} is malformed")
     bits = _BITS.get(str(fields.get("dtype")))
     if bits is not None and offsets[1] - offsets[0] != math.prod(shape) * bits // 8:
-        raise BadFile(
-            f"{file.source}: tensor {name!r:.80} does not have the bytes that its shape {shape} and dtype need"
-        )
+        raise BadFile(f"{file.source}: tensor {name!r:.80} has another size than its shape {shape} and dtype need")
     return offsets[0], offsets[1]
 
 

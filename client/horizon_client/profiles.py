@@ -1,7 +1,7 @@
-"""Which daemon a command speaks to: flag, then `HORIZON_*`, then the profile file. The only reader of the environment in the client.
+"""Which daemon a command connects to: option, then `HORIZON_*`, then the profile file.
 
-The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600, because it holds
-tokens. A profile's token and CA belong to the profile's server: they are never sent to a server that a flag or the environment names.
+The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600, because it contains
+tokens. A profile's token and CA belong to the profile's server: they are never sent to a server that an option or the environment names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
 from horizon_client.errors import BadConfig, NotFound
+from horizon_client.near_names import did_you_mean
 
 NO_SERVER = "NO_SERVER"
-"""Reason of the error that nothing names a server."""
+"""Reason of the error that no server is configured."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -35,7 +36,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSummary:
-    """A profile without its token, for showing."""
+    """A profile without its token."""
 
     name: str
     server: str
@@ -79,16 +80,15 @@ class ProfileFile:
         for profile in self.profiles():
             if profile.name == name:
                 return profile
-        known = (
-            ", ".join(p.name for p in self.profiles())
-            or "none yet; log in with: horizon login HOST:PORT --token-file FILE"
-        )
-        raise NotFound(f"there is no profile {name!r}; known: {known}")
+        names = [profile.name for profile in self.profiles()]
+        hint = did_you_mean(name, names) or f"profiles: {', '.join(names)}"
+        login = "log in with: horizon login HOST:PORT --token-file FILE"
+        raise NotFound(f"there is no profile {name!r}; {hint if names else login}")
 
     def save(self, profile: Profile) -> Profile:
-        """Store `profile`, make it the current one, and return it as stored: its CA file is copied beside the profiles."""
+        """Store `profile` with a copy of its CA file, make it the current one, and return it as stored."""
         if not _NAME.fullmatch(profile.name):
-            raise BadConfig(f"{profile.name!r} cannot name a profile; use letters, digits, '.', '_' and '-'")
+            raise BadConfig(f"{profile.name!r} is not a valid profile name; use letters, digits, '.', '_' and '-'")
         content = self._read()
         ca_file = profile.ca_file
         if ca_file is not None and str(ca_file) != SYSTEM_CA:
@@ -108,6 +108,21 @@ class ProfileFile:
         """
         profile = self.get(name)
         self._write({**self._read(), "current": name})
+        return profile
+
+    def remove(self, name: str) -> Profile:
+        """Remove one profile with its token and CA file, and return it.
+
+        Raises:
+            NotFound: when there is none of that name.
+        """
+        profile = self.get(name)
+        content = self._read()
+        del content["profiles"][name]
+        current = None if content["current"] == name else content["current"]
+        self._write({**content, "current": current})
+        if profile.ca_file == self.folder / f"ca-{name}.pem":
+            profile.ca_file.unlink(missing_ok=True)
         return profile
 
     def _profile(self, name: str, entry: Mapping[str, Any]) -> Profile:
@@ -132,11 +147,11 @@ class ProfileFile:
         except OSError as error:
             raise BadConfig(f"cannot read {self.path}: {error.strerror}") from error
         if os.name == "posix" and self.path.stat().st_mode & 0o077:
-            raise BadConfig(f"{self.path} holds tokens and others may read it; run: chmod 600 {self.path}")
+            raise BadConfig(f"{self.path} contains tokens and other users can read it; run: chmod 600 {self.path}")
         try:
             content = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise BadConfig(f"{self.path} is not YAML any more; remove it and log in again") from error
+            raise BadConfig(f"{self.path} is not valid YAML; remove it and log in again") from error
         if not isinstance(content, dict) or not isinstance(content.get("profiles"), dict):
             raise BadConfig(f"{self.path} is not a profile file; remove it and log in again")
         return {"current": content.get("current"), "profiles": content["profiles"]}
@@ -164,13 +179,13 @@ def resolve_endpoint(
     ca_file: str | Path | None = None,
     profile: str | None = None,
 ) -> Endpoint:
-    """Return the daemon to speak to; what is not given comes from the environment, then from the profile.
+    """Return the daemon to connect to; what is not given comes from the environment, then from the profile.
 
     Raises:
-        BadConfig: when nothing names a server, or what was given is unusable.
+        BadConfig: when no server is configured, or the configuration is unusable.
         NotFound: when the named profile does not exist.
     """
-    by_profile = profile is not None and server is None  # asked for by flag, it stands above the environment as a whole
+    by_profile = profile is not None and server is None  # a profile given as an option overrides the whole environment
     environment: Mapping[str, str] = {} if by_profile else os.environ
     given_server = server or environment.get("HORIZON_SERVER") or None
     given_token = token or environment.get("HORIZON_TOKEN") or None
@@ -198,7 +213,7 @@ def _chosen_profile(name: str | None, *, needed: bool) -> Profile | None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Replace `path` atomically by a file only its owner may read."""
+    """Replace `path` atomically by a file that only its owner can read."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600

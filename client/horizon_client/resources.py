@@ -1,4 +1,4 @@
-"""What the daemon answers, as frozen dataclasses with the wire's field names. Knows no protobuf; `conversion` fills them.
+"""What the daemon answers, as frozen dataclasses with the wire's field names, without protobuf. `conversion` fills them.
 
 Enumerations are text: states in capitals (`RUNNING`), the rest as in a job spec (`prompt-completion`). Times are aware datetimes in UTC,
 durations are seconds. A job's spec is the plain mapping that could be submitted again.
@@ -32,12 +32,12 @@ class Dataset:
     owner: str
     format: str
     field_map: Mapping[str, str]
-    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    files: tuple[FileEntry, ...] = field(repr=False, metadata={"of": FileEntry})
     state: str
     num_rows: int
     size_bytes: int
     create_time: datetime | None
-    digest: str
+    digest: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class Model:
     model_id: str
     name: str
     owner: str
-    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    files: tuple[FileEntry, ...] = field(repr=False, metadata={"of": FileEntry})
     state: str
     architecture: str
     num_parameters: int
     size_bytes: int
     create_time: datetime | None
-    digest: str
+    digest: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class PreviewSpan:
 class PreviewRow:
     """One row as a model would see it: the `number`-th `unit` (line, row, piece) of `file`.
 
-    `num_cut_tokens` are beyond the sequence length. `clipped` says that `spans` end before the row does, to keep the answer small.
-    `problems` say why nothing of it is trained, where that is so.
+    `num_cut_tokens` are beyond the sequence length. `clipped` means that `spans` end before the row does, to keep the answer small.
+    `problems` are the reasons why nothing of the row is trained, if there are any.
     """
 
     file: str
@@ -86,7 +86,7 @@ class PreviewRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPreview:
-    """Some rows of a dataset of `num_rows`, and the options they were rendered with."""
+    """Some rows of a dataset of `num_rows`, and the options that they were rendered with."""
 
     rows: tuple[PreviewRow, ...] = field(metadata={"of": PreviewRow})
     num_rows: int
@@ -107,7 +107,7 @@ class TransferFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One finished optimizer step. `sequence` is 0 and `time` None where it is a job's `last_step`."""
+    """One finished optimizer step. `sequence` is 0 and `time` None in a job's `last_step`."""
 
     kind: ClassVar[Literal["step"]] = "step"
     sequence: int = 0
@@ -119,6 +119,7 @@ class StepEvent:
     learning_rate: float
     epoch: float
     num_input_tokens_seen: int
+    num_tokens: int
     tokens_per_second: float
     duration_s: float
     h2d: TransferFigures | None = field(metadata={"of": TransferFigures})
@@ -149,7 +150,7 @@ class StateEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareEvent:
-    """Progress of the data preparation; `report` comes with the last one."""
+    """Progress of the data preparation; the last one has the `report`."""
 
     kind: ClassVar[Literal["prepare"]] = "prepare"
     sequence: int
@@ -161,7 +162,7 @@ class PrepareEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEvent:
-    """One finished evaluation."""
+    """One finished evaluation. What the queues did for it is not part of any step's figures."""
 
     kind: ClassVar[Literal["eval"]] = "eval"
     sequence: int
@@ -171,6 +172,11 @@ class EvalEvent:
     num_targets: int
     num_tokens: int
     duration_s: float
+    h2d: TransferFigures | None = field(metadata={"of": TransferFigures})
+    d2h: TransferFigures | None = field(metadata={"of": TransferFigures})
+    compute_s: float
+    optimizer_s: float
+    optimizer_exposed_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +189,13 @@ class CheckpointEvent:
     step: int
     duration_s: float
     size_bytes: int
+    eval_loss: float | None
+    """Of the last evaluation before it; None when there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageEvent:
-    """One sentence for people. `level` is info or warning."""
+    """A message for people. `level` is info, warning or error."""
 
     kind: ClassVar[Literal["message"]] = "message"
     sequence: int
@@ -201,9 +209,9 @@ JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | Checkp
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """What an optimizer step is expected to take, from the node's measured speed. `bound` is what takes the most of it.
+    """The expected time of an optimizer step, from the node's measured speed. `bound` is what takes the most of it.
 
-    `total_s` is None where the number of steps is not known before the data is prepared.
+    `total_s` is None when the number of steps is not known before the data is prepared.
     """
 
     step_s: float
@@ -215,7 +223,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The ledger of a job: bytes by component on host and device. `prediction` is None while the node's speed is not measured."""
+    """The memory plan of a job: bytes by component on host and device. `prediction` is None while the node's speed is not measured."""
 
     host_bytes: Mapping[str, int]
     device_bytes: Mapping[str, int]
@@ -240,7 +248,7 @@ class PlannedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One submitted job as it stands."""
+    """One submitted job."""
 
     job_id: str
     spec: Mapping[str, Any]
@@ -260,7 +268,9 @@ class Job:
     last_sequence: int
     eta: float | None
     data_report: Mapping[str, int] = field(default_factory=dict)
-    """What the preparation made of the dataset: rows, tokens, trained_tokens, error_rows, eval_rows, ...; empty until then."""
+    """The result of the data preparation: rows, tokens, trained_tokens, error_rows, eval_rows, ...; empty before it."""
+    wanted: str = ""
+    """What a user has asked the running attempt for: cancel or pause; else empty."""
 
     @property
     def name(self) -> str:
@@ -269,7 +279,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Whether it has succeeded, failed or been cancelled."""
         return self.state in ENDED_STATES
 
 
@@ -279,7 +289,7 @@ class Checkpoint:
 
     job_id: str
     step: int
-    files: tuple[FileEntry, ...] = field(metadata={"of": FileEntry})
+    files: tuple[FileEntry, ...] = field(repr=False, metadata={"of": FileEntry})
     size_bytes: int
     create_time: datetime | None
     eval_loss: float | None
@@ -298,7 +308,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The machine the daemon runs on, and who the caller is to it."""
+    """The machine that the daemon runs on, with the caller's user and role."""
 
     hostname: str
     version: str
@@ -315,7 +325,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPush:
-    """A finished push. `sent_bytes` is the data that really travelled: 0 when the server had all of it."""
+    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
 
     dataset: Dataset
     sent_bytes: int
@@ -323,7 +333,7 @@ class DatasetPush:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPush:
-    """A finished push. `sent_bytes` is the data that really travelled: 0 when the server had all of it."""
+    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
 
     model: Model
     sent_bytes: int
@@ -331,7 +341,7 @@ class ModelPush:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPull:
-    """A finished pull. `received_bytes` leaves out what was there already."""
+    """A finished pull. `received_bytes` does not count files that existed already."""
 
     checkpoint: Checkpoint
     folder: str

@@ -1,112 +1,136 @@
-"""gRPC status -> `HorizonClientError`: the one place that reads google.rpc details (ErrorInfo, BadRequest, RetryInfo)."""
+"""gRPC status -> `HorizonClientError`: by the reason that the server gave, else by the status code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 from grpc.aio import AioRpcError
+from grpc_status import rpc_status
 
-from horizon_client.errors import (
-    AlreadyExists,
-    DeadlineExceeded,
-    HorizonClientError,
-    InvalidRequest,
-    NotAllowed,
-    NotAuthenticated,
-    NotAvailable,
-    NotFound,
-    ServerFailed,
-    Unavailable,
-    Violation,
-    WouldNotFit,
-    WrongState,
-)
+from horizon_client import errors
+from horizon_client.errors import FieldViolation, HorizonClientError
 
 DetailT = TypeVar("DetailT", bound=Message)
 
-_KINDS: dict[StatusCode, type[HorizonClientError]] = {
-    StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    StatusCode.OUT_OF_RANGE: InvalidRequest,
-    StatusCode.ALREADY_EXISTS: AlreadyExists,
-    StatusCode.FAILED_PRECONDITION: WrongState,
-    StatusCode.RESOURCE_EXHAUSTED: WouldNotFit,
-    StatusCode.UNIMPLEMENTED: NotAvailable,
-    StatusCode.UNAUTHENTICATED: NotAuthenticated,
-    StatusCode.PERMISSION_DENIED: NotAllowed,
-    StatusCode.NOT_FOUND: NotFound,
-    StatusCode.UNAVAILABLE: Unavailable,
-    StatusCode.ABORTED: Unavailable,
-    StatusCode.CANCELLED: Unavailable,
-    StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    StatusCode.INTERNAL: ServerFailed,
-    StatusCode.UNKNOWN: ServerFailed,
-    StatusCode.DATA_LOSS: ServerFailed,
+_BY_CODE: dict[StatusCode, type[HorizonClientError]] = {
+    StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
+    StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
+    StatusCode.FAILED_PRECONDITION: errors.WrongJobState,
+    StatusCode.RESOURCE_EXHAUSTED: errors.DoesNotFit,
+    StatusCode.UNIMPLEMENTED: errors.NotAvailableYet,
+    StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    StatusCode.PERMISSION_DENIED: errors.NotAllowed,
+    StatusCode.NOT_FOUND: errors.NotFound,
+    StatusCode.UNAVAILABLE: errors.Unavailable,
+    StatusCode.ABORTED: errors.Unavailable,
+    StatusCode.CANCELLED: errors.Unavailable,
+    StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
-_DETAILS_KEY = "grpc-status-details-bin"
 _LOST_STATUS = "Internal error from Core"
-"""What grpc.aio says when a write fails because the server has ended the call; the server's own status is lost then."""
+"""What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost then."""
+_OTHER_HOST = "OTHER_HOST"
 _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
 def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
-    """Return the leaf for a failed call to `server`."""
-    code = error.code()
-    details = str(error.details() or "")
-    status = _status_details(error)
-    info = _first(status, error_details_pb2.ErrorInfo())
-    if info is None and code in (StatusCode.INTERNAL, StatusCode.UNKNOWN) and any(m in details for m in _CUT_MARKS):
-        code = StatusCode.UNAVAILABLE
-    kind = _KINDS.get(code, ServerFailed)
-    retry = _first(status, error_details_pb2.RetryInfo())
-    bad_request = _first(status, error_details_pb2.BadRequest())
-    violations = () if bad_request is None else bad_request.field_violations
-    sentence = details if info is not None else _transport_sentence(code, details, server)
-    return kind(
-        sentence or f"{server} answered {code.name} without a word",
-        reason=info.reason if info is not None else None,
-        violations=[Violation(field=v.field, description=v.description) for v in violations],
+    """Return the error for a failed call to `server` (HOST:PORT)."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it has what is read of a Call
+    except (ValueError, DecodeError):  # the details are damaged or belong to another status
+        status = None
+    info = _detail(status, error_details_pb2.ErrorInfo())
+    if status is None or info is None:
+        return _from_transport(error.code(), str(error.details() or ""), server)
+    retry = _detail(status, error_details_pb2.RetryInfo())
+    bad_request = _detail(status, error_details_pb2.BadRequest())
+    return _kind(info.reason, error.code())(
+        status.message or f"horizond at {server} answered {error.code().name} without a message",
+        reason=info.reason,
+        violations=[
+            FieldViolation(field=v.field, description=v.description)
+            for v in (bad_request.field_violations if bad_request is not None else ())
+        ],
         retry_after_s=None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9,
     )
 
 
-def lost_status(error: AioRpcError) -> bool:
+def is_lost_status(error: AioRpcError) -> bool:
     """Whether the server has ended the call with a status that grpc did not keep."""
     return error.code() == StatusCode.INTERNAL and _LOST_STATUS in str(error.details())
 
 
-def _status_details(error: AioRpcError) -> status_pb2.Status:
-    trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]
-    for key, value in trailing:
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return status_pb2.Status.FromString(value)
-            except DecodeError:
-                break
-    return status_pb2.Status()
+def is_other_host(problem: HorizonClientError) -> bool:
+    """Whether the certificate was signed by the right CA, but for other host names."""
+    return isinstance(problem, errors.BadEndpoint) and problem.reason == _OTHER_HOST
 
 
-def _first(status: status_pb2.Status, into: DetailT) -> DetailT | None:
-    return next((into for detail in status.details if detail.Unpack(into)), None)
+def _detail(status: status_pb2.Status | None, into: DetailT) -> DetailT | None:
+    return next((into for detail in (status.details if status else ()) if detail.Unpack(into)), None)
 
 
-def _transport_sentence(code: StatusCode, details: str, server: str) -> str:
-    """Return a sentence for people where gRPC itself, not horizon, ended the call."""
+def _kind(reason: str, code: StatusCode) -> type[HorizonClientError]:
+    """Return the class for a reason; where two classes share it, the one that may be retried if the code means that."""
+    by_code = _BY_CODE.get(code, errors.ServerFailed)
+    of_reason = [leaf for leaf in _leaves() if leaf.reason == reason and leaf.__module__ == errors.__name__]
+    may_retry = issubclass(by_code, errors.Unavailable)
+    same = [leaf for leaf in of_reason if issubclass(leaf, errors.Unavailable) == may_retry]
+    return (same or of_reason or [by_code])[0]
+
+
+def _leaves(kind: type[HorizonClientError] = HorizonClientError) -> Iterator[type[HorizonClientError]]:
+    for leaf in kind.__subclasses__():
+        yield leaf
+        yield from _leaves(leaf)
+
+
+def _from_transport(code: StatusCode, details: str, server: str) -> HorizonClientError:
+    """Return the error where gRPC itself, or something that is not horizond, ended the call."""
+    bad = _bad_endpoint(details, server)
+    if bad is not None:
+        return bad
+    if code in (StatusCode.INTERNAL, StatusCode.UNKNOWN) and any(mark in details for mark in _CUT_MARKS):
+        code = StatusCode.UNAVAILABLE
     if code == StatusCode.UNAVAILABLE:
-        return f"cannot reach horizond at {server}: {_hint(details)}"
-    if code == StatusCode.DEADLINE_EXCEEDED:
-        return f"horizond at {server} did not answer in time"
-    if code == StatusCode.UNIMPLEMENTED:
-        return f"horizond at {server} does not know this call; it is older than this client: upgrade it ({details})"
-    return details
+        message = f"cannot reach horizond at {server}: {_hint(details)}"
+    elif code == StatusCode.DEADLINE_EXCEEDED:
+        message = f"horizond at {server} did not answer in time"
+    elif code == StatusCode.UNIMPLEMENTED:
+        message = f"horizond at {server} does not have this call ({details}); it is older than this client: upgrade it"
+    elif code in (StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.DATA_LOSS) or not details:
+        message = f"horizond at {server} failed unexpectedly ({code.name}); its log says why"
+    else:
+        message = details
+    problem = _BY_CODE.get(code, errors.ServerFailed)(message, reason=None)
+    if details and details not in message:
+        problem.add_note(f"gRPC {code.name}: {details}")  # for a traceback; too raw for a message
+    return problem
+
+
+def _bad_endpoint(details: str, server: str) -> errors.BadEndpoint | None:
+    """Return the error for an endpoint that stays wrong however often it is asked."""
+    host, _, port = server.rpartition(":")
+    lower = details.lower()
+    if "hostname verification" in lower:
+        return errors.BadEndpoint(
+            f"the certificate of horizond at {server} is not valid for {host}", reason=_OTHER_HOST
+        )
+    if "certificate_verify_failed" in lower or "certificate verify failed" in lower:
+        text = "its certificate is not signed by the CA file in use; pass the daemon's own with --ca"
+        return errors.BadEndpoint(f"cannot trust horizond at {server}: {text}")
+    if any(mark in lower for mark in ("http1.x server", "expected settings frame", "missing selected alpn")):
+        text = f"{port} is the web port, gRPC is 7171" if port == "7172" else f"{port} is a web (HTTP) port"
+        return errors.BadEndpoint(
+            f"{server} does not speak gRPC: {text}; horizond prints both addresses when it starts"
+        )
+    return None
 
 
 def _hint(details: str) -> str:
-    if "CERTIFICATE_VERIFY_FAILED" in details or "certificate verify failed" in details:
-        return "its certificate is not signed by the CA file in use; pass the daemon's own with --ca"
     if "andshake" in details or "WRONG_VERSION" in details:
         return "the TLS handshake failed; is the port right, and does the daemon use TLS there?"
     if "Connection refused" in details:

@@ -1,4 +1,4 @@
-"""Job spec files: YAML or JSON text -> plain mapping, and `--set` overrides on top. Knows no field by name."""
+"""Job spec files: YAML or JSON text -> plain mapping, with `--set` overrides applied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from horizon_client.errors import BadFile, InvalidRequest, Violation
+from horizon_client.errors import BadFile, FieldViolation, InvalidRequest
 
 MAX_SPEC_BYTES = 1 << 20
 
@@ -48,7 +48,7 @@ def load_spec_file(path: Path) -> dict[str, Any]:
 
 
 def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]:
-    """Return the mapping that `text` holds; `name` stands for the file in messages.
+    """Return the mapping that `text` holds; `name` is the file's name in messages.
 
     Raises:
         BadFile: when it is not one mapping; names the line.
@@ -65,7 +65,7 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
     except RecursionError as error:
         raise BadFile(f"{name} is nested too deeply") from error
     if not isinstance(content, dict):
-        raise BadFile(f"{name} must hold a mapping of fields such as name, model and dataset")
+        raise BadFile(f"{name} must contain a mapping of fields such as name, model and dataset")
     return content
 
 
@@ -73,7 +73,7 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
     """Return `mapping` with each `path.to.field=value` applied; values are read as YAML.
 
     Raises:
-        InvalidRequest: when an override has no '=', or leads through a field that is no section.
+        InvalidRequest: when an override has no '=', or one of its parents is not a section.
     """
     result = _copied(mapping)
     for override in overrides:
@@ -97,8 +97,8 @@ def _put(mapping: dict[str, Any], keys: Sequence[str], value: object, override: 
             inner = section[key] = {}
         if not isinstance(inner, dict):
             at = ".".join(keys[: depth + 1])
-            text = f"--set {override}: {at} is no section, so nothing can be set below it"
-            raise InvalidRequest(text, violations=[Violation(field=at, description=text)])
+            text = f"--set {override}: {at} is not a section, so it has no fields to set"
+            raise InvalidRequest(text, violations=[FieldViolation(field=at, description=text)])
         section = inner
     section[keys[-1]] = value
 

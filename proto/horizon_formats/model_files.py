@@ -2,67 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 CONFIG_FILE = "config.json"
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 
-TOKENIZER_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "special_tokens_map.json",
-    ),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "spm.model"),
-    *(
-        "sentencepiece.model",
-        "sentencepiece.bpe.model",
-        "tekken.json",
-        "*.tiktoken",
-        "additional_chat_templates/*.jinja",
-    ),
+_VOCABULARY_PATTERNS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "spm.model", "sentencepiece*.model", "tekken.json", "*.tiktoken"),
 )
-"""Everything that decides how a model reads text, apart from its config."""
-
-COMPANION_FILES = (
-    "generation_config.json",
-    *TOKENIZER_FILES,
-    *("preprocessor_config.json", "processor_config.json", "LICENSE", "LICENSE.*", "NOTICE", "NOTICE.*", "README.md"),
-)
-"""What belongs next to config and weights: data only, never code, never a pickle."""
-
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-
-# Templates and settings alone make no tokenizer: they hold no vocabulary.
-_SETTINGS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+_TEXT_PATTERNS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *_VOCABULARY_PATTERNS,
 )
-_VOCABULARIES = tuple(pattern for pattern in TOKENIZER_FILES if pattern not in _SETTINGS)
+COMPANION_PATTERNS = (
+    "generation_config.json",
+    *_TEXT_PATTERNS,
+    *("preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "README.md"),
+)
+"""What is kept with the weights of every checkpoint: data only, never code, never a pickle."""
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 _CODE = (".py", ".pyc", ".so", ".sh")
 
 
-def is_companion(path: str) -> bool:
-    """Whether a file, by its path in the folder, belongs next to the weights."""
-    return _matches(path, COMPANION_FILES)
+def companion_files(folder: Path) -> list[str]:
+    """Return the paths, in the folder, of the files that belong next to its weights."""
+    return _found(folder, COMPANION_PATTERNS)
 
 
-def is_pushed(path: str) -> bool:
-    """Whether a file of a local model folder is pushed."""
-    return path == CONFIG_FILE or _matches(path, WEIGHT_FILES) or is_companion(path)
+def pushed_files(folder: Path) -> list[str]:
+    """Return the paths, in a local model folder, of the files that are pushed."""
+    return _found(folder, (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS))
 
 
-def decides_tokens(path: str) -> bool:
-    """Whether a file has a part in how the model reads text."""
-    return path == CONFIG_FILE or _matches(path, TOKENIZER_FILES)
+def files_that_decide_tokens(folder: Path) -> list[str]:
+    """Return the paths of the files that have a part in how the model reads text; config.json holds the size of the vocabulary."""
+    return _found(folder, (CONFIG_FILE, *_TEXT_PATTERNS))
 
 
-def holds_vocabulary(path: str) -> bool:
-    """Whether a file holds the vocabulary of a tokenizer, or a part of it."""
-    return _matches(path, _VOCABULARIES)
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """Whether there is a tokenizer among the files: templates and settings alone make none."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in _VOCABULARY_PATTERNS)
 
 
 def is_pickle(path: str) -> bool:
@@ -71,7 +55,7 @@ def is_pickle(path: str) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """Return why a file is never taken, as the rest of a sentence about it, or None."""
+    """Return why a file is never accepted, as the rest of a sentence about it, or None."""
     if is_pickle(path):
         return (
             "may be a pickle, which can run code when it is opened and is never accepted; leave it out, and save the weights as "
@@ -82,6 +66,6 @@ def refusal(path: str) -> str | None:
     return None
 
 
-def _matches(path: str, patterns: tuple[str, ...]) -> bool:
-    # A star does not cross folders: fnmatch alone would take `sub/model.safetensors` for weights.
-    return any(path.count("/") == pattern.count("/") and fnmatchcase(path, pattern) for pattern in patterns)
+def _found(folder: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found)

@@ -14,7 +14,7 @@ from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonError(Exception):
-    """Root of everything a user can be told. `reason` is stable: scripts may match it."""
+    """Root of every error that is shown to a user. `reason` is stable: scripts may match it."""
 
     reason = "INTERNAL"
 
@@ -126,9 +126,21 @@ class DoesNotFit(HorizonError, MemoryError):
 
 
 class DiskFull(HorizonError, OSError):
-    """A write failed for want of space; what was half-written is gone."""
+    """A write failed for lack of space; what was partially written is gone."""
 
     reason = "DISK_FULL"
+
+
+class DatabaseUnavailable(HorizonError, RuntimeError):
+    """The daemon cannot use its database for a reason that may pass, such as another process that writes for long."""
+
+    reason = "DATABASE_UNAVAILABLE"
+
+
+class TooManyCalls(HorizonError, RuntimeError):
+    """The caller has too many calls under way; a retry after a moment is served."""
+
+    reason = "TOO_MANY_CALLS"
 
 
 class TooLarge(HorizonError, ValueError):
@@ -153,6 +165,28 @@ class WorkerFailed(HorizonError, RuntimeError):
     """A worker or preparation child ended with an error; the message carries the true reason."""
 
     reason = "WORKER_FAILED"
+
+
+class WorkerDied(WorkerFailed):
+    """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
+
+    reason = "WORKER_DIED"
+
+
+class WorkerCrashed(WorkerDied):
+    """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+
+
+class OutOfMemory(HorizonError, MemoryError):
+    """A child process needed more memory than it may take, or than there is."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class IoFailed(HorizonError, OSError):
+    """A child process could not read or write a file."""
+
+    reason = "IO_ERROR"
 
 
 class Diverged(HorizonError, RuntimeError):

@@ -14,9 +14,6 @@ from typing import Any
 from horizon_server.errors import WorkerFailed
 from horizon_server.figures import EvalFigures, StepFigures, TransferFigures
 
-MAX_LINE_BYTES = 256 * 1024
-"""Longest line a child may write; a longer one is a broken child."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged:
@@ -86,21 +83,8 @@ class AttemptReady:
     packed_rows: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptEnded:
-    """The last line of a child. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed. Only on the child's pipe.
-
-    `details` are further sentences, such as one for each bad line of a dataset.
-    """
-
-    outcome: str
-    reason: str = ""
-    message: str = ""
-    details: tuple[str, ...] = ()
-
-
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
-WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | AttemptEnded
+WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady
 
 KINDS: dict[str, type[Any]] = {
     "state": StateChanged,
@@ -110,7 +94,6 @@ KINDS: dict[str, type[Any]] = {
     "checkpoint": CheckpointWritten,
     "message": Message,
     "ready": AttemptReady,
-    "ended": AttemptEnded,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -147,8 +130,6 @@ def decode(line: str | bytes) -> Any:
         for direction in ("h2d", "d2h"):
             if kind in (StepDone, EvalDone) and direction in plain:
                 plain[direction] = TransferFigures(**plain[direction])
-        if kind is AttemptEnded:
-            plain["details"] = tuple(plain.get("details", ()))
         return kind(**plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WorkerFailed(f"a child process wrote a line that is no event: {line[:120]!r}") from error
+        raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.store import BlobStore
+from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
@@ -25,11 +27,13 @@ from horizon_server.db.database import Database
 from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.models import ModelStore
+from horizon_server.db.pairing import Pairing
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
@@ -44,6 +48,7 @@ from horizon_server.services.inputs import NodeResources, PreparationRecipes
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
+from horizon_server.services.turns import UserTurns
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
@@ -55,7 +60,7 @@ from horizon_server.version import VERSION
 log = structlog.get_logger(__name__)
 
 _MEMORY_EVERY_S = 5.0
-_EXPIRY_EVERY_S = 3600.0
+_SWEEP_EVERY_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +70,17 @@ class Parts:
     services: Services
     accounts: Accounts
     jobs: JobService
-    node: NodeFacts
+    lifecycle: Lifecycle
     journal: Journal
     scheduler: Scheduler
     metrics: Metrics
+    pairing: Pairing
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work, checkpoint the running job at its step boundary, and end every watch."""
-        self.node.draining = True
-        self.jobs.start_draining()
         await self.scheduler.drain(timeout_s)
-        self.journal.close()
+        self.lifecycle.close()
+        self.journal.end_watches()
 
 
 def run_daemon(settings: Settings) -> int:
@@ -148,13 +153,11 @@ async def wire(
     environment = child_environment() | dict(more_environment)
     requests = Requests()
     store = JobStore(database, requests)
-    journal = Journal(store, metrics)
+    lifecycle = Lifecycle()
+    journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
     memory = host_memory()
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-
-    async def in_use(resource_id: str) -> str | None:
-        return await jobs.in_use(resource_id)
 
     uploads = Uploads(
         BlobStore(settings.state_dir),
@@ -163,14 +166,14 @@ async def wire(
         on_upload=metrics.on_upload,
     )
     datasets = DatasetService(
-        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=in_use
+        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=store.user_of
     )
     models = ModelService(
         ModelStore(database, requests),
         uploads,
         root=settings.state_dir / "models",
         max_bytes=settings.max_model_bytes,
-        in_use=in_use,
+        in_use=store.user_of,
     )
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     folders = JobFolders(settings.state_dir)
@@ -194,7 +197,7 @@ async def wire(
         return Attempt(
             job,
             journal=journal,
-            resources=resources,
+            find_inputs=resources.of_job,
             folders=folders,
             planner=planner,
             preparation=Preparation(recipes),
@@ -203,21 +206,30 @@ async def wire(
 
     scheduler = Scheduler(
         journal,
-        observer=metrics,
+        metrics=metrics,
+        lifecycle=lifecycle,
         folders=folders,
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
         when_idle=IdleMeasurement(rates, environment=environment),
     )
-    jobs = JobService(journal, scheduler=scheduler, resources=resources, planner=planner, folders=folders)
-    node = NodeFacts(store, state_dir=settings.state_dir, accelerators=tuple(found))
+    jobs = JobService(
+        journal,
+        scheduler=scheduler,
+        lifecycle=lifecycle,
+        resources=resources,
+        planner=planner,
+        folders=folders,
+        turns=UserTurns(),
+    )
+    node = NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found))
     accounts = Accounts(AccountStore(database))
     services = Services(
         accounts=accounts,
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, folder=settings.state_dir / "previews", environment=environment),
+        previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
         node=node,
@@ -226,10 +238,11 @@ async def wire(
         services=services,
         accounts=accounts,
         jobs=jobs,
-        node=node,
+        lifecycle=lifecycle,
         journal=journal,
         scheduler=scheduler,
         metrics=metrics,
+        pairing=Pairing(database, settings.state_dir),
     )
 
 
@@ -247,16 +260,17 @@ async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
     def not_ready() -> str | None:
-        return "the daemon is shutting down" if parts.node.draining else None
+        return "the daemon is shutting down" if parts.lifecycle.draining else None
 
     grpc_server = await start_grpc_server(
         parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
     )
+    if certificate is not None:
+        parts.metrics.set_certificate_expiry(certificate.expires_s)
     app = make_app(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        health_open=is_loopback(http.host),
         version=VERSION,
         ready=not_ready,
     )
@@ -287,21 +301,36 @@ async def run_queue(parts: Parts) -> None:
 
 
 async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the memory gauges fresh, and remove half uploads that nobody went on with."""
+    """Keep the memory gauges fresh, and clear away what is not used any more."""
     loop = asyncio.get_running_loop()
-    next_expiry_s = loop.time()
+    next_sweep_s = loop.time()
     while True:
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-        if loop.time() >= next_expiry_s:
-            next_expiry_s = loop.time() + _EXPIRY_EVERY_S
-            try:
-                await parts.services.datasets.sweep(settings.upload_expiry_s)
-                await parts.services.models.sweep(settings.upload_expiry_s)
-                await parts.services.blobs.sweep(settings.upload_expiry_s)
-            except (HorizonError, OSError):
-                log.exception("half uploads could not be removed")
+        disk = shutil.disk_usage(settings.state_dir)
+        parts.metrics.set_disk(disk.total, disk.free)
+        if loop.time() >= next_sweep_s:
+            next_sweep_s = loop.time() + _SWEEP_EVERY_S
+            await sweep(settings, parts)
         await asyncio.sleep(_MEMORY_EVERY_S)
+
+
+async def sweep(settings: Settings, parts: Parts) -> None:
+    """Remove uploads that were given up, and move what the database does not know to the trash. Where the database may be the wrong
+    one, touch nothing."""
+    try:
+        problem = await parts.pairing.problem()
+        parts.services.blobs.store.trusts_database = problem is None
+        if problem is not None:
+            log.error("nothing is removed from the state folder", why=problem)
+            return
+        await parts.services.datasets.sweep(settings.upload_expiry_s)
+        await parts.services.models.sweep(settings.upload_expiry_s)
+        await parts.services.blobs.sweep(settings.upload_expiry_s)
+        trash = parts.services.blobs.store.trash
+        await in_thread(lambda: trash.expire(settings.trash_days * 86400.0))
+    except (HorizonError, OSError):
+        log.exception("the state folder could not be swept")
 
 
 async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http_server: HttpServer) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from horizon_server.errors import BadSetting, FieldViolation
 
@@ -18,6 +19,22 @@ DEFAULT_STATE_DIR = Path("/var/lib/horizond")
 def _default_state_dir() -> Path:
     """A system folder for root (the systemd unit), a folder of the user's own otherwise."""
     return DEFAULT_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local" / "share" / "horizond"
+
+
+def _split_list(value: object) -> object:
+    """Accept `a,b` from the environment, and JSON as the other settings libraries write it."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            raise ValueError(f"{value!r:.60} is not a JSON list; write the values separated by commas") from None
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list)]
+Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list)]
 
 
 class Settings(BaseSettings):
@@ -32,15 +49,14 @@ class Settings(BaseSettings):
     )
     tls_cert: Path | None = Field(None, description="Server certificate (PEM). Off loopback one is made when unset.")
     tls_key: Path | None = Field(None, description="Key of the certificate (PEM).")
-    tls_names: tuple[str, ...] = Field(
-        (), description="Extra host names and addresses for the certificate the daemon makes."
+    tls_names: Names = Field(
+        (),
+        description="Host names and addresses by which laptops call this machine, for the certificate that the daemon makes.",
     )
     metrics_token_required: bool = Field(
         False, description="Ask for a token on /metrics too. Off loopback it is always asked for."
     )
-    model_roots: tuple[Path, ...] = Field(
-        (), description="Folders on the node below which a job may name a model folder."
-    )
+    model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
     host_memory_limit_bytes: int | None = Field(
         None, ge=1, description="Upper bound for jobs; default: the machine's or control group's limit."
     )
@@ -56,11 +72,20 @@ class Settings(BaseSettings):
     trace_workers: bool = Field(
         False, description="Leave trace.json in a job's attempt folder: what ran when in its last steps, for Perfetto."
     )
-    upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Half uploads older than this are removed.")
+    upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Partial uploads older than this are removed.")
+    trash_days: float = Field(
+        7.0,
+        ge=0,
+        description="Days that unreferenced files stay in the state folder's trash/ before they are deleted.",
+    )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
     drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
-    max_attempts: int = Field(3, ge=1, description="A job whose daemon died under it is restarted at most so often.")
+    max_attempts: int = Field(
+        3,
+        ge=1,
+        description="Attempts in a row that a job gets when its daemon dies, without a step in between.",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object a line instead of text.")
 
@@ -101,11 +126,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
             given.setdefault(name, value)
     try:
         return Settings(**given)
+    except SettingsError as error:
+        raise BadSetting(f"a setting in the environment cannot be read: {error}") from error
     except ValidationError as error:
         violations = [
             FieldViolation(
                 field=".".join(map(str, e["loc"])),
-                description=_UNKNOWN_KEY if e["type"] == "extra_forbidden" else e["msg"],
+                description=_UNKNOWN_KEY if e["type"] == "extra_forbidden" else e["msg"].removeprefix("Value error, "),
             )
             for e in error.errors()
         ]
@@ -136,6 +163,10 @@ _CHILD_ENVIRONMENT = {
     # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
+    # Attention multiplies inside OpenMP's threads, and MKL's thread count chooses the order of a product's sum. A new OpenMP thread has
+    # this count until torch gives it one, which is 1 too: without it the first step of a process has other bits than the same step later.
+    # The compute thread sets its own count, so products outside such threads still use all of them.
+    "MKL_NUM_THREADS": "1",
     # A layer's intermediates are freed and asked for again all the time. glibc would give them back to the kernel in between, which then
     # clears every page anew: 200,000 page faults a step of a 40 M model, 5 % of its time.
     "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),

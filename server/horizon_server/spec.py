@@ -33,6 +33,8 @@ Packing = Literal["auto", "true", "false"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
 DeviceChoice = Literal["auto", "cuda", "host"]
+Decay = Literal["trainer", "matrices", "all"]
+CheckpointDtype = Literal["source", "bf16", "fp16", "fp32"]
 
 MAX_STEPS = 100_000_000
 _RULE = "x-allowed"
@@ -97,6 +99,11 @@ class TrainSpec(_Section):
     lr_schedule: LrSchedule = Field(default="cosine", description="Shape of the learning rate after the warmup.")
     warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
+    decay: Decay = Field(
+        default="trainer",
+        description="What weight_decay applies to. trainer: all but biases and norms, as the Hugging Face Trainer; matrices: weight "
+        "matrices but no embedding; all: every parameter.",
+    )
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_as_tuple)] = Field(
         default=(0.9, 0.999), description="Adam's decay rates of the first and second moment."
     )
@@ -139,6 +146,10 @@ class CheckpointSpec(_Section):
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
+    dtype: CheckpointDtype = Field(
+        default="source",
+        description="Number format of the exported weights. source: each tensor's own in the model folder.",
+    )
 
 
 class JobSpec(_Section):

@@ -30,6 +30,11 @@ class ServerCertificate:
     key: Path
     authority: Path | None
 
+    @property
+    def expires_s(self) -> float:
+        """When the certificate ends, in Unix seconds."""
+        return x509.load_pem_x509_certificate(self.certificate.read_bytes()).not_valid_after_utc.timestamp()
+
 
 def given_certificate(certificate: Path, key: Path) -> ServerCertificate:
     """Return the administrator's own certificate.

@@ -1,8 +1,7 @@
-"""The client stays light: what it loads, not how long it takes on this machine, and that its two faces are the same."""
+"""The client stays light: what it loads, not how long it takes on this machine."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -47,31 +46,3 @@ def test_client_loads_nothing_of_the_server() -> None:
 def test_help_loads_no_grpc(argv: list[str]) -> None:
     loaded = _loaded_by(_RUN.format(argv=argv))
     assert not loaded & (FORBIDDEN | {"grpc", "google", "horizon_proto", "rich", "yaml"})
-
-
-def test_both_faces_have_the_same_methods() -> None:
-    from horizon_client import AsyncClient, Client, checkpoints, datasets, jobs, models, node, sync_client
-
-    pairs: list[tuple[type, type]] = [
-        (AsyncClient, Client),
-        (jobs.AsyncJobs, sync_client.Jobs),
-        (datasets.AsyncDatasets, sync_client.Datasets),
-        (models.AsyncModels, sync_client.Models),
-        (checkpoints.AsyncCheckpoints, sync_client.Checkpoints),
-        (node.AsyncNode, sync_client.NodeFace),
-    ]
-    inner_only = {"push_hashed"}
-    for inner, face in pairs:
-        ours, theirs = _public(inner) - inner_only, _public(face)
-        assert ours == theirs, (inner, ours ^ theirs)
-        for name in ours:
-            assert _parameters(getattr(inner, name)) == _parameters(getattr(face, name)), (inner, name)
-
-
-def _public(kind: type) -> set[str]:
-    return {name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")}
-
-
-def _parameters(function: object) -> list[tuple[str, object, object]]:
-    assert callable(function)
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]

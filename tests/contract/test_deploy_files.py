@@ -24,11 +24,23 @@ def _yaml(name: str) -> Any:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian package prometheus)")
 @pytest.mark.parametrize("arguments", [
-    ["config", "--syntax-only", "prometheus.yml"], ["config", "--syntax-only", "prometheus-tls.yml"], ["rules", "alerts.yml"],
+    ["check", "config", "--syntax-only", "prometheus.yml"], ["check", "config", "--syntax-only", "prometheus-tls.yml"],
+    ["check", "rules", "alerts.yml"], ["test", "rules", "alerts-test.yml"],
 ])  # fmt: skip
-def test_promtool_accepts_the_prometheus_files(arguments: list[str]) -> None:
-    ran = subprocess.run(["promtool", "check", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False)
+def test_promtool_accepts_the_prometheus_files_and_the_alerts_do_what_their_tests_say(arguments: list[str]) -> None:
+    ran = subprocess.run(["promtool", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_alerts_that_are_tested_exist_as_they_are_described() -> None:
+    rules = {rule["alert"]: rule for group in _yaml("alerts.yml")["groups"] for rule in group["rules"]}
+    tested = [case for test in _yaml("alerts-test.yml")["tests"] for case in test["alert_rule_test"]]
+    assert {case["alertname"] for case in tested} <= set(rules)
+    for case in tested:
+        for expected in case["exp_alerts"]:
+            rule = rules[case["alertname"]]
+            assert expected["exp_labels"].items() >= rule["labels"].items()
+            assert expected["exp_annotations"]["description"] == rule["annotations"]["description"]
 
 
 def test_both_scrape_the_job_that_the_dashboard_selects() -> None:
@@ -50,7 +62,7 @@ def test_compose_mounts_what_exists_and_keeps_its_promises() -> None:
     assert set(services) == {"horizond", "prometheus", "grafana"}
     for service in services.values():
         for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
             assert not source.startswith(".") or source == "./secrets" or (DEPLOY / source).exists(), volume
         assert service["cap_drop"] == ["ALL"]
     assert services["horizond"]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
@@ -64,11 +76,19 @@ def test_compose_mounts_what_exists_and_keeps_its_promises() -> None:
 def test_compose_sets_what_the_daemon_reads_and_waits_for_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     service = _yaml("compose.yaml")["services"]["horizond"]
     for name, value in service["environment"].items():
-        monkeypatch.setenv(name, value.replace("${HORIZON_HOST:-localhost}", "gpu-box"))
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
         assert name.removeprefix("HORIZOND_").lower() in Settings.model_fields
     settings = load_settings()
-    assert settings.tls_names == ("gpu-box",)
+    assert settings.tls_names == ("localhost",)
+    assert settings.model_roots == (Path("/models"),)
+    assert settings.host_memory_reserve_bytes == load_settings(DEPLOY / "horizond.toml").host_memory_reserve_bytes
     assert int(service["stop_grace_period"].removesuffix("m")) * 60 > settings.drain_timeout_s
+
+
+def test_the_example_environment_names_every_variable_of_compose() -> None:
+    used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yaml").read_text("utf-8")))
+    named = set(re.findall(r"^(\w+)=", (DEPLOY / "env.example").read_text("utf-8"), re.MULTILINE))
+    assert used == named - {"COMPOSE_FILE"}
 
 
 def test_the_image_copies_what_exists_and_nothing_is_ignored_that_it_needs() -> None:

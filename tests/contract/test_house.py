@@ -21,7 +21,8 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def ours(*patterns: str) -> list[Path]:
-    return [path for path in tracked(*patterns) if "_pb2" not in path.name]
+    """Return the tracked files that are written by hand."""
+    return [path for path in tracked(*patterns) if "_pb2" not in path.name and path.name != "sync_client.py"]
 
 
 def test_no_file_is_longer_than_500_lines() -> None:

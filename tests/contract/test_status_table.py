@@ -1,4 +1,4 @@
-"""Every error a user can be told has its place in the one table, and a reason of its own."""
+"""Every error a user can get has its place in the one table, and a reason of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from horizon_server.api.status import STATUS, grpc_status, http_status
+from horizon_server.api.status import STATUS, status_of
 from horizon_server.errors import FieldViolation, HorizonError, InvalidData, InvalidSpec
 
 
@@ -19,17 +19,17 @@ def kinds(root: type[HorizonError] = HorizonError) -> Iterator[type[HorizonError
             yield from kinds(kind)
 
 
-def test_the_table_holds_every_leaf_and_nothing_else() -> None:
-    assert set(STATUS) == {kind for kind in kinds() if not kind.__subclasses__()}
+def test_the_table_holds_every_error_and_nothing_else() -> None:
+    assert set(STATUS) == set(kinds())
 
 
 @pytest.mark.parametrize("kind", [*STATUS])
 def test_every_entry_is_a_true_error_status(kind: type[HorizonError]) -> None:
     error = kind("a sentence", violations=[FieldViolation(field="a", description="b")], retry_after_s=1.5)
-    assert grpc.StatusCode[grpc_status(error)] is not grpc.StatusCode.OK
-    assert 400 <= http_status(error) < 600
-    server_side = grpc_status(error) in ("INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
-    assert server_side <= (http_status(error) >= 500)
+    assert grpc.StatusCode[status_of(error).grpc] is not grpc.StatusCode.OK
+    assert 400 <= status_of(error).http < 600
+    server_side = status_of(error).grpc in ("INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
+    assert server_side <= (status_of(error).http >= 500)
     assert any(base in kind.__mro__ for base in (ValueError, LookupError, OSError, RuntimeError, MemoryError))
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert (type(copy), copy.message, copy.violations, copy.retry_after_s) == (
@@ -41,17 +41,17 @@ def test_every_entry_is_a_true_error_status(kind: type[HorizonError]) -> None:
 
 
 def test_reasons_are_stable_words_and_unique() -> None:
-    reasons = [kind.reason for kind in STATUS]
+    reasons = [kind.reason for kind in STATUS if "reason" in vars(kind)]  # else it is its parent's on purpose
     assert len(set(reasons)) == len(reasons)
     assert all(reason and reason.replace("_", "").isupper() for reason in reasons)
 
 
-def test_a_refinement_is_told_like_what_it_refines() -> None:
+def test_a_refinement_is_reported_like_what_it_refines() -> None:
     class BadLine(InvalidData):
         reason = "BAD_LINE"
 
-    assert (grpc_status(BadLine("x")), http_status(BadLine("x"))) == ("INVALID_ARGUMENT", 400)
-    assert (grpc_status(HorizonError("x")), http_status(HorizonError("x"))) == ("INTERNAL", 500)
+    assert (status_of(BadLine("x")).grpc, status_of(BadLine("x")).http) == ("INVALID_ARGUMENT", 400)
+    assert (status_of(HorizonError("x")).grpc, status_of(HorizonError("x")).http) == ("INTERNAL", 500)
 
 
 def test_one_refused_field_is_one_call() -> None:

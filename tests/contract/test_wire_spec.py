@@ -41,6 +41,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         lr_schedule=draw(st.sampled_from(["constant", "linear", "cosine"])),
         warmup_steps=draw(steps),
         weight_decay=draw(floats(0, 10)),
+        decay=draw(st.sampled_from(["trainer", "matrices", "all"])),
         betas=draw(st.tuples(floats(0, 0.999), floats(0, 0.999))),
         eps=draw(floats(0, 1, exclude_min=True)),
         max_grad_norm=draw(st.none() | floats(0, 1e9, exclude_min=True)),
@@ -50,7 +51,13 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
     )
 
 
-checkpoint_specs = st.builds(CheckpointSpec, every_steps=steps, keep_last=st.integers(1, 1000), keep_best=st.booleans())
+checkpoint_specs = st.builds(
+    CheckpointSpec,
+    every_steps=steps,
+    keep_last=st.integers(1, 1000),
+    keep_best=st.booleans(),
+    dtype=st.sampled_from(["source", "bf16", "fp16", "fp32"]),
+)
 any_job_specs = st.builds(
     JobSpec,
     name=names,

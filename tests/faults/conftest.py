@@ -114,6 +114,18 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         daemon.close()
 
 
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancel what a failed test has left running on the shared daemon: it would hold the queue and burn a core."""
+    yield
+    if "node" in request.fixturenames:
+        node: Node = request.getfixturevalue("node")
+        with node.client() as client:
+            for job in client.jobs.list():
+                if job.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
+                    client.jobs.cancel(job.job_id)
+
+
 @pytest.fixture
 def shell(node: Node, tmp_path: Path) -> Shell:
     return node.shell(tmp_path)

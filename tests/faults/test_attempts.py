@@ -52,7 +52,7 @@ def test_a_killed_preparation_fails_the_job_and_leaves_nothing(node: Node, shell
         following = client.jobs.submit(spec("following"))
         os.kill(only_child("horizon_server.datasets.preparing.child", node.daemon.state_dir), signal.SIGKILL)
         failed = wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED")
-        assert (failed.state, failed.reason) == ("FAILED", "WORKER_FAILED")
+        assert (failed.state, failed.reason) == ("FAILED", "WORKER_DIED")
         assert "the data preparation was killed by SIGKILL" in failed.message
         assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
         client.jobs.resume(job.job_id)

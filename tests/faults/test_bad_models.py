@@ -69,7 +69,7 @@ LOCAL: Mapping[str, tuple[Change, str]] = {
     "truncated": (lambda f: _put(f / WEIGHTS, (f / WEIGHTS).read_bytes()[:-100]), WEIGHTS),
     "empty": (lambda f: _put(f / WEIGHTS, b""), "model.safetensors is empty"),
     "pickle-only": (lambda f: _move(f / WEIGHTS, f / "pytorch_model.bin"), "as pickle only (pytorch_model.bin)"),
-    "no-config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "contains no config.json"),
     "config-not-json": (lambda f: _put(f / "config.json", b'{"a": '), "config.json, line 1: not JSON"),
 }
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -18,11 +18,10 @@ from tests.faults.conftest import Node
 from tests.scenarios.daemon_process import wait_for
 from tests.tcp_proxy import Fault, Kind, TcpProxy
 
-from horizon_client import AsyncClient, InvalidRequest, Unavailable
-from horizon_client.blob_upload import CHUNK_BYTES
+from horizon_client import AsyncClient, InvalidRequest, Progress, Reporter, Unavailable
 from horizon_client.connection import STREAM_RETRY, RetryPolicy
-from horizon_client.progress import OnProgress, Progress, ignore_progress
 from horizon_client.resources import DatasetPush
+from horizon_client.transfer.upload import CHUNK_BYTES
 
 NEVER_AGAIN = RetryPolicy(max_attempts=1)
 QUICK = replace(STREAM_RETRY, first_wait_s=0.001, longest_wait_s=0.05)
@@ -63,12 +62,17 @@ async def push(
     path: Path,
     name: str,
     *,
-    on_progress: OnProgress = ignore_progress,
+    on_progress: Callable[[Progress], object] = lambda progress: None,
     stall_s: float = 20.0,
 ) -> DatasetPush:
     retry = replace(QUICK, stall_s=stall_s)
+
+    class Watching(Reporter):
+        def progress(self, progress: Progress) -> None:
+            on_progress(progress)
+
     async with AsyncClient(proxy.address, token=node.token, unary_retry=retry, stream_retry=retry) as client:
-        return await client.datasets.push([path], name=name, on_progress=on_progress)
+        return await client.datasets.push([path], name=name, reporter=Watching())
 
 
 def sent_twice(proxy: TcpProxy, content: bytes) -> float:

@@ -66,7 +66,10 @@ def test_a_spec_that_names_what_does_not_exist(shell: Shell, field: str) -> None
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (SPEC.replace("max_steps", "max_step"), "train.max_step is not a field of the job spec; known here: epochs, "),
+        (
+            SPEC.replace("max_steps", "max_step"),
+            "train.max_step is not a field of the job spec; did you mean max_steps?",
+        ),
         (SPEC + "modle: x\n", "modle is not a field of the job spec"),
         (SPEC.replace("max_steps: 2", "max_steps: two"), "train.max_steps is 'two'; it must be a whole number"),
         (SPEC.replace("max_steps: 2", "max_steps: 0"), "train.max_steps is 0; it must be a whole number from 1 to"),

@@ -27,11 +27,11 @@ def test_a_client_killed_in_the_middle_of_an_upload(node: Node, shell: Shell) ->
     push = shell.start("dataset", "push", "big.txt", "--name", "big")
     deadline = time.monotonic() + 60
     while not (found := parts(node)) or found[0].stat().st_size < 4 * 2**20:
-        assert push.poll() is None, push.communicate()
+        assert push.poll() is None, push.communicate(timeout=60)
         assert time.monotonic() < deadline
         time.sleep(0.002)
     push.send_signal(signal.SIGKILL)
-    push.communicate()
+    push.communicate(timeout=60)
 
     assert "UPLOADING" in shell.works("dataset", "get", "big")
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: big\n")

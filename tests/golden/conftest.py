@@ -19,6 +19,7 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning.model_folder import WITHOUT_ATTENTION
 from horizon_server.store.host_store import HostStore
 
 VOCAB = 96
@@ -90,12 +91,39 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "phi": {},
     "stablelm": {},
     "mamba": {"state_size": 8},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v32": {
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "index_topk": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        **_LATENT,
+        **_GROUPED,
+        **_MOE,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, **_MOE},
+    "minicpm3": {**_LATENT},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8},
+    "xlstm": {"num_heads": 4, "chunk_size": 16},
 }
+_OF_ATTENTION = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
 
 
 def config_of(model_type: str, **changes: Any) -> PretrainedConfig:
     """A tiny config of an architecture."""
-    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**_SIZES, **_CHANGES[model_type], **changes})
+    left_out = _OF_ATTENTION if model_type in WITHOUT_ATTENTION else frozenset()
+    sizes = {name: value for name, value in _SIZES.items() if name not in left_out}
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**sizes, **_CHANGES[model_type], **changes})
     return config
 
 

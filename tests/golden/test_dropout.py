@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -12,15 +12,21 @@ from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.meta_model import find_layer_list
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.random_keys import StepKey
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
+    from transformers import PreTrainedModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
-DROPOUTS: dict[str, dict[str, Any]] = {"llama": {"attention_dropout": 0.3}, "phi3": {"resid_pdrop": 0.3}}
+DROPOUTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.3},
+    "phi3": {"resid_pdrop": 0.3},
+    "dbrx": {"attn_config": {"attn_pdrop": 0.3, "kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+}
 
 
 @pytest.fixture
@@ -42,7 +48,7 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
     report = run.trainer.train_step(rows)
 
     reference, key, current = model.reference().train(), StepKey(seed=11, step=0), [0]
-    layers: Any = reference.get_submodule("model.layers")
+    layers = find_layer_list(cast("PreTrainedModel", reference))[1]
 
     def seed(unit: int) -> Callable[..., None]:
         def before(*_: object) -> None:

@@ -47,6 +47,9 @@ MIXES_DOCUMENTS = {
     "olmo_hybrid": "linear attention, and convolutions that are cut otherwise on disk",
     "minimax": "linear attention with buffers of the checkpoint",
     "mamba": "a state space, no positions at all",
+    "falcon_mamba": "a state space, no positions at all",
+    "mamba2": "a state space computed in chunks",
+    "xlstm": "a matrix memory, no positions at all",
     "bloom": "distances instead of positions, a norm between embedding and layers",
     "opt": "positions counted from the attention mask",
 }

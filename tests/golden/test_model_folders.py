@@ -37,6 +37,10 @@ OTHERWISE_ON_DISK = {
     "gpt_neox": "embed_out.weight",
     "olmo_hybrid": "model.layers.1.linear_attn.q_conv1d.weight",
     "gpt2": "transformer.wpe.weight",
+    "mamba": "backbone.layers.1.mixer.A_log",
+    "falcon_mamba": "backbone.layers.1.mixer.A_log",
+    "mamba2": "backbone.layers.1.mixer.A_log",
+    "xlstm": "backbone.blocks.1.mlstm_layer.q.weight",
 }
 EXPERT = OTHERWISE_ON_DISK["qwen3_moe"]
 

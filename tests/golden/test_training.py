@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged, InvalidData
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import with_decay
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
@@ -88,6 +91,42 @@ def test_twenty_steps_follow_a_plain_loop(
     assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-4)
     assert min(norms) < MAX_GRAD_NORM < max(norms), "the test is about clipping that is active in some steps only"
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("updates_in_backward", [False, True])
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "ernie4_5_moe"])
+def test_what_gets_no_gradient_is_left_alone_as_by_adamw(
+    architecture: str,
+    updates_in_backward: bool,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    step_rows: Callable[[int], list[MicroBatch]],
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    reference = model.reference()
+    torch.autograd.backward(plain_loss(reference, step_rows(0)[0]))
+    without = {name for name, parameter in reference.named_parameters() if parameter.grad is None}
+    without |= {name for name, _ in reference.named_buffers() if name in model.weights}
+    assert without
+    # On every tensor, so that only the missing gradient can spare one.
+    layout = with_decay(model.template.layout, "all")
+    template = Template.from_config(model.config, layout=layout)
+    model = dataclasses.replace(model, template=template)
+    store = model.store(grad_dtype=None if updates_in_backward else torch.float32)
+    run = start(model, store=store, weight_decay=0.5, max_grad_norm=None, lr_schedule="constant")
+    before = {name: [store.tensor(name, plane).clone() for plane in ("hi", "lo")] for name in model.weights}
+
+    for step in range(2):
+        run.trainer.train_step(step_rows(step))
+    run.trainer.flush()
+
+    unchanged = {
+        name
+        for name, planes in before.items()
+        if all(torch.equal(store.tensor(name, plane), kept) for plane, kept in zip(("hi", "lo"), planes, strict=True))
+    }
+    assert unchanged == without
 
 
 def test_an_evaluation_sees_the_last_update_and_changes_nothing(

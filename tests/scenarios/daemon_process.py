@@ -53,7 +53,7 @@ class DaemonProcess:
         """End it at once, as a crash would; its worker notices by itself."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.wait(30)
         self.process = None
         (self.state_dir / "endpoints.json").unlink(missing_ok=True)
 
@@ -65,7 +65,7 @@ class DaemonProcess:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+                self.process.wait(30)
         for pid in self.worker_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -77,6 +77,7 @@ class DaemonProcess:
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

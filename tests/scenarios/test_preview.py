@@ -71,7 +71,7 @@ def test_by_command_library_and_rest_alike(daemon: DaemonProcess, ada: str, clie
     assert [row["spans"] for row in rest["rows"]] == [
         [{"text": span.text, "trained": span.trained} for span in row.spans] for row in preview.rows
     ]
-    assert "trained text stands between [[ and ]]" in table
+    assert "trained text is between [[ and ]]" in table
     assert "<|im_end|>]]" in table
 
 

@@ -1,4 +1,4 @@
-"""Events survive the pipe, and what is no event is refused."""
+"""Events survive the pipe, and what is not an event is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from horizon_server.errors import WorkerFailed
 from horizon_server.events import (
-    AttemptEnded,
     AttemptReady,
     CheckpointWritten,
     EvalDone,
@@ -38,7 +37,6 @@ STEP = StepDone(
         CheckpointWritten(step=5, duration_s=0.5, size_bytes=10, eval_loss=None),
         Message(level="info", text="line\nline"),
         AttemptReady(step=0, num_steps=4, device="host"),
-        AttemptEnded(outcome="failed", reason="X", message="y", details=("a", "b")),
     ],
 )
 def test_every_payload_comes_back_equal(payload: StepDone) -> None:
@@ -57,6 +55,6 @@ def test_a_loss_that_is_not_finite_survives() -> None:
 @pytest.mark.parametrize(
     "line", ["", "{}", "[]", '{"kind":"step"}', '{"kind":"nothing"}', "Traceback", '{"kind":"message","x":1}']
 )
-def test_a_line_that_is_no_event_is_refused(line: str) -> None:
-    with pytest.raises(WorkerFailed, match="no event"):
+def test_a_line_that_is_not_an_event_is_refused(line: str) -> None:
+    with pytest.raises(WorkerFailed, match="not an event"):
         decode(line)

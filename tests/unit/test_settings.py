@@ -31,6 +31,23 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, named: str) -> None:
         load_settings(config)
 
 
+@pytest.mark.parametrize("written", ["gpubox, gpubox.lab.edu", '["gpubox", "gpubox.lab.edu"]'])
+def test_a_list_in_the_environment_is_separated_by_commas_or_is_json(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HORIZOND_TLS_NAMES", written)
+    monkeypatch.setenv("HORIZOND_MODEL_ROOTS", "/srv/models")
+    settings = load_settings(state_dir=tmp_path)
+    assert settings.tls_names == ("gpubox", "gpubox.lab.edu")
+    assert settings.model_roots == (Path("/srv/models"),)
+
+
+def test_a_list_in_the_environment_that_is_not_json_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORIZOND_TLS_NAMES", '["gpubox"')
+    with pytest.raises(BadSetting, match="setting tls_names: "):
+        load_settings()
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="does not exist"):
         load_settings(tmp_path / "none.toml")

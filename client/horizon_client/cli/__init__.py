@@ -1,10 +1,15 @@
-"""The `horizon` command. `main` is the entry point; commands load when they are named, the library when one speaks to a server."""
+"""The `horizon` command. `main` is the entry point; a command is imported when it is used, the client when it connects."""
 
 from __future__ import annotations
 
+import os
+
 
 def main() -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its code."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # grpc reads it when imported, and logs every failed handshake without it
     from horizon_client.cli.root import horizon
 
     horizon.main(prog_name="horizon")

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.completion import job_names
 from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
-from horizon_client.cli.root import Interrupted
-from horizon_client.cli.session import connected
+from horizon_client.cli.reporter import TransferReporter
+from horizon_client.cli.root import Commands
+from horizon_client.cli.session import connected, find_job
 from horizon_client.cli.text import age_text, bytes_text, time_text
-from horizon_client.cli.transfer_view import TransferView
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint
@@ -22,7 +23,8 @@ def _loss(checkpoint: Checkpoint) -> str:
 
 
 def _marks(checkpoint: Checkpoint) -> str:
-    return " ".join(mark for mark, is_so in (("last", checkpoint.last), ("best", checkpoint.best)) if is_so)
+    is_best = checkpoint.best and checkpoint.eval_loss is not None
+    return " ".join(mark for mark, is_set in (("last", checkpoint.last), ("best", is_best)) if is_set)
 
 
 _VIEW: View[Checkpoint] = View(
@@ -45,18 +47,18 @@ _VIEW: View[Checkpoint] = View(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull and delete what a job has written."""
+    """List, pull and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
-@click.argument("job")
+@click.argument("job", shell_complete=job_names)
 @output_option
 @connected
 def list_checkpoints(client: Client, job: str, output: str) -> None:
     """List the checkpoints of a job, oldest first."""
-    print_list(client.checkpoints.list(job), _VIEW, output)
+    print_list(client.checkpoints.list(find_job(client, job).job_id), _VIEW, output)
 
 
 @checkpoint.command(
@@ -67,32 +69,22 @@ Example:
   horizon checkpoint pull JOB@500 --to ./step-500 --with-trainer
 
 \b
-The folder is a Hugging Face model folder when the command has ended. After an
-interruption the same command goes on where it stopped; files that are there
-and identical are left alone."""
+The result is a Hugging Face model folder. After an interruption the same
+command continues; files that exist and are identical are skipped."""
 )
-@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]")
-@click.option("--to", required=True, metavar="DIR", help="Folder to write into.")
-@click.option("--with-trainer", is_flag=True, help="Bring the trainer state (optimizer, data position) as well.")
-@click.option("--force", is_flag=True, help="Replace files that are there and different.")
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option("--to", required=True, type=click.Path(file_okay=False), metavar="DIR", help="Folder to download into.")
+@click.option("--with-trainer", is_flag=True, help="Download the trainer state (optimizer, data position) as well.")
+@click.option("--force", is_flag=True, help="Replace files that exist and are different.")
 @output_option
 @connected
 def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bool, output: str) -> None:
-    """Bring a checkpoint into a local folder, verified."""
+    """Download a checkpoint into a local folder and verify it."""
     job, at = _job_and_place(checkpoint, default="last")
-    with TransferView() as view:
-        try:
-            result = client.checkpoints.pull(
-                job,
-                to,
-                at=at,
-                with_trainer=with_trainer,
-                force=force,
-                on_progress=view.on_progress,
-                on_notice=view.on_notice,
-            )
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted; what has arrived is kept: the same command goes on from there") from None
+    with TransferReporter("interrupted; what has arrived is kept: the same command continues from there") as reporter:
+        result = client.checkpoints.pull(
+            find_job(client, job).job_id, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter
+        )
     if output in ("json", "yaml"):
         print_plain(result, output)
     elif output == "name":
@@ -105,7 +97,7 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
 
 
 @checkpoint.command(epilog="\b\nExample:\n  horizon checkpoint delete JOB@500")
-@click.argument("checkpoint", metavar="JOB@STEP")
+@click.argument("checkpoint", metavar="JOB@STEP", shell_complete=job_names)
 @output_option
 @connected
 def delete(client: Client, checkpoint: str, output: str) -> None:
@@ -113,8 +105,9 @@ def delete(client: Client, checkpoint: str, output: str) -> None:
     job, at = _job_and_place(checkpoint, default="")
     if not isinstance(at, int):
         raise click.UsageError("name the checkpoint to delete by its step: JOB@STEP")
-    gone = next((c for c in client.checkpoints.list(job) if c.step == at), None)
-    client.checkpoints.delete(gone.job_id if gone else job, at)
+    job_id = find_job(client, job).job_id
+    gone = next((c for c in client.checkpoints.list(job_id) if c.step == at), None)
+    client.checkpoints.delete(job_id, at)
     if output == "table" or gone is None:
         click.echo(f"deleted step {at} of {job}")
     else:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
+from horizon_client.cli.completion import dataset_names, model_names
+from horizon_client.cli.output import View, limit_option, output_option, print_list, print_one, print_plain
 from horizon_client.cli.preview_view import place, print_preview
-from horizon_client.cli.root import Interrupted
+from horizon_client.cli.reporter import PUSH_INTERRUPTED, TransferReporter
+from horizon_client.cli.root import Commands
 from horizon_client.cli.session import connected
 from horizon_client.cli.text import age_text, bytes_text, count_text, time_text
-from horizon_client.cli.transfer_view import TransferView
 
 if TYPE_CHECKING:
     from horizon_client.resources import Dataset
     from horizon_client.sync_client import Client
 
-RESUME_HINT = "interrupted; what the server has is kept: the same command goes on from there"
-
 _FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
 _TRAIN_ON = ["assistant", "last-assistant", "all"]
+_NAME = click.argument("name", shell_complete=dataset_names)
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
 
 _VIEW: View[Dataset] = View(
@@ -52,7 +52,7 @@ _VIEW: View[Dataset] = View(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def dataset() -> None:
     """Push, list, preview and delete datasets."""
 
@@ -66,18 +66,20 @@ Example:
 
 \b
 Files: .jsonl .ndjson .json .txt, also with .gz or .zst, and .parquet; a folder
-stands for those in it and below. What the server has from you already does not
-travel again, and after an interruption the same command goes on where it stopped."""
+means the data files in it and in its subfolders. Content that the server
+already has is not sent again; after an interruption the same command continues."""
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--name", help="Name of the dataset. Default: the first file's, without its endings.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
+@click.option("--name", help="Name of the dataset. Default: the first file's name without its endings.")
 @click.option(
-    "--format", "format_", type=click.Choice(_FORMATS), default="auto", show_default=True, help="How rows are written."
+    "--format", "format_", type=click.Choice(_FORMATS), default="auto", show_default=True, help="Format of the rows."
 )
 @click.option(
-    "--map", "mappings", multiple=True, metavar="FIELD=COLUMN", help="Your column for a field; may be repeated."
+    "--map", "mappings", multiple=True, metavar="FIELD=COLUMN", help="Use this column for a field (repeatable)."
 )
-@click.option("--request-id", metavar="UUID", help="Repeats with the same id make no second dataset.")
+@click.option(
+    "--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second dataset."
+)
 @output_option
 @connected
 def push(
@@ -94,19 +96,15 @@ def push(
 
     paths, more_mappings = _split_mappings(files, has_map=bool(mappings))
     field_map = _field_map([*mappings, *more_mappings])
-    with TransferView() as view:
-        try:
-            result = client.datasets.push(
-                paths,
-                name=name or valid_name(Path(paths[0])),
-                format=format_,
-                field_map=field_map,
-                request_id=request_id,
-                on_progress=view.on_progress,
-                on_notice=view.on_notice,
-            )
-        except KeyboardInterrupt:
-            raise Interrupted(RESUME_HINT) from None
+    with TransferReporter(PUSH_INTERRUPTED) as reporter:
+        result = client.datasets.push(
+            paths,
+            name=name or valid_name(Path(paths[0])),
+            format=format_,
+            field_map=field_map,
+            request_id=request_id,
+            reporter=reporter,
+        )
     click.echo(f"sent {bytes_text(result.sent_bytes)} of {bytes_text(result.dataset.size_bytes)}", err=True)
     if output in ("json", "yaml"):
         print_plain(result, output)
@@ -115,9 +113,7 @@ def push(
 
 
 @dataset.command(name="list", epilog="\b\nExample:\n  horizon dataset list -o json")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many, newest first."
-)
+@limit_option
 @output_option
 @connected
 def list_datasets(client: Client, limit: int, output: str) -> None:
@@ -126,7 +122,7 @@ def list_datasets(client: Client, limit: int, output: str) -> None:
 
 
 @dataset.command(epilog="\b\nExample:\n  horizon dataset get notes")
-@click.argument("name")
+@_NAME
 @output_option
 @connected
 def get(client: Client, name: str, output: str) -> None:
@@ -135,11 +131,11 @@ def get(client: Client, name: str, output: str) -> None:
 
 
 @dataset.command(epilog="\b\nExample:\n  horizon dataset delete notes")
-@click.argument("name")
+@_NAME
 @output_option
 @connected
 def delete(client: Client, name: str, output: str) -> None:
-    """Delete a dataset that no job still needs."""
+    """Delete a dataset that no active job needs."""
     gone = client.datasets.get(name)
     client.datasets.delete(gone.dataset_id)
     if output == "table":
@@ -154,24 +150,33 @@ Example:
   horizon dataset preview notes --model tiny-base -n 2
   horizon dataset preview notes --model tiny-base --offset 6173 -n 1 --train-on last-assistant
 
-Trained text is green on a terminal. Elsewhere, and with NO_COLOR, it stands
+Trained text is green on a terminal. Elsewhere, and with NO_COLOR, it is
 between [[ and ]]."""
 )
-@click.argument("name")
-@click.option("--model", required=True, help="The pushed model whose template and tokenizer render the rows.")
-@click.option("-n", "--rows", "num_rows", type=click.IntRange(1, 100), default=3, show_default=True, help="How many.")
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Rows to pass over first.")
+@_NAME
 @click.option(
-    "--train-on", type=click.Choice(_TRAIN_ON), default="assistant", show_default=True, help="As in the job's spec."
+    "--model",
+    required=True,
+    shell_complete=model_names,
+    help="Name of the pushed model whose chat template and tokenizer render the rows.",
 )
 @click.option(
-    "--method", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="As in the job's spec."
+    "-n", "--rows", "num_rows", type=click.IntRange(1, 100), default=3, show_default=True, help="Number of rows."
 )
-@click.option("--sequence-length", type=click.IntRange(8), default=1024, show_default=True, help="Where rows are cut.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Number of rows to skip.")
+@click.option(
+    "--train-on", type=click.Choice(_TRAIN_ON), default="assistant", show_default=True, help="As in the job spec."
+)
+@click.option(
+    "--method", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="As in the job spec."
+)
+@click.option(
+    "--sequence-length", type=click.IntRange(8), default=1024, show_default=True, help="Longest row in tokens."
+)
 @output_option
 @connected
 def preview(client: Client, name: str, output: str, **options: Any) -> None:
-    """Show rows as the model will see them, with the trained part marked."""
+    """Show rows as the model sees them, with the trained part marked."""
     shown = client.datasets.preview(name, **options)
     if output in ("json", "yaml"):
         print_plain(shown, output)
@@ -183,7 +188,7 @@ def preview(client: Client, name: str, output: str, **options: Any) -> None:
 
 
 def _split_mappings(files: Sequence[str], *, has_map: bool) -> tuple[list[str], list[str]]:
-    """Take `a=b` behind `--map x=y` for a further mapping, unless a file has that name."""
+    """Treat an argument `a=b` as a further mapping when --map is given and no file has that name."""
     extra = [f for f in files if has_map and _MAPPING.fullmatch(f) and not Path(f).exists()]
     paths = [f for f in files if f not in extra]
     if not paths:

@@ -7,12 +7,14 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.job_pages import JOB_VIEW, print_plan, speed_text
-from horizon_client.cli.output import notice, output_option, print_list, print_one, print_plain
-from horizon_client.cli.root import Interrupted
-from horizon_client.cli.session import connected
+from horizon_client.cli.completion import job_names, spec_keys
+from horizon_client.cli.job_pages import JOB_VIEW, job_list_view, print_plan, speed_text, state_text
+from horizon_client.cli.output import limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.reporter import Notices, TransferReporter
+from horizon_client.cli.root import Commands, Interrupted
+from horizon_client.cli.session import connected, find_job
+from horizon_client.cli.spec_commands import init, schema
 from horizon_client.cli.text import clean
-from horizon_client.cli.transfer_view import TransferView
 from horizon_client.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -20,44 +22,60 @@ if TYPE_CHECKING:
     from horizon_client.sync_client import Client
 
 _STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
+_JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
+_SPEC = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
 _SET = click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="FIELD=VALUE",
-    help="Change a field, such as train.learning_rate=1e-5; may be repeated.",
+    shell_complete=spec_keys,
+    help="Change a field, such as train.learning_rate=1e-5 (repeatable).",
 )
 _NO_PUSH = click.option(
-    "--no-push", is_flag=True, help="Send model and dataset as written, even where local files have these names."
+    "--no-push", is_flag=True, help="Send model and dataset as written, even if local files have these names."
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def job() -> None:
-    """Plan, submit, watch and steer fine-tuning jobs. JOB is an id, or a name that only one of your jobs has."""
+    """Plan, submit, watch and control fine-tuning jobs.
+
+    JOB is the id of a job, the beginning of an id, or a name. A name means the newest job with that name.
+    """
 
 
-@job.command(epilog="\b\nExample:\n  horizon job plan job.yaml --set train.sequence_length=4096")
-@click.argument("spec", metavar="SPEC.yaml")
+job.add_command(init)
+job.add_command(schema)
+
+
+@job.command(
+    epilog="""\b
+Example:
+  horizon job plan job.yaml --set train.sequence_length=4096
+
+\b
+Exit code 0 when the job fits, 1 when it does not."""
+)
+@_SPEC
 @_SET
 @_NO_PUSH
 @output_option
 @connected
-def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> None:
-    """Show how much memory a job would take, whether it fits, and how fast it should be; queues nothing.
+def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> int:
+    """Show how much memory a job needs and whether it fits.
 
-    Local files named as dataset or model are pushed, because the server needs them to answer.
+    Also predicts the speed. Queues nothing; local files given as dataset or model are pushed first, because the server needs them to plan.
     """
-    with TransferView() as view:
-        planned = client.jobs.plan(
-            _spec(spec), overrides=overrides, push=not no_push, on_progress=view.on_progress, on_notice=view.on_notice
-        )
+    with TransferReporter("interrupted; what was uploaded is kept") as reporter:
+        planned = client.jobs.plan(_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
     if output in ("json", "yaml"):
         print_plain(planned, output)
     elif output == "name":
         click.echo("fits" if planned.plan.fits else "does-not-fit")
     else:
         print_plan(planned.plan)
+    return 0 if planned.plan.fits else 1
 
 
 @job.command(
@@ -71,10 +89,10 @@ Example:
 A dataset or model that exists on this disk is pushed first. SPEC may be '-'
 for stdin. The same --request-id with the same spec gives the same job."""
 )
-@click.argument("spec", metavar="SPEC.yaml")
+@_SPEC
 @_SET
 @click.option("--watch", "then_watch", is_flag=True, help="Show progress until the job has ended.")
-@click.option("--request-id", metavar="UUID", help="Repeats with the same id make no second job.")
+@click.option("--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second job.")
 @_NO_PUSH
 @output_option
 @connected
@@ -88,24 +106,17 @@ def submit(
     output: str,
 ) -> int:
     """Queue a job."""
-    with TransferView() as view:
-        try:
-            queued = client.jobs.submit(
-                _spec(spec),
-                overrides=overrides,
-                request_id=request_id,
-                push=not no_push,
-                on_progress=view.on_progress,
-                on_notice=view.on_notice,
-            )
-        except KeyboardInterrupt:
-            raise Interrupted(
-                "interrupted; what was uploaded is kept. See 'horizon job list' for whether the job was queued already"
-            ) from None
+    interrupted = (
+        "interrupted; what was uploaded is kept. 'horizon job list' shows whether the job was queued before that"
+    )
+    with TransferReporter(interrupted) as reporter:
+        queued = client.jobs.submit(
+            _spec(spec), overrides=overrides, request_id=request_id, push=not no_push, reporter=reporter
+        )
     if output == "table":
         speed = speed_text(queued.plan) if queued.plan else ""
-        told = f"; predicted {speed}" if speed else ""
-        click.echo(f"submitted {clean(queued.name)} as {queued.job_id}: {_standing(queued)}{told}")
+        predicted = f"; predicted {speed}" if speed else ""
+        click.echo(f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}")
     else:
         print_one(queued, JOB_VIEW, output)
     if not then_watch:
@@ -120,25 +131,24 @@ def submit(
     "states",
     multiple=True,
     type=click.Choice(_STATES, case_sensitive=False),
-    help="Only such jobs; may be repeated.",
+    help="Filter by state (repeatable).",
 )
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many, newest first."
-)
+@limit_option
 @output_option
 @connected
 def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) -> None:
     """List your jobs, newest first."""
-    print_list(client.jobs.list(states=states, limit=limit), JOB_VIEW, output)
+    jobs = client.jobs.list(states=states, limit=limit)
+    print_list(jobs, job_list_view(jobs), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job get JOB -o yaml")
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @output_option
 @connected
 def get(client: Client, job_id: str, output: str) -> None:
     """Show one job."""
-    print_one(client.jobs.get(job_id), JOB_VIEW, output)
+    print_one(find_job(client, job_id), JOB_VIEW, output)
 
 
 @job.command(
@@ -148,80 +158,92 @@ Example:
   horizon job watch JOB -o json | jq 'select(.event == "step") | .loss'
 
 \b
-Exit code 0 when the job has succeeded, 1 when it failed or was cancelled. A
-connection that is cut is made again by itself. Ctrl-C leaves the job running."""
+Exit code 0 when the job has succeeded, 1 when it failed or was cancelled.
+Reconnects automatically. Ctrl-C leaves the job running."""
 )
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @output_option
 @connected
 def watch(client: Client, job_id: str, output: str) -> int:
     """Show the progress of a job until it has ended."""
-    return _watch(client, client.jobs.get(job_id), output, sys.stdout)
+    return _watch(client, find_job(client, job_id), output, sys.stdout)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job logs JOB --follow")
-@click.argument("job_id", metavar="JOB")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the attempt has ended.")
+@_JOB
+@click.option("--follow", "-f", is_flag=True, help="Wait for more until the attempt has ended.")
 @click.option(
-    "--attempt", type=click.IntRange(min=0), default=0, metavar="N", help="Which attempt. Default: the newest."
+    "--attempt", type=click.IntRange(min=0), default=0, metavar="N", help="Number of the attempt. Default: the newest."
 )
 @connected
 def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
     """Print the log of a job's worker."""
+    found = find_job(client, job_id)
     out = sys.stdout.buffer
     is_terminal = sys.stdout.isatty()
     try:
-        for piece in client.jobs.logs(job_id, attempt=attempt, follow=follow, on_notice=notice):
+        for piece in client.jobs.logs(found.job_id, attempt=attempt, follow=follow, reporter=Notices()):
             out.write(_printable(piece) if is_terminal else piece)
             out.flush()
     except KeyboardInterrupt:
-        raise Interrupted(_runs_on(job_id, "logs")) from None
+        raise Interrupted(_continues(found.job_id, "logs")) from None
 
 
 @job.command(epilog="\b\nExample:\n  horizon job cancel JOB")
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @output_option
 @connected
 def cancel(client: Client, job_id: str, output: str) -> None:
-    """End a job; a running one stops at its next step boundary."""
-    _print_changed(client.jobs.cancel(job_id), output)
+    """End a job; a running one stops after its current step."""
+    found = find_job(client, job_id)
+    if found.ended:
+        Notices().notice(f"{found.name} ({found.job_id}) has already ended ({found.state}); nothing to cancel")
+        if output != "table":
+            print_one(found, JOB_VIEW, output)
+        return
+    _print_changed(client.jobs.cancel(found.job_id), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job pause JOB")
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @output_option
 @connected
 def pause(client: Client, job_id: str, output: str) -> None:
-    """Checkpoint a job and free the device."""
-    _print_changed(client.jobs.pause(job_id), output)
+    """Checkpoint a job after its current step and free the device."""
+    _print_changed(client.jobs.pause(find_job(client, job_id).job_id), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job resume JOB")
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @output_option
 @connected
 def resume(client: Client, job_id: str, output: str) -> None:
-    """Put a paused job back in the queue."""
-    _print_changed(client.jobs.resume(job_id), output)
+    """Continue a paused or failed job.
+
+    It is queued again and continues from its newest checkpoint.
+    """
+    _print_changed(client.jobs.resume(find_job(client, job_id).job_id), output)
 
 
 @job.command(
     name="set-priority",
+    short_help="Change a job's priority (not available yet).",
     context_settings={"ignore_unknown_options": True},
     epilog="\b\nExample:\n  horizon job set-priority JOB 10",
 )
-@click.argument("job_id", metavar="JOB")
+@_JOB
 @click.argument("priority", type=int)
 @output_option
 @connected
 def set_priority(client: Client, job_id: str, priority: int, output: str) -> None:
-    """Change a job's priority: higher first, within the project's share."""
-    _print_changed(client.jobs.set_priority(job_id, priority), output)
+    """Change a job's priority. Not available yet: in this version the queue is first come, first served."""
+    _print_changed(client.jobs.set_priority(find_job(client, job_id).job_id, priority), output)
 
 
 def _print_changed(changed: Job, output: str) -> None:
     if output == "table":
-        click.echo(f"{clean(changed.name)} ({changed.job_id}): {_standing(changed)}")
+        priority = f", priority {changed.spec['priority']}" if changed.spec.get("priority") else ""
+        click.echo(f"{clean(changed.name)} ({changed.job_id}): {state_text(changed)}{priority}")
     else:
         print_one(changed, JOB_VIEW, output)
 
@@ -232,11 +254,11 @@ def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
 
     try:
         with open_view(job, output, stream) as view:
-            for event in client.jobs.watch(job.job_id, on_notice=view.note):
+            for event in client.jobs.watch(job.job_id, reporter=view):
                 view.show(event)
         ended = client.jobs.get(job.job_id)
     except KeyboardInterrupt:
-        raise Interrupted(_runs_on(job.job_id, "watch")) from None
+        raise Interrupted(_continues(job.job_id, "watch")) from None
     if output == "table":
         steps = f" after {ended.step} of {ended.num_steps} steps" if ended.num_steps else ""
         why = f": {ended.message}" if ended.message else ""
@@ -258,16 +280,10 @@ def _spec(text: str) -> str | dict[str, object]:
         raise InvalidRequest("stdin is not UTF-8 text") from error
 
 
-def _standing(job: Job) -> str:
-    place = f", place {job.queue_position} in the queue" if job.queue_position else ""
-    priority = f", priority {job.spec['priority']}" if job.spec.get("priority") else ""
-    return f"{job.state}{place}{priority}"
-
-
-def _runs_on(job_id: str, command: str) -> str:
-    return f"the job runs on; {command} it again with: horizon job {command} {job_id}"
+def _continues(job_id: str, command: str) -> str:
+    return f"the job continues; to return to it: horizon job {command} {job_id}"
 
 
 def _printable(piece: bytes) -> bytes:
-    """Drop control bytes other than tab, line feed and carriage return, so that a log cannot steer the terminal."""
+    """Remove control bytes other than tab, line feed and carriage return, so that a log cannot control the terminal."""
     return bytes(b for b in piece if (b >= 32 and b != 127) or b in b"\t\n\r")

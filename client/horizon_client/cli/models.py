@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.datasets import RESUME_HINT
-from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
-from horizon_client.cli.root import Interrupted
+from horizon_client.cli.completion import model_names
+from horizon_client.cli.output import View, limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.reporter import PUSH_INTERRUPTED, TransferReporter
+from horizon_client.cli.root import Commands
 from horizon_client.cli.session import connected
 from horizon_client.cli.text import age_text, bytes_text, count_text, time_text
-from horizon_client.cli.transfer_view import TransferView
 
 if TYPE_CHECKING:
     from horizon_client.resources import Model
     from horizon_client.sync_client import Client
+
+_NAME = click.argument("name", shell_complete=model_names)
 
 _VIEW: View[Model] = View(
     columns=[
@@ -43,7 +45,7 @@ _VIEW: View[Model] = View(
 )
 
 
-@click.group()
+@click.group(cls=Commands)
 def model() -> None:
     """Push, list and delete model folders."""
 
@@ -54,30 +56,25 @@ Example:
   horizon model push ./Qwen3-8B --name qwen3-8b
 
 \b
-Pushed are config, tokenizer and *.safetensors; pickle files never are. What
-the server has already does not travel again, and after an interruption the
-same command goes on where it stopped."""
+Config, tokenizer and *.safetensors are pushed, pickle files never are. Content
+that the server already has is not sent again; after an interruption the same
+command continues."""
 )
-@click.argument("folder", metavar="DIR")
-@click.option("--name", help="Name of the model. Default: the folder's.")
-@click.option("--request-id", metavar="UUID", help="Repeats with the same id make no second model.")
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))
+@click.option("--name", help="Name of the model. Default: the folder's name.")
+@click.option(
+    "--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second model."
+)
 @output_option
 @connected
 def push(client: Client, folder: str, name: str | None, request_id: str | None, output: str) -> None:
     """Push a model folder."""
     from horizon_client.local_inputs import valid_name
 
-    with TransferView() as view:
-        try:
-            result = client.models.push(
-                folder,
-                name=name or valid_name(Path(folder).expanduser()),
-                request_id=request_id,
-                on_progress=view.on_progress,
-                on_notice=view.on_notice,
-            )
-        except KeyboardInterrupt:
-            raise Interrupted(RESUME_HINT) from None
+    with TransferReporter(PUSH_INTERRUPTED) as reporter:
+        result = client.models.push(
+            folder, name=name or valid_name(Path(folder).expanduser()), request_id=request_id, reporter=reporter
+        )
     click.echo(f"sent {bytes_text(result.sent_bytes)} of {bytes_text(result.model.size_bytes)}", err=True)
     if output in ("json", "yaml"):
         print_plain(result, output)
@@ -86,9 +83,7 @@ def push(client: Client, folder: str, name: str | None, request_id: str | None, 
 
 
 @model.command(name="list", epilog="\b\nExample:\n  horizon model list")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many, newest first."
-)
+@limit_option
 @output_option
 @connected
 def list_models(client: Client, limit: int, output: str) -> None:
@@ -97,7 +92,7 @@ def list_models(client: Client, limit: int, output: str) -> None:
 
 
 @model.command(epilog="\b\nExample:\n  horizon model get qwen3-8b -o yaml")
-@click.argument("name")
+@_NAME
 @output_option
 @connected
 def get(client: Client, name: str, output: str) -> None:
@@ -106,11 +101,11 @@ def get(client: Client, name: str, output: str) -> None:
 
 
 @model.command(epilog="\b\nExample:\n  horizon model delete qwen3-8b")
-@click.argument("name")
+@_NAME
 @output_option
 @connected
 def delete(client: Client, name: str, output: str) -> None:
-    """Delete a model that no job still needs."""
+    """Delete a model that no active job needs."""
     gone = client.models.get(name)
     client.models.delete(gone.model_id)
     if output == "table":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from horizon_client.cli.output import View, details, output_option, print_one, print_plain
+from horizon_client.cli.root import Commands, connection_options
 from horizon_client.cli.session import connected, open_client
 from horizon_client.cli.text import bytes_text
 from horizon_client.errors import BadConfig
@@ -26,8 +27,8 @@ def _facts(node: Node) -> list[tuple[str, str]]:
         ("version", node.version),
         ("state", "draining" if node.draining else "serving"),
         ("memory", f"{free} free of {limit}"),
-        ("processors", str(node.num_cpus)),
-        *(devices or [("device", "none; jobs run on the host's processors")]),
+        ("CPUs", str(node.num_cpus)),
+        *(devices or [("device", "none; jobs run on the CPUs")]),
         ("disk", f"{bytes_text(node.disk_free_bytes)} free"),
         ("jobs", jobs or "none"),
         ("you", f"{node.user}, role {node.role}"),
@@ -37,33 +38,27 @@ def _facts(node: Node) -> list[tuple[str, str]]:
 _VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
 
 
-@click.group()
+@click.group(cls=Commands)
 def node() -> None:
-    """Show the machine the daemon runs on."""
+    """Show the machine that the daemon runs on."""
 
 
 @node.command(epilog="\b\nExample:\n  horizon node status -o json")
 @output_option
 @connected
 def status(client: Client, output: str) -> None:
-    """Show memory, devices, disk and jobs of the node, and who you are there."""
+    """Show memory, devices, disk and jobs of the node, and your user and role."""
     print_one(client.node.status(), _VIEW, output)
 
 
 @click.command(epilog="\b\nExample:\n  horizon version")
 @output_option
-@click.option("--server", metavar="HOST:PORT", help="The daemon to ask.")
-@click.option("--token-file", metavar="FILE", help="File that holds your token.")
-@click.option("--ca", metavar="FILE", help="CA file of the daemon, or the word 'system'.")
-@click.option("--profile", "profile_name", metavar="NAME", help="Profile to use.")
-def version(output: str, server: str | None, token_file: str | None, ca: str | None, profile_name: str | None) -> None:
-    """Print the versions of client and server; the client's alone before the first login."""
+@connection_options
+def version(output: str, **options: str | None) -> None:
+    """Print the versions of client and server; before the first login only the client's."""
     versions = {"client": client_version(), "server": None}
-    flags = {"server": server, "token_file": token_file, "ca": ca, "profile_name": profile_name}
-    before = click.get_current_context().find_root().obj or {}
-    chosen = {name: value or before.get(name) for name, value in flags.items()}
     try:
-        client = open_client(**chosen)
+        client = open_client(click.get_current_context())
     except BadConfig as error:
         if error.reason != NO_SERVER:
             raise

@@ -1,7 +1,8 @@
-"""`-o table|json|yaml|name` for every command: tables that fit the terminal, whole data for programs. Knows no resource."""
+"""`-o table|json|yaml|name` for every command: tables that fit the terminal, complete data for programs."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -16,13 +17,16 @@ from horizon_client.cli.text import clean
 ItemT = TypeVar("ItemT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
-_GAP = "  "
-_MIN_COLUMN = 6
+_GAP = 2
+_MIN_COLUMN = 4
+_SHORT_COLUMN = 12
+"""Cells up to this length are shortened only when the long ones are not enough."""
+_UNLIMITED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class View(Generic[ItemT]):
-    """How one kind of resource is shown: its table columns, its lines on its own page, and its id."""
+    """How one kind of resource is shown: its table columns, the lines of its own page, and its id."""
 
     columns: Sequence[tuple[str, Callable[[ItemT], str]]]
     details: Callable[[ItemT], Sequence[tuple[str, str]]]
@@ -37,9 +41,17 @@ def output_option(command: CommandT) -> CommandT:
         type=click.Choice(["table", "json", "yaml", "name"]),
         default="table",
         show_default=True,
-        help="How to print: for people, for programs, or the ids alone.",
+        help="Output format: for people (table), for programs (json, yaml), or the ids only (name).",
     )
     return option(command)
+
+
+def limit_option(command: CommandT) -> CommandT:
+    """Add `--limit` to a command."""
+    number = click.IntRange(min=1)
+    return click.option(
+        "--limit", type=number, default=100, show_default=True, help="Maximum number to list, newest first."
+    )(command)
 
 
 def print_list(items: Sequence[ItemT], view: View[ItemT], output: str) -> None:
@@ -78,40 +90,43 @@ def print_plain(value: object, output: str) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
-    """Return rows under headers, columns aligned; with a `width`, long cells are cut, never those of the first column."""
-    cells = [[clean(cell) for cell in row] for row in rows]
-    widths = [max(len(header), *(len(row[i]) for row in cells), 0) for i, header in enumerate(headers)]
-    while width is not None and sum(widths) + len(_GAP) * (len(widths) - 1) > width:
-        widest = max(range(1, len(widths)), key=lambda i: widths[i], default=0)
-        if widest == 0 or widths[widest] <= _MIN_COLUMN:
-            break
-        widths[widest] -= 1
-    right = [bool(cells) and all(_is_figure(row[i]) for row in cells) for i in range(len(headers))]
-    return "\n".join(_line(row, widths, right) for row in [list(headers), *cells])
+    """Return rows under headers, columns aligned; cells are shortened to fit a `width`, the first column last."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = list(zip(headers, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    # rich shortens the columns that may wrap first; an id is useless when shortened
+    is_rigid = [
+        i == 0 or widest <= _SHORT_COLUMN or all(map(_is_figure, columns[i][1:])) for i, widest in enumerate(widths)
+    ]
+    least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
+    gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
+    grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
+    for column, widest, rigid in zip(columns, widths, is_rigid, strict=True):
+        grid.add_column(
+            Text(column[0], no_wrap=True, overflow="ellipsis"),
+            justify="right" if rows and all(map(_is_figure, column[1:])) else "left",
+            no_wrap=rigid,
+            min_width=min(widest, _MIN_COLUMN),
+        )
+    for row in rows:
+        grid.add_row(*(Text(clean(cell), no_wrap=True, overflow="ellipsis") for cell in row))
+    sink = io.StringIO()
+    Console(file=sink, width=width or _UNLIMITED, color_system=None).print(grid)
+    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())
 
 
 def details(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return one fact a line, values aligned."""
-    width = max(len(label) for label, _ in pairs) + len(_GAP)
+    """Return one fact per line, values aligned."""
+    width = max(len(label) for label, _ in pairs) + 1 + _GAP
     return "\n".join(f"{label + ':':<{width}}{clean(value) or '-'}" for label, value in pairs)
 
 
 def terminal_width() -> int | None:
-    """Return the width to fit into, or None when stdout goes to a file or a program."""
+    """Return the terminal's width, or None when stdout is a file or a pipe."""
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
-
-
-def notice(sentence: str) -> None:
-    """Print one sentence on stderr."""
-    click.echo(clean(sentence), err=True)
-
-
-def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    parts = []
-    for text, width, to_right in zip(row, widths, right, strict=True):
-        cut = text if len(text) <= width else f"{text[: width - 3]}..."
-        parts.append(cut.rjust(width) if to_right else cut.ljust(width))
-    return _GAP.join(parts).rstrip()
 
 
 def _is_figure(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rendered rows as people read them: the trained part in colour, or between marks where there is no colour."""
+"""Shows rendered rows with the trained part in colour, or between [[ and ]] without colour."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 def print_preview(name: str, preview: DatasetPreview) -> None:
-    """Print the rows of dataset `name`, and what they were rendered for."""
+    """Print the rows of dataset `name`, and the options that they were rendered with."""
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     click.echo(
         f"{clean(name)}: {count_text(preview.num_rows)} rows, {clean(preview.format)}; "
         f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}"
     )
-    click.echo("trained text is green" if in_colour else "trained text stands between [[ and ]]")
+    click.echo("trained text is green" if in_colour else "trained text is between [[ and ]]")
     for row in preview.rows:
         click.echo(f"\n--- {clean(place(row))}: {_counts(row)} ---")
         click.echo(_text(row, in_colour=in_colour), color=in_colour)
         for remark in _remarks(row):
             click.echo(clean(remark))
     if not preview.rows:
-        click.echo("no rows there; the dataset ends before")
+        click.echo("no rows: the offset is after the last row")
 
 
 def place(row: PreviewRow) -> str:
-    """Return where a row is, as people look for it: `train.jsonl line 17`."""
+    """Return the place of a row: `train.jsonl line 17`."""
     return f"{row.file} {row.unit} {row.number}"
 
 
@@ -54,8 +54,8 @@ def _text(row: PreviewRow, *, in_colour: bool) -> str:
 
 def _remarks(row: PreviewRow) -> Iterator[str]:
     if row.clipped:
-        yield "... the row goes on; only its beginning is shown"
+        yield "... the row is longer; only its beginning is shown"
     if row.num_cut_tokens:
-        yield f"... {count_text(row.num_cut_tokens)} more tokens are beyond the sequence length: not trained on, not shown"
+        yield f"... {count_text(row.num_cut_tokens)} more tokens are beyond the sequence length: not trained, not shown"
     for problem in row.problems:
         yield f"not trained: {problem}"

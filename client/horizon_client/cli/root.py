@@ -1,47 +1,70 @@
-"""The top of the command tree: lazy sub-commands, and the one place that turns errors into sentences and exit codes."""
+"""The top of the command tree: commands that load on use, and the one place that turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
 
 from horizon_client.cli.text import clean
-from horizon_client.errors import HorizonClientError
+from horizon_client.errors import FieldViolation, HorizonClientError
+from horizon_client.near_names import did_you_mean
 
 MAX_VIOLATIONS = 100
 INTERRUPTED = 130
+READER_GONE = 141
+"""As a shell reports a command that was ended by SIGPIPE."""
 
 _COMMANDS = {
-    "login": ("login:login", "Log in to a daemon and remember it as a profile."),
-    "profile": ("login:profile", "List the daemons you logged in to, and choose one."),
+    "login": ("account:login", "Log in to a daemon and save it as a profile."),
+    "logout": ("account:logout", "Forget a daemon and its token."),
+    "profile": ("account:profile", "List, choose and remove the daemons you logged in to."),
     "dataset": ("datasets:dataset", "Push, list, preview and delete datasets."),
     "model": ("models:model", "Push, list and delete model folders."),
-    "job": ("jobs:job", "Plan, submit, watch and steer fine-tuning jobs."),
-    "checkpoint": ("checkpoints:checkpoint", "List, pull and delete what a job has written."),
-    "node": ("node:node", "Show the machine the daemon runs on."),
+    "job": ("jobs:job", "Plan, submit, watch and control fine-tuning jobs."),
+    "checkpoint": ("checkpoints:checkpoint", "List, pull and delete the checkpoints of a job."),
+    "node": ("node:node", "Show the machine that the daemon runs on."),
     "version": ("node:version", "Print the versions of client and server."),
-    "completion": ("completion:completion", "Print the completion script of your shell."),
+    "completion": ("completion:completion", "Print the completion script for your shell."),
 }
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; the text says what goes on and how to come back."""
+    """The user pressed Ctrl-C; the text says what continues and how to resume."""
 
 
-class RootGroup(click.Group):
-    """Loads a sub-command when it is named, and ends every failure in one sentence on stderr."""
+class _ReaderGone(Exception):
+    """The program that read our output has ended. Not an OSError, which click would turn into exit code 1."""
+
+
+class Commands(click.Group):
+    """A group of commands that suggests a similar name for an unknown one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` names."""
+        name = args[0]
+        if ctx.resilient_parsing or name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        known = self.list_commands(ctx)
+        hint = did_you_mean(name, known) or f"commands: {', '.join(known)}"
+        raise click.UsageError(f"{name!r} is not a command of {ctx.command_path}; {hint}", ctx)
+
+
+class RootGroup(Commands):
+    """Loads a command when it is used, and turns every failure into a message on stderr and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load one sub-command."""
+        """Load one command."""
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
@@ -50,22 +73,30 @@ class RootGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command list from the table, without loading any command."""
+        """Write the list of commands from the table, without loading them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was parsed."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise _ReaderGone from None
+        return result
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> NoReturn:
-        """Run a command line and leave with its exit code."""
+        """Run a command line and exit with its code."""
         extra["standalone_mode"] = False
         sys.exit(self._exit_code(args, prog_name, extra))
 
     def _exit_code(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
-        """Return the exit code; a command that has one of its own returns it."""
+        """Return the exit code, which is what a command returns if it returns a number."""
         try:
             code = super().main(args, prog_name, **extra)
-            sys.stdout.flush()
         except HorizonClientError as error:
             show_error(error)
             return error.exit_code
@@ -78,21 +109,44 @@ class RootGroup(click.Group):
         except click.ClickException as error:
             error.show()
             return 2
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; keep the interpreter's last flush quiet
-            return 0
+        except _ReaderGone:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout once more when it exits
+            return READER_GONE
         return code if isinstance(code, int) else 0
 
 
 def show_error(error: HorizonClientError) -> None:
-    """Print the sentence, then the violations that say more than the sentence, one a line."""
-    click.echo(f"Error: {clean(error.message)}", err=True)
-    for violation in error.violations[:MAX_VIOLATIONS]:
-        field, description = clean(violation.field), clean(violation.description)
-        if description != clean(error.message):
-            click.echo(f"  {description}" if description.startswith(field) else f"  {field}: {description}", err=True)
-    if len(error.violations) > MAX_VIOLATIONS:
-        click.echo(f"  ... and {len(error.violations) - MAX_VIOLATIONS} more", err=True)
+    """Print the message, then the violations that it does not contain, one per line."""
+    message = clean(error.message)
+    click.echo(f"Error: {message}", err=True)
+    more = [violation for violation in error.violations if clean(violation.description) not in message]
+    for violation in more[:MAX_VIOLATIONS]:
+        click.echo(f"  {_line(violation)}", err=True)
+    if len(more) > MAX_VIOLATIONS:
+        click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)
+
+
+def _line(violation: FieldViolation) -> str:
+    """Return the description, after the field's name where it does not begin with a place of its own."""
+    field, description = clean(violation.field), clean(violation.description)
+    return description if description.startswith((field, "line ")) else f"{field}: {description}"
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose the daemon to a command."""
+    for option in (
+        click.option("--profile", "profile_name", metavar="NAME", help="Profile to use."),
+        click.option(
+            "--ca",
+            type=click.Path(),
+            metavar="FILE",
+            help="The daemon's CA file, or 'system' for a public certificate.",
+        ),
+        click.option("--token-file", type=click.Path(), metavar="FILE", help="File that contains your token."),
+        click.option("--server", metavar="HOST:PORT", help="Address of the daemon."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(
@@ -100,30 +154,30 @@ def show_error(error: HorizonClientError) -> None:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Exit codes:
-  0  ok                     3  not authenticated or not allowed
-  1  the job failed         4  not found
-  2  usage, or the request  5  the server is unreachable, too slow
-     cannot be carried out     or failed
-                          130  interrupted
+    0  ok
+    1  the job failed, or the planned job does not fit
+    2  wrong usage, or the request cannot be carried out
+    3  not authenticated or not allowed
+    4  not found
+    5  the server is unreachable, too slow or failed
+  130  interrupted
+  141  the program that reads the output has ended
 
 \b
-Configuration, first wins: flag, environment (HORIZON_SERVER, HORIZON_TOKEN,
-HORIZON_CA, HORIZON_PROFILE; HORIZON_CONFIG_DIR for the folder), profile file.
+Configuration, first wins: option, environment (HORIZON_SERVER, HORIZON_TOKEN,
+HORIZON_CA, HORIZON_PROFILE; HORIZON_CONFIG_DIR for the folder), profile.
 
 \b
 Example:
   horizon login gpubox:7171 --token-file token.txt --ca ca.pem
-  horizon dataset push train.jsonl --name notes
   horizon job submit job.yaml --watch
   horizon checkpoint pull JOB@best --to ./tuned""",
 )
-@click.option("--server", metavar="HOST:PORT", help="The daemon to speak to.")
-@click.option("--token-file", metavar="FILE", help="File that holds your token.")
-@click.option("--ca", metavar="FILE", help="CA file of the daemon, or the word 'system'.")
-@click.option("--profile", "profile_name", metavar="NAME", help="Profile to use.")
-@click.pass_context
-def horizon(
-    ctx: click.Context, server: str | None, token_file: str | None, ca: str | None, profile_name: str | None
-) -> None:
-    """Fine-tune language models on a shared machine, from anywhere."""
-    ctx.obj = {"server": server, "token_file": token_file, "ca": ca, "profile_name": profile_name}
+@connection_options
+@click.version_option(package_name="horizon-train", prog_name="horizon", message="%(prog)s %(version)s")
+def horizon(**options: str | None) -> None:
+    """Fine-tune language models on a shared machine.
+
+    horizon sends your model and your data to a machine that runs horizond. That machine trains the model. You watch the training from here
+    and download the result.
+    """

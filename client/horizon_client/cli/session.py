@@ -1,4 +1,4 @@
-"""Opens the client that a command speaks through, from its flags, the flags before the command, the environment and the profile."""
+"""Opens the client of a command, from its options, the options before the command, the environment and the profile."""
 
 from __future__ import annotations
 
@@ -9,38 +9,67 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.cli.reporter import Notices
+from horizon_client.cli.root import connection_options
 from horizon_client.endpoint import SYSTEM_CA, read_token_file
 
 if TYPE_CHECKING:
+    from horizon_client.async_client import AsyncClient
+    from horizon_client.resources import Job
     from horizon_client.sync_client import Client
+
+_SEARCHED_JOBS = 200
+_OPTIONS = ("server", "token_file", "ca", "profile_name")
 
 
 def connected(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the connection flags, and an open client as its first argument."""
+    """Add the connection options to a command, and pass it an open client as its first argument."""
 
-    @click.option("--server", metavar="HOST:PORT", help="The daemon to speak to.")
-    @click.option("--token-file", metavar="FILE", help="File that holds your token.")
-    @click.option("--ca", metavar="FILE", help="CA file of the daemon, or the word 'system'.")
-    @click.option("--profile", "profile_name", metavar="NAME", help="Profile to use.")
+    @connection_options
     @functools.wraps(command)
-    def run(server: str | None, token_file: str | None, ca: str | None, profile_name: str | None, **rest: Any) -> Any:
-        flags = {"server": server, "token_file": token_file, "ca": ca, "profile_name": profile_name}
-        before: dict[str, str | None] = click.get_current_context().find_root().obj or {}
-        chosen = {name: value or before.get(name) for name, value in flags.items()}
-        with open_client(**chosen) as client:
-            return command(client, **rest)
+    def run(**values: Any) -> Any:
+        with open_client(click.get_current_context()) as client:
+            return command(client, **{name: value for name, value in values.items() if name not in _OPTIONS})
 
     return run
 
 
-def open_client(*, server: str | None, token_file: str | None, ca: str | None, profile_name: str | None) -> Client:
-    """Return a client for these flags.
+def find_job(client: Client, text: str) -> Job:
+    """Return the job that `text` means, and say so where it is the newest of several with that name."""
+    job = client.jobs.get(text)
+    if job.name == text and job.job_id != text:
+        jobs = client.jobs.list(limit=_SEARCHED_JOBS)
+        number = sum(other.name == text and other.owner == job.owner for other in jobs)
+        if number > 1:
+            Notices().notice(f"{number} jobs are named {text}; this is the newest, {job.job_id}")
+    return job
+
+
+def open_client(ctx: click.Context) -> Client:
+    """Return the client for the options of `ctx`.
 
     Raises:
-        BadConfig: when they, the environment and the profiles do not lead to a daemon.
+        BadConfig: when no daemon is configured, or the configuration is unusable.
     """
-    token = read_token_file(Path(token_file).expanduser()) if token_file else None
-    ca_file = ca if ca in (None, SYSTEM_CA) else str(Path(str(ca)).expanduser())
     from horizon_client.sync_client import Client
 
-    return Client(server, token=token, ca_file=ca_file, profile=profile_name)
+    return Client(**_arguments(ctx))
+
+
+def open_async_client(ctx: click.Context) -> AsyncClient:
+    """Return the async client for the options of `ctx`; it makes one attempt per call."""
+    from horizon_client.async_client import AsyncClient
+    from horizon_client.connection import RetryPolicy
+
+    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))
+
+
+def _arguments(ctx: click.Context) -> dict[str, Any]:
+    chosen = {name: ctx.params.get(name) or ctx.find_root().params.get(name) for name in _OPTIONS}
+    token_file, ca = chosen["token_file"], chosen["ca"]
+    return {
+        "server": chosen["server"],
+        "token": read_token_file(Path(token_file).expanduser()) if token_file else None,
+        "ca_file": ca if ca in (None, SYSTEM_CA) else str(Path(ca).expanduser()),
+        "profile": chosen["profile_name"],
+    }

@@ -1,4 +1,4 @@
-"""`horizon job schema` and `horizon job init`: what a job spec may say, for editors and for people who start one."""
+"""`horizon job schema` and `horizon job init`: the fields of a job spec, for editors and for people who write their first one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
+
+from horizon_client.errors import BadFile
 
 SCHEMA_FILE = "job.schema.json"
 
@@ -39,36 +40,40 @@ def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield name, field
 
 
-@click.command()
+@click.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
 @click.option("--to", "target", type=click.Path(path_type=Path), help="Write the schema to this file.")
 def schema(target: Path | None) -> None:
-    """Print the JSON Schema of a job spec, for completion and checks in an editor."""
+    """Print the JSON Schema of a job spec.
+
+    Editors use it for completion and checks.
+    """
     text = json.dumps(job_schema(), indent=1)
     if target is None:
         click.echo(text)
     else:
-        target.write_text(text + "\n", "utf-8")
+        _write(target, text + "\n", mode="w")
     note = "make this the first line of the job file, so that an editor with YAML support checks it:"
     click.echo(f"{note}\n{header_line(str(target) if target else SCHEMA_FILE)}", err=True)
 
 
-@click.command()
-@click.option("--to", "target", type=click.Path(path_type=Path), help="Write it to this file; never overwrites one.")
+@click.command(epilog="\b\nExample:\n  horizon job init --to job.yaml")
+@click.option("--to", "target", type=click.Path(path_type=Path), help="Write it to this file, which must not exist.")
 def init(target: Path | None) -> None:
-    """Print a job spec to start from: the required fields, and every other field with its default as a comment."""
+    """Print a job spec to start from.
+
+    It contains the required fields, and every other field with its default as a comment.
+    """
     if target is None:
         click.echo(template(), nl=False)
         return
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(template())
-    except FileExistsError:
-        raise click.UsageError(f"{target} exists; choose another name") from None
+    _write(target, template(), mode="x")
     click.echo(f"wrote {target}; set name, model and dataset, then: horizon job plan {target}", err=True)
 
 
 def template() -> str:
-    """Return a YAML file that holds every field of the spec with its default and description."""
+    """Return a YAML file that contains every field of the spec with its default and description."""
+    import yaml  # only here: `horizon job --help` imports this module
+
     required = job_schema()["required"]
     lines = [header_line(SCHEMA_FILE)]
     section = ""
@@ -84,3 +89,13 @@ def template() -> str:
             value = yaml.safe_dump(field.get("default"), default_flow_style=True).splitlines()[0]
             lines.append(f"{indent}# {name}: {value}  # {field['description']}")
     return "\n".join(lines) + "\n"
+
+
+def _write(target: Path, text: str, *, mode: str) -> None:
+    try:
+        with target.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadFile(f"{target} exists; choose another name") from None
+    except OSError as error:
+        raise BadFile(f"cannot write {target}: {error.strerror}") from error

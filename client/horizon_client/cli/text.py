@@ -1,4 +1,4 @@
-"""Numbers, times and foreign text as people read them. Knows no command."""
+"""Numbers, times and untrusted text in the form that people read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 import unicodedata
 from datetime import UTC, datetime
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
 
 def clean(text: str) -> str:
-    """Return `text` on one line and without control characters, so that nothing a server sends can steer the terminal."""
+    """Return `text` on one line and without control characters, so that the server cannot control the terminal."""
     spaced = " ".join(text.split())
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
 
@@ -22,12 +20,10 @@ def clean_block(text: str) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Return a size with a binary unit."""
-    size = float(num_bytes)
-    for unit in _UNITS:
-        if abs(size) < 1024 or unit == _UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
+    from rich.filesize import pick_unit_and_suffix
+
+    unit, suffix = pick_unit_and_suffix(int(abs(num_bytes)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return f"{num_bytes:.0f} B" if unit == 1 else f"{num_bytes / unit:.1f} {suffix}"
 
 
 def count_text(number: int) -> str:
@@ -36,7 +32,7 @@ def count_text(number: int) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a duration as H:MM:SS, with days where there are some; '-' when unknown."""
+    """Return a duration as H:MM:SS, with days if there are any; '-' when unknown."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -47,7 +43,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def age_text(moment: datetime | None, now: datetime | None = None) -> str:
-    """Return how long ago something was, in its largest unit; '-' when unknown."""
+    """Return the time since `moment` in its largest unit; '-' when unknown."""
     if moment is None:
         return "-"
     seconds = max(((now or datetime.now(UTC)) - moment).total_seconds(), 0.0)

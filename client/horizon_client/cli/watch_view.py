@@ -1,4 +1,4 @@
-"""Shows the events of a job: live figures on a terminal, plain lines in a pipe, JSON lines for programs. Knows no client."""
+"""Shows the events of a job: live figures on a terminal, plain lines in a pipe, JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
-from horizon_client.cli.job_pages import data_text
+from horizon_client.cli.job_pages import data_text, has_device, host_memory_text
 from horizon_client.cli.text import bytes_text, clean, count_text, duration_text
+from horizon_client.transfer.reporter import Reporter
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -22,47 +23,32 @@ if TYPE_CHECKING:
 _PLAIN_INTERVAL_S = 1.0
 
 
-class WatchView(Protocol):
-    """Where events go."""
+class PlainView(Reporter):
+    """One line per event; of quick steps about one per second, and always the last."""
 
-    def show(self, event: JobEvent) -> None:
-        """Show one event."""
-
-    def note(self, sentence: str) -> None:
-        """Show one sentence that is no event, such as that the connection was cut."""
-
-    def __enter__(self) -> WatchView: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class PlainView:
-    """One line an event; of quick steps only about one a second, and always the last."""
-
-    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: IO[str], *, on_device: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._on_device = on_device
         self._clock = clock
         self._held: StepEvent | None = None
         self._next_at = float("-inf")
 
     def show(self, event: JobEvent) -> None:
-        """Print the event, or hold a step back until the next one shows whether it was the last."""
+        """Print the event, or hold a step back until the next event shows whether it was the last step."""
         if event.kind != "step":
             self._release()
-            self._print(event_line(event))
+            self._print(event_line(event, on_device=self._on_device))
             return
         if event.skipped or self._clock() >= self._next_at:
             self._held = None
             self._next_at = self._clock() + _PLAIN_INTERVAL_S
-            self._print(event_line(event))
+            self._print(event_line(event, on_device=self._on_device))
         else:
             self._held = event
 
-    def note(self, sentence: str) -> None:
-        """Print a sentence on stderr."""
-        print(clean(sentence), file=sys.stderr, flush=True)
+    def notice(self, message: str) -> None:
+        """Print a message on stderr."""
+        print(clean(message), file=sys.stderr, flush=True)
 
     def __enter__(self) -> PlainView:
         return self
@@ -74,7 +60,7 @@ class PlainView:
 
     def _release(self) -> None:
         if self._held is not None:
-            self._print(event_line(self._held))
+            self._print(event_line(self._held, on_device=self._on_device))
             self._held = None
 
     def _print(self, line: str) -> None:
@@ -82,7 +68,7 @@ class PlainView:
 
 
 class JsonView(PlainView):
-    """One JSON object an event, every one of them, under the names that notebooks know."""
+    """One JSON object per event, with the field names of the Python client."""
 
     def show(self, event: JobEvent) -> None:
         """Print the event."""
@@ -92,7 +78,7 @@ class JsonView(PlainView):
 
 
 class YamlView(PlainView):
-    """One YAML document an event."""
+    """One YAML document per event."""
 
     def show(self, event: JobEvent) -> None:
         """Print the event."""
@@ -110,8 +96,8 @@ class SilentView(PlainView):
         """Show nothing."""
 
 
-class LiveView:
-    """Figures of the newest step that stay in place, with everything else scrolling above them."""
+class LiveView(Reporter):
+    """The figures of the newest step in place, with all other events scrolling above them."""
 
     def __init__(self, job: Job, *, stderr: bool) -> None:
         from rich.console import Console
@@ -120,24 +106,25 @@ class LiveView:
         self._name = job.name
         self._state = job.state
         self._step = job.last_step
+        self._on_device = has_device(job)
         self._console = Console(stderr=stderr)
         self._live: Live = Live(console=self._console, refresh_per_second=8, get_renderable=self._figures)
         self._exit = ExitStack()
 
     def show(self, event: JobEvent) -> None:
-        """Take the figures of a step, print anything else."""
+        """Update the figures from a step, print anything else."""
         if event.kind == "step":
             self._step = event
             if event.skipped:
-                self._console.print(event_line(event), markup=False, highlight=False)
+                self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
             return
         if event.kind == "state":
             self._state = event.state
-        self._console.print(event_line(event), markup=False, highlight=False)
+        self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
 
-    def note(self, sentence: str) -> None:
-        """Print a sentence above the figures."""
-        self._console.print(clean(sentence), markup=False, highlight=False)
+    def notice(self, message: str) -> None:
+        """Print a message above the figures."""
+        self._console.print(clean(message), markup=False, highlight=False)
 
     def __enter__(self) -> LiveView:
         self._exit.enter_context(self._live)
@@ -163,11 +150,11 @@ class LiveView:
         outer = Table.grid()
         outer.add_row(grid)
         outer.add_row(Text(_training_figures(step)))
-        outer.add_row(Text(_machine_figures(step)))
+        outer.add_row(Text(_machine_figures(step, on_device=self._on_device)))
         return outer
 
 
-def open_view(job: Job, output: str, stream: IO[str]) -> WatchView:
+def open_view(job: Job, output: str, stream: IO[str]) -> PlainView | LiveView:
     """Return the view for an output format on a stream."""
     if output == "json":
         return JsonView(stream)
@@ -175,14 +162,17 @@ def open_view(job: Job, output: str, stream: IO[str]) -> WatchView:
         return YamlView(stream)
     if output == "name" and stream is sys.stdout:
         return SilentView(stream)
-    return LiveView(job, stderr=stream is sys.stderr) if stream.isatty() else PlainView(stream)
+    if stream.isatty():
+        return LiveView(job, stderr=stream is sys.stderr)
+    return PlainView(stream, on_device=has_device(job))
 
 
-def event_line(event: JobEvent) -> str:
-    """Return one event as one line."""
+def event_line(event: JobEvent, *, on_device: bool = True) -> str:
+    """Return one event as one line; figures of the device only where the job runs on one."""
     if event.kind == "step":
-        dropped = f"  SKIPPED: {clean(event.skipped)}" if event.skipped else ""
-        return f"step {event.step}/{event.num_steps or '?'}  {_training_figures(event)}  {_machine_figures(event)}{dropped}"
+        skipped = f"  SKIPPED: {clean(event.skipped)}" if event.skipped else ""
+        figures = f"{_training_figures(event)}  {_machine_figures(event, on_device=on_device)}"
+        return f"step {event.step}/{event.num_steps or '?'}  {figures}{skipped}"
     if event.kind == "state":
         return clean(
             f"{event.state}{f' ({event.reason})' if event.reason else ''}{f': {event.message}' if event.message else ''}"
@@ -199,16 +189,20 @@ def event_line(event: JobEvent) -> str:
             if event.report
             else (f"preparing data: {count_text(event.done_rows)}{of_total} rows")
         )
-    return f"{'warning: ' if event.level == 'warning' else ''}{clean(event.text)}"
+    level = "" if event.level == "info" else f"{clean(event.level)}: "
+    return level + "\n  ".join(map(clean, event.text.splitlines()))
 
 
 def _training_figures(step: StepEvent) -> str:
     return (
         f"loss {step.loss:.4f}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
-        f"{step.tokens_per_second:,.0f} tok/s  eta {duration_text(step.eta_s)}"
+        f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
     )
 
 
-def _machine_figures(step: StepEvent) -> str:
-    host, device = sum(step.host_memory_bytes.values()), sum(step.device_memory_bytes.values())
-    return f"host {bytes_text(host)}  device {bytes_text(device)}  overlap {100 * step.overlap_ratio:.0f}%"
+def _machine_figures(step: StepEvent, *, on_device: bool) -> str:
+    host = host_memory_text(step.host_memory_bytes)
+    if not on_device:
+        return host
+    device = bytes_text(sum(step.device_memory_bytes.values()))
+    return f"{host}  device memory {device}  overlap {100 * step.overlap_ratio:.0f}%"

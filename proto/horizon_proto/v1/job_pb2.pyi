@@ -181,6 +181,66 @@ TRAIN_ON_ALL: TrainOn.ValueType  # 3
 """Every token."""
 global___TrainOn = TrainOn
 
+class _Decay:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DecayEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Decay.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DECAY_UNSPECIFIED: _Decay.ValueType  # 0
+    """Not set: trainer."""
+    DECAY_TRAINER: _Decay.ValueType  # 1
+    """As the Hugging Face Trainer: every parameter but biases and norms; embeddings too."""
+    DECAY_MATRICES: _Decay.ValueType  # 2
+    """The matrices of the layers and of the output projection only: no embedding, bias, norm or other vector."""
+    DECAY_ALL: _Decay.ValueType  # 3
+    """Every parameter."""
+
+class Decay(_Decay, metaclass=_DecayEnumTypeWrapper):
+    """Decay says which parameters weight_decay applies to."""
+
+DECAY_UNSPECIFIED: Decay.ValueType  # 0
+"""Not set: trainer."""
+DECAY_TRAINER: Decay.ValueType  # 1
+"""As the Hugging Face Trainer: every parameter but biases and norms; embeddings too."""
+DECAY_MATRICES: Decay.ValueType  # 2
+"""The matrices of the layers and of the output projection only: no embedding, bias, norm or other vector."""
+DECAY_ALL: Decay.ValueType  # 3
+"""Every parameter."""
+global___Decay = Decay
+
+class _CheckpointDtype:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointDtype.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_DTYPE_UNSPECIFIED: _CheckpointDtype.ValueType  # 0
+    """Not set: source."""
+    CHECKPOINT_DTYPE_SOURCE: _CheckpointDtype.ValueType  # 1
+    """Each tensor in the format it has in the model that the job began with."""
+    CHECKPOINT_DTYPE_BF16: _CheckpointDtype.ValueType  # 2
+    """bfloat16, rounded half to even."""
+    CHECKPOINT_DTYPE_FP16: _CheckpointDtype.ValueType  # 3
+    """float16, rounded half to even."""
+    CHECKPOINT_DTYPE_FP32: _CheckpointDtype.ValueType  # 4
+    """float32: the exact weights."""
+
+class CheckpointDtype(_CheckpointDtype, metaclass=_CheckpointDtypeEnumTypeWrapper):
+    """CheckpointDtype is the number format of the weights that a checkpoint's model folder holds."""
+
+CHECKPOINT_DTYPE_UNSPECIFIED: CheckpointDtype.ValueType  # 0
+"""Not set: source."""
+CHECKPOINT_DTYPE_SOURCE: CheckpointDtype.ValueType  # 1
+"""Each tensor in the format it has in the model that the job began with."""
+CHECKPOINT_DTYPE_BF16: CheckpointDtype.ValueType  # 2
+"""bfloat16, rounded half to even."""
+CHECKPOINT_DTYPE_FP16: CheckpointDtype.ValueType  # 3
+"""float16, rounded half to even."""
+CHECKPOINT_DTYPE_FP32: CheckpointDtype.ValueType  # 4
+"""float32: the exact weights."""
+global___CheckpointDtype = CheckpointDtype
+
 class _DeviceChoice:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -306,6 +366,7 @@ class TrainSpec(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     TRAIN_ON_FIELD_NUMBER: builtins.int
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
+    DECAY_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """How often each row is seen; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -336,6 +397,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Which tokens of a chat carry loss; default assistant."""
     max_skipped_steps: builtins.int
     """The job fails with reason DIVERGED after so many skipped steps in a row; at least 1; default 10."""
+    decay: global___Decay.ValueType
+    """Which parameters weight_decay applies to; default trainer."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -359,9 +422,10 @@ class TrainSpec(google.protobuf.message.Message):
         seed: builtins.int | None = ...,
         train_on: global___TrainOn.ValueType = ...,
         max_skipped_steps: builtins.int | None = ...,
+        decay: global___Decay.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -396,21 +460,25 @@ class CheckpointSpec(google.protobuf.message.Message):
     EVERY_STEPS_FIELD_NUMBER: builtins.int
     KEEP_LAST_FIELD_NUMBER: builtins.int
     KEEP_BEST_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
     """Write one every so many steps; 0 only at the end; default 500."""
     keep_last: builtins.int
     """How many of the newest are kept; default 2."""
     keep_best: builtins.bool
     """Keep the one with the lowest eval loss as well; default true."""
+    dtype: global___CheckpointDtype.ValueType
+    """Number format of the exported weights; default source. Training and resume are not affected."""
     def __init__(
         self,
         *,
         every_steps: builtins.int | None = ...,
         keep_last: builtins.int | None = ...,
         keep_best: builtins.bool | None = ...,
+        dtype: global___CheckpointDtype.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_last", b"_keep_last", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_last", b"keep_last"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_last", b"_keep_last", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_last", b"keep_last"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_last", b"keep_last"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_every_steps", b"_every_steps"]) -> typing.Literal["every_steps"] | None: ...
     @typing.overload

@@ -1,126 +1,62 @@
-"""What both faces are given by main: the services, and the ports of those that have no other home."""
+"""What both faces, gRPC and HTTP, are given by main."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+import logging
+import time
+from dataclasses import dataclass, field
 
 from horizon_server.blobs.uploads import Uploads
-from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions
-from horizon_server.events import JobEvent
-from horizon_server.jobs.node import NodeStatus
+from horizon_server.errors import Unauthenticated
+from horizon_server.jobs.node import NodeFacts
 from horizon_server.records.account import Principal
-from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
-from horizon_server.records.plan import JobPlan
+from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
+from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
-from horizon_server.spec import JobSpec
+from horizon_server.services.previews import Previews
 
-JobPage = tuple[list[JobRecord], str]
-"""Some jobs, and the token of the next page; empty on the last."""
-JobList = list[JobRecord]
-CheckpointList = list[CheckpointRecord]
+_log = logging.getLogger(__name__)
+_REFUSALS_EVERY_S = 60.0
 
 
-class AccountsPort(Protocol):
-    """Turns a token into a caller; `accounts.service.Accounts` is one."""
+class RefusedTokens:
+    """Logs refused tokens: the first at once, then at most one line a minute, so that guessing cannot fill the log."""
 
-    async def authenticate(self, secret: str, /) -> Principal:
-        """Return who presents `secret`; raises Unauthenticated."""
-        ...
+    def __init__(self) -> None:
+        self._logged_s = float("-inf")
+        self._num_unlogged = 0
 
-
-class JobsPort(Protocol):
-    """What callers can do with jobs; `jobs.service.JobService` is one."""
-
-    async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
-        """Queue a job, or return the one that the same earlier request made."""
-        ...
-
-    async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
-        """Return the spec with every default filled in, and its memory ledger."""
-        ...
-
-    async def get(self, principal: Principal, key: str) -> JobRecord:
-        """Return one job by id or name; raises NotFound."""
-        ...
-
-    async def list(
-        self,
-        principal: Principal,
-        *,
-        page_size: int = ...,
-        page_token: str = ...,
-        states: frozenset[JobState] = ...,
-    ) -> JobPage:
-        """Return a page, newest first, and the token of the next."""
-        ...
-
-    async def cancel(self, principal: Principal, key: str) -> JobRecord:
-        """End a job."""
-        ...
-
-    async def pause(self, principal: Principal, key: str) -> JobRecord:
-        """Checkpoint a job and free the device."""
-        ...
-
-    async def resume(self, principal: Principal, key: str) -> JobRecord:
-        """Queue a paused job again."""
-        ...
-
-    def watch(self, principal: Principal, key: str, after_sequence: int = ...) -> AsyncIterator[JobEvent]:
-        """Yield events as they come; ends after the last one of an ended job."""
-        ...
-
-    def logs(
-        self, principal: Principal, key: str, *, attempt: int = ..., offset: int = ..., follow: bool = ...
-    ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) pieces of an attempt's log."""
-        ...
-
-    async def checkpoints(self, principal: Principal, key: str) -> CheckpointList:
-        """Return a job's complete checkpoints, oldest first."""
-        ...
-
-    async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
-        """Return where one file of a checkpoint lies; raises NotFound."""
-        ...
-
-    async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
-        """Remove one checkpoint."""
-        ...
-
-    async def queue(self) -> JobList:
-        """Return everybody's waiting and running jobs in the order of their turn."""
-        ...
-
-
-class NodePort(Protocol):
-    """The machine; `jobs.node.NodeFacts` is one."""
-
-    async def describe(self, principal: Principal) -> NodeStatus:
-        """Return the node as it stands now."""
-        ...
-
-
-class PreviewsPort(Protocol):
-    """Shows rows as a model would see them; `previews.Previews` is one."""
-
-    async def preview(self, principal: Principal, dataset: str, model: str, options: PreviewOptions) -> DatasetPreview:
-        """Return some rows of a dataset, rendered for a model; raises NotFound, InvalidSpec, InvalidData, InvalidModel."""
-        ...
+    def add(self, peer: str) -> None:
+        """Count one refused token; `peer` is the address that sent it."""
+        self._num_unlogged += 1
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= _REFUSALS_EVERY_S:
+            _log.warning("refused %d wrong, expired or revoked tokens, the last from %s", self._num_unlogged, peer)
+            self._logged_s, self._num_unlogged = now_s, 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Everything behind gRPC and REST."""
 
-    accounts: AccountsPort
-    jobs: JobsPort
+    accounts: Accounts
+    jobs: JobService
     datasets: DatasetService
-    previews: PreviewsPort
+    previews: Previews
     models: ModelService
     blobs: Uploads
-    node: NodePort
+    node: NodeFacts
+    refused_tokens: RefusedTokens = field(default_factory=RefusedTokens)
+
+    async def authenticate(self, secret: str, *, peer: str) -> Principal:
+        """Return who presents `secret`.
+
+        Raises:
+            Unauthenticated: when it is wrong, expired or revoked; the log gets a line.
+        """
+        try:
+            return await self.accounts.authenticate(secret)
+        except Unauthenticated:
+            self.refused_tokens.add(peer)
+            raise

@@ -1,4 +1,4 @@
-"""The one table from errors to wire status: gRPC name and HTTP code. Both faces read it; neither decides for itself."""
+"""The one table from errors to wire status: gRPC name and HTTP code. Both faces read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horizon_server.errors import HorizonError
 
 @dataclass(frozen=True)
 class WireStatus:
-    """How an error is told: the name of a gRPC status code, and an HTTP code."""
+    """How an error is reported: the name of a gRPC status code, and an HTTP code."""
 
     grpc: str
     http: int
@@ -35,10 +35,16 @@ STATUS: Mapping[type[HorizonError], WireStatus] = MappingProxyType(
         errors.InUse: WireStatus("FAILED_PRECONDITION", 409),
         errors.DoesNotFit: WireStatus("RESOURCE_EXHAUSTED", 422),
         errors.DiskFull: WireStatus("RESOURCE_EXHAUSTED", 507),
+        errors.DatabaseUnavailable: WireStatus("UNAVAILABLE", 503),
+        errors.TooManyCalls: WireStatus("RESOURCE_EXHAUSTED", 429),
         errors.TooLarge: WireStatus("INVALID_ARGUMENT", 413),
         errors.NotAvailableYet: WireStatus("UNIMPLEMENTED", 501),
         errors.Draining: WireStatus("UNAVAILABLE", 503),
         errors.WorkerFailed: WireStatus("INTERNAL", 500),
+        errors.WorkerDied: WireStatus("UNAVAILABLE", 503),
+        errors.WorkerCrashed: WireStatus("INTERNAL", 500),
+        errors.OutOfMemory: WireStatus("INTERNAL", 500),
+        errors.IoFailed: WireStatus("INTERNAL", 500),
         errors.Diverged: WireStatus("ABORTED", 409),
         errors.BadSetting: WireStatus("INTERNAL", 500),
     }
@@ -47,15 +53,5 @@ _UNKNOWN = WireStatus("INTERNAL", 500)
 
 
 def status_of(error: HorizonError) -> WireStatus:
-    """Return how `error`, or the nearest class above it, is told."""
+    """Return how `error`, or the nearest class above it, is reported."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), _UNKNOWN)
-
-
-def grpc_status(error: HorizonError) -> str:
-    """Return the name of the gRPC status code."""
-    return status_of(error).grpc
-
-
-def http_status(error: HorizonError) -> int:
-    """Return the HTTP code."""
-    return status_of(error).http

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from horizon_server.blobs.disk import sync_folder
 from horizon_server.blobs.store import BlobStore
+from horizon_server.blobs.trash import Trash
 from horizon_server.records.blob import BlobFile
 
 
@@ -30,9 +31,7 @@ def remove_folder(target: Path) -> None:
         shutil.rmtree(target)
 
 
-def remove_strangers(root: Path, known: frozenset[str]) -> int:
-    """Remove the folders of `root` that no record knows: a crash left them. Return how many."""
-    strangers = [path for path in root.iterdir() if path.name not in known] if root.is_dir() else []
-    for path in strangers:
-        shutil.rmtree(path)
-    return len(strangers)
+def remove_unreferenced(root: Path, known: frozenset[str], trash: Trash) -> int:
+    """Move the folders of `root` that no record knows to the trash, and take back those that one knows again. Return how many moved."""
+    trash.take_back(root / name for name in known)
+    return trash.put([path for path in root.iterdir() if path.name not in known] if root.is_dir() else [])

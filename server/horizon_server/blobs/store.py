@@ -13,13 +13,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 from horizon_server.blobs.disk import Disk, SystemDisk, sync_folder, told_when_full
 from horizon_server.blobs.part import Part
 from horizon_server.blobs.part_writer import PartWriter
 from horizon_server.blobs.threads import in_thread, to_the_end
+from horizon_server.blobs.trash import Trash
 from horizon_server.blobs.turns import Turn, Turns
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled
 from horizon_server.records.blob import BlobRef, BlobStatus
@@ -48,6 +49,10 @@ class BlobStore:
         silence_limit_s: float = 120.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.trash = Trash(root, clock=clock)
+        """Where a sweep puts what nothing refers to."""
+        self.trusts_database = True
+        """Whether what nothing refers to any more may be removed at once when a user deletes something; else it goes to the trash."""
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
         self._disk = disk or SystemDisk()
@@ -105,10 +110,17 @@ class BlobStore:
         """Remove half uploads and proofs that were not touched for so long; return how many."""
         return await in_thread(lambda: self._expire(self._clock() - max_age_s))
 
-    async def remove_all_but(self, referenced: frozenset[str], *, among: Iterable[str] | None = None) -> int:
-        """Remove contents (of `among`, or all) that neither `referenced` nor a proof names; return how many."""
-        candidates = None if among is None else frozenset(among)
-        return await in_thread(lambda: self._remove_all_but(referenced, candidates))
+    async def remove_unreferenced(self, referenced: frozenset[str], among: Iterable[str]) -> int:
+        """Remove those contents of `among` that neither `referenced` nor a proof names; return how many."""
+        candidates = list(among)
+        return await in_thread(lambda: self._drop(self._unreferenced(referenced, candidates)))
+
+    async def sweep(self, referenced: frozenset[str]) -> int:
+        """Move every content that neither `referenced` nor a proof names to the trash, and take back what is referenced again.
+
+        Returns how many were moved.
+        """
+        return await in_thread(lambda: self._sweep(referenced))
 
     async def _receive(
         self, turn: Turn, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]
@@ -189,17 +201,27 @@ class BlobStore:
         _unlink(old)
         return len(old)
 
-    def _remove_all_but(self, referenced: frozenset[str], among: frozenset[str] | None) -> int:
-        names = among if among is not None else [path.name for path in self._blobs.glob("*/*")]
-        removed = 0
+    def _unreferenced(self, referenced: frozenset[str], names: Iterable[str]) -> Iterator[Path]:
+        """Yield the contents that may go. Nothing else changes them until the iteration ends."""
         with self._changing:
             proved = {entry.name.partition("-")[0] for entry in self._uploads.glob(f"*/*{_PROVED}")}
             for sha256 in names:
                 path = self.path(sha256)
                 if sha256 not in referenced and sha256 not in proved and path.exists():
-                    path.unlink()
-                    removed += 1
+                    yield path
+
+    def _drop(self, paths: Iterable[Path]) -> int:
+        if not self.trusts_database:
+            return self.trash.put(paths)
+        removed = 0
+        for path in paths:
+            path.unlink()
+            removed += 1
         return removed
+
+    def _sweep(self, referenced: frozenset[str]) -> int:
+        self.trash.take_back(self.path(sha256) for sha256 in referenced)
+        return self.trash.put(self._unreferenced(referenced, [path.name for path in self._blobs.glob("*/*")]))
 
     def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
         assert NAME_PATTERN.fullmatch(owner), owner

@@ -130,13 +130,13 @@ class Uploads:
         """Remove those contents that nothing refers to any more; return how many."""
         async with self._collecting:
             referenced = await self._references.of_all()
-            return await self._store.remove_all_but(referenced, among={file.sha256 for file in files})
+            return await self._store.remove_unreferenced(referenced, {file.sha256 for file in files})
 
     async def sweep(self, max_age_s: float) -> int:
-        """Remove half uploads older than that, then every content that nothing refers to; return how many files went."""
+        """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return how many files."""
         async with self._collecting:
             expired = await self._store.expire(max_age_s)
-            return expired + await self._store.remove_all_but(await self._references.of_all())
+            return expired + await self._store.sweep(await self._references.of_all())
 
     async def _status(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> BlobStatus:
         if self._has(owner, ref, ready):

@@ -1,25 +1,63 @@
-"""A child process: started with a log file, an event pipe up and a control pipe down, and never outlived by what it was lent.
+"""A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it has answered.
 
-The child sees the end of its control pipe when the daemon dies, and takes that as an order to checkpoint and stop.
+The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or one error, come
+up the pipe N; orders go down its standard input. `children.entry` is the other side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from horizon_server.errors import WorkerFailed
-from horizon_server.events import MAX_LINE_BYTES, WorkerLine, decode
+import structlog
+
+from horizon_server.children.lines import MAX_LINE_BYTES, Answer, Failure, decode_line
+from horizon_server.children.oom import oom_kills
+from horizon_server.errors import HorizonError, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
+from horizon_server.events import WorkerLine
 
 STOP = b"stop\n"
 """Checkpoint at the next step boundary and end."""
 CANCEL = b"cancel\n"
 """End at the next step boundary."""
+
+OnEvent = Callable[[WorkerLine], Awaitable[None]]
+
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_LONG_LINE_BYTES = 64 * 1024
+_EXIT_S = 10.0
+"""How long a child that has answered, or has closed its pipe, may take to exit."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one child may take; None: no limit. The limits of memory, processor time and files hold for each process that it starts."""
+
+    memory_bytes: int | None = None
+    """Private memory. Mapped files do not count: libraries map far more than they use."""
+    cpu_s: int | None = None
+    file_bytes: int | None = None
+    """Largest file that it may write, its log included."""
+    wall_s: float | None = None
+    silence_s: float | None = None
+    """Longest time between two events."""
+    oom_score_adj: int = 500
+    """What the kernel's out-of-memory killer chooses by, from 0 to 1000. Any child goes before the daemon, checks before workers."""
+
+
+async def _ignore(event: WorkerLine) -> None:
+    """Do nothing with an event."""
 
 
 class Child:
@@ -29,100 +67,217 @@ class Child:
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, events: asyncio.StreamReader, transport: asyncio.ReadTransport
+        self,
+        process: asyncio.subprocess.Process,
+        *,
+        who: str,
+        limits: Limits,
+        events: asyncio.StreamReader,
+        resources: contextlib.ExitStack,
+        log_file: Path,
     ) -> None:
+        self.log = log_file
         self._process = process
+        self._who = who
+        self._limits = limits
         self._events = events
-        self._transport = transport
+        self._resources = resources
+        self._oom_kills_before = oom_kills()
 
     @classmethod
     async def start(
         cls,
         module: str,
-        arguments: Sequence[str],
+        request: Mapping[str, Any],
         *,
-        log: Path,
+        who: str,
         environment: Mapping[str, str],
+        limits: Limits = Limits(),
+        request_file: Path | None = None,
+        log_file: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Run `python -m module arguments --events-fd N` in a process group of its own, its output in `log`."""
-        read_fd, write_fd = os.pipe()
-        try:
-            with log.open("ab") as output:
+        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker".
+
+        The request and the log are kept in the two files where these are given, else in memory for as long as the child lives.
+        """
+        with contextlib.ExitStack() as resources:
+            request_fd = _open(request_file, resources)
+            os.ftruncate(request_fd, 0)
+            # Indented where it is kept, for people who look at it.
+            text = json.dumps(request, indent=1 if request_file else None).encode("ascii")
+            with os.fdopen(os.dup(request_fd), "wb") as stream:
+                stream.write(text)
+            log_fd = _open(log_file, resources)
+            read_fd, write_fd = os.pipe()
+            events = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(events), os.fdopen(read_fd, "rb", buffering=0)
+            )
+            resources.callback(transport.close)
+            try:
+                place = str(request_file or f"/proc/self/fd/{request_fd}")
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", module, *arguments, "--events-fd", str(write_fd),
-                    stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, env=dict(environment),
-                    pass_fds=(write_fd, *pass_fds), start_new_session=True,
+                    sys.executable, "-m", module, place, "--events-fd", str(write_fd),
+                    stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(environment),
+                    pass_fds=(write_fd, request_fd, *pass_fds), start_new_session=True,
                 )  # fmt: skip
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
-        events = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-        pipe = os.fdopen(read_fd, "rb", buffering=0)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(events), pipe
-        )
-        return cls(process, events, transport)
+            finally:
+                os.close(write_fd)
+            _limit(process.pid, limits)
+            log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
+            kept = resources.pop_all()
+            return cls(process, who=who, limits=limits, events=events, resources=kept, log_file=log_file)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
 
-    async def lines(self) -> AsyncIterator[WorkerLine]:
-        """Yield what it reports, until it closes its pipe.
+    async def answer(self, on_event: OnEvent = _ignore) -> Any:
+        """Pass every event to `on_event`, and return the answer. At the end the child is gone, however that comes.
 
         Raises:
-            WorkerFailed: when it writes something that is no event, or a line without end.
+            HorizonError: that the child reported: the same class, reason, message and violations.
+            Stalled: when it exceeds its limit of time, of processor time, or of silence.
+            WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end.
+            WorkerFailed: when it writes a line that is not an event.
         """
-        while True:
-            try:
-                line = await self._events.readline()
-            except ValueError as error:
-                raise WorkerFailed(f"a child process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
-            if not line.endswith(b"\n"):
-                return
-            yield decode(line)
+        scope = asyncio.timeout(self._limits.wall_s)
+        try:
+            async with scope:
+                return await self._read_to_the_answer(on_event)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise Stalled(f"{self._who} took longer than {self._limits.wall_s:g} s") from error
+        finally:
+            self.kill()
+            await self.wait()
 
-    def tell(self, order: bytes) -> None:
+    def send_order(self, order: bytes) -> None:
         """Send STOP or CANCEL; a child that is gone needs no order."""
         if self._process.stdin is not None and not self._process.stdin.is_closing():
             with contextlib.suppress(ConnectionError):
                 self._process.stdin.write(order)
 
     def kill(self) -> None:
-        """End it and whatever it started, at once."""
+        """End it and all processes that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Return its exit code (negative: the signal that ended it) once it is gone."""
+        """Return its exit code (negative: the signal that ended it) once it is gone. Closes a log that was kept in memory."""
         code = await self._process.wait()
-        self._transport.close()
+        self._resources.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
         return code
 
+    async def _read_to_the_answer(self, on_event: OnEvent) -> Any:
+        while raw := await self._read_line():
+            # A long line is parsed in a thread: it would hold up the event loop.
+            line = decode_line(raw) if len(raw) < _LONG_LINE_BYTES else await asyncio.to_thread(decode_line, raw)
+            match line:
+                case Answer():
+                    await self._exit_code()
+                    return line.value
+                case Failure():
+                    await self._exit_code()
+                    raise line.error
+                case event:
+                    await on_event(event)
+        error = self._unexplained(await self._exit_code())
+        log.warning("a child process died", who=self._who, why=error.message, log=log_tail(self.log))
+        raise error
+
+    async def _read_line(self) -> bytes:
+        """Return the next line, or nothing at the end."""
+        try:
+            async with asyncio.timeout(self._limits.silence_s):
+                line = await self._events.readline()
+        except ValueError as error:
+            raise WorkerFailed(f"a child process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
+        except TimeoutError as error:
+            raise Stalled(f"{self._who} reported nothing for {self._limits.silence_s:g} s") from error
+        return line if line.endswith(b"\n") else b""
+
+    async def _exit_code(self) -> int:
+        """Let it exit by itself; one that does not is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                return await self._process.wait()
+        self.kill()
+        return await self._process.wait()
+
+    def _unexplained(self, code: int) -> HorizonError:
+        if code == -signal.SIGXCPU:
+            return Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
+        kind = WorkerCrashed if -code in _CRASHES else WorkerDied
+        return kind(
+            exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who),
+            retry_after_s=1.0 if code == -signal.SIGKILL else None,
+        )
+
+
+async def run_child(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    who: str,
+    environment: Mapping[str, str],
+    limits: Limits,
+    on_event: OnEvent = _ignore,
+) -> Any:
+    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it.
+
+    Raises: as `Child.answer`.
+    """
+    child = await Child.start(module, request, who=who, environment=environment, limits=limits)
+    return await child.answer(on_event)
+
 
 def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:
-    """Say in one sentence why a child that reported no end has ended."""
+    """Explain in one sentence why a child that reported no end has ended."""
     if code == -signal.SIGKILL and oom_killed:
         return f"{who} was killed at the memory limit by the kernel's out-of-memory killer"
     if code == -signal.SIGKILL:
-        return f"{who} was killed by SIGKILL: by hand, or by the kernel for want of memory"
+        return f"{who} was killed by SIGKILL: by hand, or by the kernel for lack of memory"
     if code < 0:
         return f"{who} was ended by signal {signal.Signals(-code).name}"
-    return f"{who} ended with exit code {code} and did not say why"
+    return f"{who} ended with exit code {code} and did not report why"
 
 
-def log_tail(log: Path, *, num_lines: int = 20, num_bytes: int = 8192) -> str:
+def log_tail(log_file: Path, *, num_lines: int = 20, num_bytes: int = 8192) -> str:
     """Return the last lines of a log."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - num_bytes))
+        with log_file.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
     return "\n".join(lines[-num_lines:])
+
+
+def _open(path: Path | None, resources: contextlib.ExitStack) -> int:
+    """Return a descriptor of the file, or of one in memory, that is closed with `resources`."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.memfd_create("child") if path is None else os.open(path, flags, 0o600)
+    resources.callback(os.close, descriptor)
+    return descriptor
+
+
+def _limit(pid: int, limits: Limits) -> None:
+    bounds = {
+        resource.RLIMIT_DATA: limits.memory_bytes,
+        resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_CORE: 0,
+    }
+    with contextlib.suppress(OSError):  # it has ended already, which its end of the pipe will show
+        for name, bound in bounds.items():
+            if bound is not None:
+                # At the hard limit of processor time the signal is SIGKILL, which would not show the reason.
+                hard = bound + 5 if name == resource.RLIMIT_CPU else bound
+                resource.prlimit(pid, name, (bound, hard))
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(limits.oom_score_adj), "ascii")

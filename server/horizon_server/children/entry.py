@@ -1,75 +1,134 @@
-"""The worker's two lines to the daemon: events up, orders down.
+"""A child process, from its own side: reads its request, reports events, listens for orders, and ends with an answer or an error.
 
-When the daemon dies both lines end. The worker then takes the end of its orders as an order to checkpoint and stop, and goes on
-without anybody reading its events: what it has trained is not lost.
+A module that can be a child has `if __name__ == "__main__": sys.exit(serve(work, who=...))`. It can be run by hand too: without
+`--events-fd` its lines go to the standard output.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
+import json
 import logging
 import os
+import select
+import signal
+import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
-from horizon_server.events import StepDone, WorkerLine, encode
+from horizon_server.children.lines import Answer, Failure, Line, encode_line
+from horizon_server.errors import HorizonError, IoFailed, OutOfMemory, WorkerFailed
+from horizon_server.events import PrepareProgress, StepDone, encode
 
 log = logging.getLogger(__name__)
 
-_STEP_LOG_EVERY_S = 10.0
-"""Steps are logged at most this often, so that a long run's log stays small; the events have them all."""
+_LOG_EVERY_S = 10.0
+"""Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all."""
 
-_STANDARD_INPUT = 0
+_STANDARD_INPUT, _STANDARD_OUTPUT = 0, 1
+_PR_SET_PDEATHSIG = 1
+
+Work = Callable[[Any, "EventWriter"], Any]
+"""Takes the request and returns the answer, both plain data."""
 
 
 class Order(Enum):
     """What the daemon wants of the worker at its next step boundary."""
 
-    GO_ON = "go on"
+    CONTINUE = "continue"
     STOP = "stop"
     CANCEL = "cancel"
 
 
-class EventWriter:
-    """Writes events to the daemon's pipe.
+def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
+    """Do `work` on the request that the command line names, report how it ended, and return the exit code.
 
-    Thread: the worker's main thread only.
+    A child ends with the daemon. One that `outlives_daemon` takes the end of its orders as an order to stop, see `Orders`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {_module()}", description=f"Entry of {who}; started by horizond.")
+    parser.add_argument("request", type=Path, help="JSON file with the request")
+    parser.add_argument("--events-fd", type=int, default=_STANDARD_OUTPUT, help="descriptor to write events to")
+    arguments = parser.parse_args()
+    # The daemon decides when a child ends. Both may be inherited from the shell that started the daemon.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Writing to a daemon that is gone raises BrokenPipeError, which `EventWriter` handles.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if not outlives_daemon:
+        end_with_parent()
+    events = EventWriter(arguments.events_fd)
+    end = _end_of(work, arguments.request, events, who)
+    # Made here, where the memory that the work took is free again.
+    events.send(end or Failure(OutOfMemory(f"{who} ran out of memory")))
+    return 0 if isinstance(end, Answer) else 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends.
+
+    The parent's end must not need this process's help: it may be inside a template that never ends. To be called in the main thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that was gone before this call: the other end of the standard input has closed with it.
+    poll = select.poll()
+    poll.register(_STANDARD_INPUT, 0)
+    if any(what & select.POLLHUP for _, what in poll.poll(0)):
+        sys.exit("the daemon is gone")
+
+
+class EventWriter:
+    """Writes lines to the daemon's pipe.
+
+    Thread: the child's main thread only.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._daemon_gone = False
-        self._step_logged_s = float("-inf")
+        self._logged_s = float("-inf")
         os.set_inheritable(descriptor, False)
 
-    def send(self, payload: WorkerLine) -> None:
-        """Log one event and send it; blocks while the pipe is full, and only logs once the daemon is gone."""
-        self._log(payload)
+    def send(self, line: Line) -> None:
+        """Log one line and send it; blocks while the pipe is full, and only logs once the daemon is gone."""
+        self._log(line)
         if self._daemon_gone:
             return
-        data = memoryview(encode(payload).encode() + b"\n")
+        data = memoryview(encode_line(line))
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
         except BrokenPipeError:
             self._daemon_gone = True
 
-    def _log(self, payload: WorkerLine) -> None:
-        if not isinstance(payload, StepDone):
-            log.info("%s", encode(payload))
-            return
-        now_s = time.monotonic()
-        if now_s - self._step_logged_s < _STEP_LOG_EVERY_S and payload.step < payload.num_steps:
-            return
-        self._step_logged_s = now_s
-        log.info(
-            "step %d/%d loss %.4f grad_norm %.3f %.0f tokens/s",
-            payload.step,
-            payload.num_steps,
-            payload.loss,
-            payload.grad_norm,
-            payload.tokens_per_second,
-        )
+    def _log(self, line: Line) -> None:
+        if isinstance(line, StepDone | PrepareProgress):
+            now_s = time.monotonic()
+            is_last = isinstance(line, StepDone) and line.step == line.num_steps
+            if now_s - self._logged_s < _LOG_EVERY_S and not is_last:
+                return
+            self._logged_s = now_s
+        match line:
+            case StepDone():
+                log.info(
+                    "step %d/%d loss %.4f grad_norm %.3f %.0f tokens/s",
+                    line.step,
+                    line.num_steps,
+                    line.loss,
+                    line.grad_norm,
+                    line.tokens_per_second,
+                )
+            case Answer():
+                log.info("done")
+            case Failure():
+                log.info("failed: %s: %s", line.error.reason, line.error.message)
+            case event:
+                log.info("%s", encode(event))
 
 
 class Orders:
@@ -79,7 +138,7 @@ class Orders:
     """
 
     def __init__(self) -> None:
-        self._current = Order.GO_ON
+        self._current = Order.CONTINUE
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     @property
@@ -98,3 +157,27 @@ class Orders:
             if b"stop" in lines:
                 self._current = Order.STOP
         self._current = Order.STOP
+
+
+def _end_of(work: Work, request: Path, events: EventWriter, who: str) -> Answer | Failure | None:
+    """Return how the work ended, None where it ran out of memory."""
+    try:
+        return Answer(work(json.loads(request.read_bytes()), events))
+    except HorizonError as error:
+        traceback.print_exc()
+        return Failure(error)
+    except MemoryError:
+        return None
+    except OSError as error:
+        traceback.print_exc()
+        # Without the folder: where the daemon keeps its files is not the user's concern.
+        name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
+        return Failure(IoFailed(f"{who} could not read or write a file{name}: {error.strerror or error}"))
+    except Exception as error:  # noqa: BLE001  # whatever it is, the daemon learns the true reason
+        traceback.print_exc()
+        return Failure(WorkerFailed(f"{type(error).__name__}: {error}"))
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec is not None else "MODULE"

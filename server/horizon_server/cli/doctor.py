@@ -1,4 +1,4 @@
-"""`horizond doctor`: is this machine fit, and how fast is it. Measures, never guesses."""
+"""`horizond doctor`: is this machine fit, how fast is it, and what to do where it is not. Measures, never guesses."""
 
 from __future__ import annotations
 
@@ -8,102 +8,203 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from horizon_server.cli.options import print_mapping, with_settings_options
-from horizon_server.errors import WorkerFailed
+from horizon_server.cli.options import print_mapping, size_text, with_settings_options
+from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
+from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.planning.rates import Machine, RateBook, measure_rates
-from horizon_server.settings import child_environment, load_settings
+from horizon_server.planning.roofline import DeviceRates
+from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION
 
+Verdict = Literal["ok", "warn", "fail"]
+
 _DISK_PROBE_BYTES = 256 * 2**20
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_LEAST_MEMORY_BYTES = 2 << 30
+_LEAST_DISK_BYTES, _LITTLE_DISK_BYTES = 2 << 30, 50 << 30
+_LEAST_KERNEL_RATIO = 0.7
+_GOOD_PARAMETERS = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report; `advice` says what to do where the verdict is not ok."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
 
 
 @click.command()
 @click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
 @with_settings_options
 def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
-    """Check the machine: GPU, host memory and its limit, pinning, the AdamW kernel against STREAM, compute, link, disk.
+    """Check the machine: memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
 
-    The speeds are kept in the state folder, where a running daemon finds them too: plans predict a job's speed from them. Measure while
-    nothing else runs.
+    Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the state folder, where
+    a running daemon finds them too: plans predict a job's speed from them. Measure while nothing else runs.
     """
     settings = load_settings(config, state_dir=state_dir)
     click.echo("measuring memory, compute and disk, about 20 seconds ...", err=True)
     usable = asyncio.run(usable_accelerators(child_environment()))
-    facts: dict[str, Any] = {"version": VERSION, **_accelerator_facts(usable)}
-    facts |= _memory_facts() | _kernel_facts()
-    facts |= _rate_facts(settings.state_dir, Machine.of(usable, num_threads=settings.num_threads or available_cpus()))
-    facts |= _disk_facts(settings.state_dir)
+    parts = [
+        _memory(settings),
+        _accelerators(usable),
+        _pinning(usable),
+        _huge_pages(),
+        _kernel(),
+        _speed(settings, usable),
+        _disk(settings.state_dir),
+        _largest_model(settings, usable),
+    ]
+    checks = [check for check, _ in parts]
+    facts: dict[str, Any] = {"version": VERSION}
+    for _, found in parts:
+        facts |= found
     if output == "table":
-        facts = {name: _readable(name, value) for name, value in facts.items()}
-    print_mapping(facts, output)
-    return 0
+        _print(checks)
+    else:
+        print_mapping(facts | {"checks": [asdict(check) for check in checks]}, output)
+    return 1 if any(check.verdict == "fail" for check in checks) else 0
 
 
-def _accelerator_facts(usable: tuple[Accelerator, ...]) -> dict[str, Any]:
-    found = asyncio.run(find_accelerators())
-    gpus = [f"{a.index}: {a.name}, {a.memory_bytes / 2**30:.0f} GiB" for a in found]
-    return {"gpus": gpus, "device": "cuda" if usable else "host"}
+def _print(checks: Iterable[Check]) -> None:
+    for check in checks:
+        click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
+        if check.advice:
+            click.echo(f"{'':<22} {check.advice}")
 
 
-def _memory_facts() -> dict[str, Any]:
+_Part = tuple[Check, dict[str, Any]]
+
+
+def _memory(settings: Settings) -> _Part:
     memory = host_memory()
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    huge = _SHMEM_HUGE_PAGES.read_text("ascii").strip() if _SHMEM_HUGE_PAGES.is_file() else "unknown"
-    return {
+    found = f"{size_text(memory.available_bytes)} free of {size_text(memory.limit_bytes)}, {available_cpus()} CPUs"
+    facts = {
         "host_memory_limit_bytes": memory.limit_bytes,
         "host_memory_available_bytes": memory.available_bytes,
-        "pinning_limit_bytes": None if locked == resource.RLIM_INFINITY else locked,
-        "shared_memory_huge_pages": huge,
         "num_cpus": available_cpus(),
     }
+    needed = _LEAST_MEMORY_BYTES + settings.host_memory_reserve_bytes
+    if memory.limit_bytes < needed:
+        advice = f"even a small model takes {size_text(needed)}; give the daemon a higher limit or a larger machine"
+        return Check(name="host memory", verdict="fail", found=found, advice=advice), facts
+    if memory.available_bytes < memory.limit_bytes / 2:
+        advice = "other programs hold more than half of it; jobs get only what is free"
+        return Check(name="host memory", verdict="warn", found=found, advice=advice), facts
+    return Check(name="host memory", verdict="ok", found=found), facts
 
 
-def _kernel_facts() -> dict[str, Any]:
+def _accelerators(usable: tuple[Accelerator, ...]) -> _Part:
+    gpus = [f"{a.index}: {a.name}, {size_text(a.memory_bytes)}" for a in asyncio.run(find_accelerators())]
+    facts = {"gpus": gpus, "device": "cuda" if usable else "host"}
+    if gpus and not usable:
+        advice = "the installed torch cannot use it; install a torch with CUDA for this driver, or train on the host"
+        return Check(name="GPU", verdict="warn", found="; ".join(gpus), advice=advice), facts
+    found = "; ".join(gpus) or "none; jobs are computed on the host"
+    return Check(name="GPU", verdict="ok", found=found), facts
+
+
+def _pinning(usable: tuple[Accelerator, ...]) -> _Part:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit_bytes = None if locked == resource.RLIM_INFINITY else locked
+    facts = {"pinning_limit_bytes": limit_bytes}
+    found = "unlimited" if limit_bytes is None else f"limited to {size_text(limit_bytes)}"
+    if not usable:
+        return Check(name="pinned memory", verdict="ok", found=f"{found}; needed with a GPU only"), facts
+    if limit_bytes is not None and limit_bytes < host_memory().limit_bytes // 2:
+        advice = (
+            "copies to the GPU need pinned memory; set LimitMEMLOCK=infinity in the unit, or run: ulimit -l unlimited"
+        )
+        return Check(name="pinned memory", verdict="fail", found=found, advice=advice), facts
+    return Check(name="pinned memory", verdict="ok", found=found), facts
+
+
+def _huge_pages() -> _Part:
+    modes = _SHMEM_HUGE_PAGES.read_text("ascii").strip() if _SHMEM_HUGE_PAGES.is_file() else "unknown"
+    facts = {"shared_memory_huge_pages": modes}
+    if "[never]" in modes or "[deny]" in modes:
+        advice = f"the optimizer is faster on huge pages; as root: echo advise > {_SHMEM_HUGE_PAGES}"
+        return Check(name="huge pages", verdict="warn", found="off for shared memory", advice=advice), facts
+    return Check(name="huge pages", verdict="ok", found=modes), facts
+
+
+def _kernel() -> _Part:
     info = kernel_info()
     facts: dict[str, Any] = {"adamw_kernel": info.isa if info.available else f"missing, NumPy instead: {info.reason}"}
     measured = measure_bandwidth(num_threads=available_cpus()) if info.available else None
-    if measured is not None:
-        facts["stream_triad_bytes_per_s"] = round(measured.triad_bytes_per_s)
-        facts["adamw_bytes_per_s"] = round(measured.adamw_bytes_per_s)
-        facts["adamw_of_triad_ratio"] = round(measured.ratio, 3)
-    return facts
+    if measured is None:
+        advice = f"updates run in NumPy, several times slower: {info.reason}"
+        return Check(name="AdamW kernel", verdict="warn", found="missing", advice=advice), facts
+    facts |= {
+        "stream_triad_bytes_per_s": round(measured.triad_bytes_per_s),
+        "adamw_of_triad_ratio": round(measured.ratio, 3),
+    }
+    found = f"{info.isa}, {measured.ratio:.2f} times the STREAM triad of {measured.triad_bytes_per_s / 1e9:.1f} GB/s"
+    if measured.ratio < _LEAST_KERNEL_RATIO:
+        advice = "the kernel is slower than this memory allows; measure again while nothing else runs"
+        return Check(name="AdamW kernel", verdict="warn", found=found, advice=advice), facts
+    return Check(name="AdamW kernel", verdict="ok", found=found), facts
 
 
-def _rate_facts(state_dir: Path, machine: Machine) -> dict[str, Any]:
-    """Measure what predictions are made from, keep it, and tell; a state folder that is missing is made as the daemon makes it."""
+def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
+    """Measure what predictions are made from and keep it; a state folder that is missing is made as the daemon makes it."""
+    machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
         measured = asyncio.run(measure_rates(machine, environment=child_environment()))
-    except (WorkerFailed, OSError) as error:
-        return {"rates": f"not measured: {error}"}
-    book = RateBook(state_dir, machine)
+    except (HorizonError, OSError) as error:
+        advice = "jobs would fail in the same way; is the installation complete (pip install 'horizon-train[server]')?"
+        return Check(name="speed", verdict="fail", found=f"not measured: {error}", advice=advice), {
+            "rates": "not measured"
+        }
+    facts = {key: value for kind, rates in measured.items() for key, value in _rate_facts(kind, rates).items()}
+    found = "; ".join(_speed_text(kind, rates) for kind, rates in measured.items())
+    book = RateBook(settings.state_dir, machine)
     try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         book.write(measured)
-        facts: dict[str, Any] = {"rates": f"kept in {book.path}"}
     except OSError as error:
-        facts = {"rates": f"not kept: {error}"}
-    for kind, rates in measured.items():
-        facts |= {f"{kind}_{name}": value for name, value in vars(rates).items() if name.endswith("_per_s")}
-        facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": w.layer_flops_per_s for w in rates.widths}
-        facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": w.head_flops_per_s for w in rates.widths}
-    return {name: round(value) if isinstance(value, float) else value for name, value in facts.items()}
+        advice = f"not kept, so plans will not predict a job's speed: {error}"
+        return Check(name="speed", verdict="warn", found=found, advice=advice), facts | {"rates": f"not kept: {error}"}
+    return Check(name="speed", verdict="ok", found=found), facts | {"rates": f"kept in {book.path}"}
 
 
-def _disk_facts(state_dir: Path) -> dict[str, Any]:
+def _speed_text(kind: str, rates: DeviceRates) -> str:
+    layers = " to ".join(
+        dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
+    )
+    return f"{kind} {layers} GFLOP/s in layers, copies {rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
+
+
+def _rate_facts(kind: str, rates: DeviceRates) -> dict[str, Any]:
+    facts = {f"{kind}_{name}": value for name, value in vars(rates).items() if name.endswith("_per_s")}
+    facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": w.layer_flops_per_s for w in rates.widths}
+    facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": w.head_flops_per_s for w in rates.widths}
+    return {name: round(value) for name, value in facts.items()}
+
+
+def _disk(state_dir: Path) -> _Part:
     folder = state_dir if state_dir.is_dir() else Path(tempfile.gettempdir())
-    free = shutil.disk_usage(folder).free
-    if free < 4 * _DISK_PROBE_BYTES:
-        return {"disk_folder": str(folder), "disk_free_bytes": free, "disk_write_bytes_per_s": None}
+    free_bytes = shutil.disk_usage(folder).free
+    facts: dict[str, Any] = {"disk_folder": str(folder), "disk_free_bytes": free_bytes, "disk_write_bytes_per_s": None}
+    found = f"{size_text(free_bytes)} free in {folder}"
+    if free_bytes < _LEAST_DISK_BYTES:
+        advice = "models, checkpoints and prepared data go there; free space, or use another --state-dir"
+        return Check(name="disk", verdict="fail", found=found, advice=advice), facts
     block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder) as file:
         started_s = time.perf_counter()
@@ -111,20 +212,26 @@ def _disk_facts(state_dir: Path) -> dict[str, Any]:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        elapsed_s = time.perf_counter() - started_s
-    rate = round(_DISK_PROBE_BYTES / elapsed_s)
-    return {"disk_folder": str(folder), "disk_free_bytes": free, "disk_write_bytes_per_s": rate}
+        rate = _DISK_PROBE_BYTES / (time.perf_counter() - started_s)
+    facts["disk_write_bytes_per_s"] = round(rate)
+    found += f", writes {rate / 1e9:.2f} GB/s"
+    if free_bytes < _LITTLE_DISK_BYTES:
+        advice = (
+            "a checkpoint takes 12 bytes per parameter and two are kept by default: 24 GB for a model of 1 B parameters"
+        )
+        return Check(name="disk", verdict="warn", found=found, advice=advice), facts
+    return Check(name="disk", verdict="ok", found=found), facts
 
 
-def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "unlimited" if name.startswith("pinning") else "not measured"
-    if isinstance(value, list):
-        return "; ".join(map(str, value)) or "none"
-    if name.endswith("_flops_per_s"):
-        return f"{value / 1e9:,.1f} GFLOP/s"
-    if name.endswith("_bytes_per_s"):
-        return f"{value / 1e9:.2f} GB/s"
-    if name.endswith("_bytes"):
-        return f"{value / 2**30:.2f} GiB"
-    return str(value)
+def _largest_model(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
+    machine_bytes = host_memory().limit_bytes
+    limit_bytes = (
+        min(machine_bytes, settings.host_memory_limit_bytes or machine_bytes) - settings.host_memory_reserve_bytes
+    )
+    largest = max_parameters(limit_bytes, grad_bytes=GRAD_BYTES["cuda" if usable else "host"])
+    found = f"this machine can train models of up to about {largest / 1e9:.1f} B parameters"
+    facts = {"max_parameters": largest}
+    if largest < _GOOD_PARAMETERS:
+        advice = "host memory decides: each parameter takes 14 to 16 bytes of it"
+        return Check(name="largest model", verdict="warn", found=found, advice=advice), facts
+    return Check(name="largest model", verdict="ok", found=found), facts

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import yaml
 
-from horizon_server.cli.options import print_mapping, with_settings_options
+from horizon_server.cli.options import print_mapping, size_text, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.planning.machine import host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
@@ -66,7 +66,14 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     }
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
-    print_mapping(_readable(mapping) if output == "table" else mapping, output)
+    if output == "table":
+        # On the host the device's memory is part of the host's, so a second column would count it twice.
+        shown = {
+            key: value for key, value in mapping.items() if job_plan.device != "host" or not key.startswith("device_")
+        }
+        print_mapping(_readable(shown), output)
+    else:
+        print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
 
 
@@ -98,9 +105,9 @@ def _readable(mapping: dict[str, Any]) -> dict[str, str]:
         if key == "prediction":
             lines |= {} if value is None else _prediction_lines(value)
         elif isinstance(value, dict):
-            lines |= {f"{key.removesuffix('_bytes')}.{part}": _mib(size) for part, size in value.items()}
+            lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
         elif key.endswith("_bytes"):
-            lines[key.removesuffix("_bytes")] = _mib(value)
+            lines[key.removesuffix("_bytes")] = size_text(value)
         elif value != "":
             lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return lines
@@ -115,7 +122,3 @@ def _prediction_lines(prediction: dict[str, Any]) -> dict[str, str]:
     if prediction["total_s"] is not None:
         lines["predicted.total"] = f"{prediction['total_s'] / 60:,.1f} min"
     return lines
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.model_files import decides_tokens, holds_vocabulary
+from horizon_formats.model_files import files_that_decide_tokens, has_vocabulary
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.store import prepared
@@ -60,20 +60,20 @@ class PrepareRequest:
     options: PrepareOptions
     num_rows: int = 0
 
-    def to_json(self) -> str:
+    def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
         files = [{"path": str(file.path), "name": file.name} for file in self.dataset_files]
         plain = {"dataset_files": files, "model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
-        return json.dumps(plain | self.options.to_mapping() | {"num_rows": self.num_rows})
+        return plain | self.options.to_mapping() | {"num_rows": self.num_rows}
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> PrepareRequest:
-        """Return the request in `text`; a data file may be a bare path.
+    def from_mapping(cls, request: Mapping[str, Any]) -> PrepareRequest:
+        """Return the request in plain data; a data file may be a bare path.
 
         Raises: InvalidSpec when it is not a request.
         """
         try:
-            plain = json.loads(text)
+            plain = dict(request)
             options = PrepareOptions(
                 format=DatasetFormat(plain.pop("format", "auto")),
                 field_map=dict(plain.pop("map", None) or {}),
@@ -179,11 +179,10 @@ def require_tokenizer(model_dir: Path) -> list[str]:
 
     Raises: InvalidModel when there is no tokenizer among them: transformers would make an empty one of the config alone.
     """
-    paths = [*model_dir.glob("*"), *model_dir.glob("additional_chat_templates/*")]
-    names = sorted(path.relative_to(model_dir).as_posix() for path in paths if path.is_file())
-    if not any(map(holds_vocabulary, names)):
+    names = files_that_decide_tokens(model_dir)
+    if not has_vocabulary(names):
         raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
-    return [name for name in names if decides_tokens(name)]
+    return names
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:

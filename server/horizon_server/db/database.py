@@ -11,29 +11,41 @@ from typing import Any
 
 import alembic.command
 import alembic.config
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from horizon_server.errors import BadSetting, DiskFull
+from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull
 
 BUSY_TIMEOUT_MS = 10_000
-"""How long a call waits for another process (`horizond user add`) to finish its write."""
+"""How long a write waits for another process (`horizond user add`) to finish its own."""
+
+NUM_READERS = 4
+"""Reads at once. Each is a connection with a thread of its own; more of them only take processor time from the worker."""
 
 
 class Database:
     """The open database.
 
-    Thread: belongs to one event loop. Writers in this process queue on one lock, and each write transaction starts with BEGIN
-    IMMEDIATE, so a transaction never fails half way because somebody else wrote in between.
+    Writes have a connection of their own, so that no number of reads can keep the journal of a running job waiting. Writers in this
+    process queue on one lock, and each write transaction starts with BEGIN IMMEDIATE: a transaction never fails half way because
+    another one wrote in between. Reads wait for a free connection in the order of their arrival, without a time limit; how many a
+    user may have waiting is bounded above (`services.turns`).
+
+    Thread: belongs to one event loop.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._sessions = async_sessionmaker(engine, expire_on_commit=False)
+    def __init__(self, path: Path) -> None:
+        self._writer = self._engine(path, 1)
+        self._reader = self._engine(path, NUM_READERS)
+        self._write_sessions = async_sessionmaker(self._writer, expire_on_commit=False)
+        self._read_sessions = async_sessionmaker(self._reader, expire_on_commit=False)
         self._writing = asyncio.Lock()
+        self._reading = asyncio.Semaphore(NUM_READERS)
         self._stopping: dict[asyncio.Future[Any], object] = {}
 
     @classmethod
@@ -41,23 +53,18 @@ class Database:
         """Migrate the file at `path` to the newest schema, creating it when missing, and open it.
 
         Raises:
-            BadSetting: when the file cannot be made, or is no database.
+            BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
             DiskFull: when there is no space for it.
         """
-        try:
-            with _told_when_full():
-                await asyncio.to_thread(migrate, path)
-        except (OSError, DBAPIError) as error:
-            why = error.orig if isinstance(error, DBAPIError) else error.strerror
-            raise BadSetting(
-                f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir"
-            ) from error
-        engine = create_async_engine(f"sqlite+aiosqlite:///{path}")
+        await asyncio.to_thread(migrate, path)
+        return cls(path)
+
+    def _engine(self, path: Path, num_connections: int) -> AsyncEngine:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{path}", pool_size=num_connections, max_overflow=0)
         event.listen(engine.sync_engine, "connect", _configure)
         event.listen(engine.sync_engine, "begin", _begin)
-        database = cls(engine)
-        engine.sync_engine.dialect.do_terminate = database._stop_at_once  # type: ignore[method-assign, assignment]
-        return database
+        engine.sync_engine.dialect.do_terminate = self._stop_at_once  # type: ignore[method-assign, assignment]
+        return engine
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
@@ -65,27 +72,34 @@ class Database:
 
         Raises:
             DiskFull: when there is no space to write; nothing of the block is kept.
+            DatabaseUnavailable: when it cannot be written for another reason, such as a long write of another process.
         """
-        with _told_when_full():
-            async with self._writing, self._sessions() as session, session.begin():
+        with _explained():
+            async with self._writing, self._write_sessions() as session, session.begin():
                 await session.connection(execution_options={"immediate": True})
                 yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A read transaction: a consistent view that blocks no writer."""
-        async with self._sessions() as session, session.begin():
-            yield session
+        """A read transaction: a consistent view that blocks no writer.
+
+        Raises:
+            DiskFull, DatabaseUnavailable: when the file cannot be read; a full disk has no room for the index that readers share.
+        """
+        with _explained():
+            async with self._reading, self._read_sessions() as session, session.begin():
+                yield session
 
     async def close(self) -> None:
         """Give every connection back."""
-        await self._engine.dispose()
+        await self._reader.dispose()
+        await self._writer.dispose()
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     def _stop_at_once(self, connection: DBAPIConnection) -> None:
         """Drop a connection whose caller was cancelled, as any client can do at any time, without waiting for it.
 
-        SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits for ever for a thread that has ended, and the
+        SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits forever for a thread that has ended, and the
         event loop waits for it at its end: a daemon that cannot stop.
         """
         driver: Any = connection.driver_connection
@@ -100,15 +114,17 @@ _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLI
 
 
 @contextmanager
-def _told_when_full() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     try:
         yield
-    except DBAPIError as error:
-        if getattr(error.orig, "sqlite_errorcode", None) not in _FULL:
-            raise
-        raise DiskFull(
-            "the node's disk is full, so the daemon can note nothing; free space there, then try again",
-            retry_after_s=60.0,
+    except OperationalError as error:
+        if getattr(error.orig, "sqlite_errorcode", None) in _FULL:
+            raise DiskFull(
+                "the node's disk is full, so the daemon cannot use its database; free space there, then try again",
+                retry_after_s=60.0,
+            ) from error
+        raise DatabaseUnavailable(
+            f"the daemon cannot use its database right now ({error.orig}); try again in a moment", retry_after_s=5.0
         ) from error
 
 
@@ -126,15 +142,47 @@ def _begin(connection: Connection) -> None:
 
 
 def migrate(path: Path) -> None:
-    """Bring the file at `path` to the newest schema. Two processes may do so at the same time: one waits for the other."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Bring the file at `path` to the newest schema. Two processes may do so at the same time: one waits for the other.
+
+    Raises:
+        BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
+        DiskFull: when there is no space for it.
+    """
+    try:
+        with _explained():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _upgrade(path)
+    except DatabaseUnavailable as error:
+        why = error.__cause__.orig if isinstance(error.__cause__, DBAPIError) else error
+        raise _unusable(path, why) from error
+    except DBAPIError as error:
+        raise _unusable(path, error.orig) from error
+    except OSError as error:
+        if isinstance(error, DiskFull):
+            raise
+        raise _unusable(path, error.strerror) from error
+
+
+def _unusable(path: Path, why: object) -> BadSetting:
+    return BadSetting(f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir")
+
+
+def _upgrade(path: Path) -> None:
     engine = create_engine(f"sqlite:///{path}", poolclass=NullPool)
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin)
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    with engine.connect().execution_options(immediate=True) as connection, connection.begin():
-        attributes: dict[str, Any] = config.attributes
-        attributes["connection"] = connection
-        alembic.command.upgrade(config, "head")
-    engine.dispose()
+    try:
+        with engine.connect().execution_options(immediate=True) as connection, connection.begin():
+            attributes: dict[str, Any] = config.attributes
+            attributes["connection"] = connection
+            alembic.command.upgrade(config, "head")
+    except CommandError as error:
+        newest = ScriptDirectory.from_config(config).get_current_head()
+        raise BadSetting(
+            f"the database {path} was made by a newer version of horizon-train (this one knows its format up to {newest}); "
+            "update horizon-train, or choose another folder with --state-dir"
+        ) from error
+    finally:
+        engine.dispose()

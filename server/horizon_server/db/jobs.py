@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database
@@ -15,63 +16,75 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import EventRow, JobRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import JobRecord, JobState, may_move
+from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted, may_move
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 _PLAIN = (
-    "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "wanted", "step", "num_steps", "attempt",
+    "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step", "num_steps", "attempt",
     "created_s", "started_s", "ended_s", "last_sequence",
 )  # fmt: skip
+_ALIVE = [state.value for state in JobState if state not in ENDED]
+_MAX_NAMED = 10
 
 
 class JobStore:
-    """Implements `jobs.ports.JobStore`."""
+    """The table of jobs and that of their events. Each call is one transaction."""
 
     def __init__(self, database: Database, requests: Requests) -> None:
         self._database = database
         self._requests = requests
 
-    async def create(self, job: JobRecord, *, request_id: str) -> tuple[JobRecord, JobEvent | None]:
-        """Store a new job with its first event, or return the job of the same earlier request and None."""
+    async def create(self, job: JobRecord, *, request_id: str) -> tuple[JobRecord, bool]:
+        """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
+        and False."""
         body = job.spec.to_mapping()
         async with self._database.session() as session:
             earlier = await self._requests.once(
                 session, user=job.owner, request_id=request_id, method="SubmitJob", body=body
             )
             if earlier is not None:
-                return _record(await _row(session, earlier)), None
+                return await _placed(session, await _row(session, earlier)), False
             row = JobRow(
                 **{name: getattr(job, name) for name in _PLAIN},
                 name=job.spec.name,
                 spec=body,
                 job_state=job.job_state.value,
-                queued_s=job.created_s,
+                wanted=job.wanted.value,
+                queue_order=await _end_of_queue(session),
                 last_step="",
                 plan=_plan_document(job.plan),
                 data_report=job.data_report or None,
             )
             session.add(row)
             await session.flush()
-            change = StateChanged(job_state=job.job_state.value, message=job.message)
-            stored = _add_event(session, row, change)
+            _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
             await self._requests.record(
                 session, user=job.owner, request_id=request_id, method="SubmitJob", body=body, resource_id=job.job_id
             )
-            return _record(row), stored
+            return await _placed(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
-        """Return one job by id."""
+        """Return one job by id, with its place in the queue."""
         async with self._database.reading() as session:
             row = await session.scalar(select(JobRow).where(JobRow.job_id == job_id))
-            return _record(row) if row else None
+            return await _placed(session, row) if row else None
+
+    async def find_by_prefix(self, prefix: str, owner: str | None) -> list[JobRecord]:
+        """Return the first few jobs whose ids start so, of one owner or of all (None)."""
+        # Compared as a range, which the index of the ids serves; LIKE would read every row.
+        return await self._named((JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff"), owner)
 
     async def find_by_name(self, name: str, owner: str | None) -> list[JobRecord]:
-        """Return the jobs of that name, newest first, of one owner or of all (None)."""
-        query = select(JobRow).where(JobRow.name == name).order_by(JobRow.number.desc()).limit(10)
+        """Return the newest few jobs of that name, newest first, of one owner or of all (None)."""
+        return await self._named(JobRow.name == name, owner)
+
+    async def _named(self, which: ColumnElement[bool], owner: str | None) -> list[JobRecord]:
+        query = select(JobRow).where(which).order_by(JobRow.number.desc()).limit(_MAX_NAMED)
+        if owner is not None:
+            query = query.where(JobRow.owner == owner)
         async with self._database.reading() as session:
-            rows = await session.scalars(query if owner is None else query.where(JobRow.owner == owner))
-            return [_record(row) for row in rows]
+            return [await _placed(session, row) for row in (await session.scalars(query)).all()]
 
     async def page(
         self, *, owner: str | None, states: Sequence[JobState], before: int, limit: int
@@ -85,41 +98,67 @@ class JobStore:
         if before:
             query = query.where(JobRow.number < before)
         async with self._database.reading() as session:
-            return [(row.number, _record(row)) for row in await session.scalars(query)]
+            rows = (await session.scalars(query)).all()
+            queue: Sequence[int] = ()
+            if any(row.job_state == JobState.QUEUED for row in rows):
+                queue = (await session.scalars(_queue(JobRow.queue_order))).all()
+        return [(row.number, _record(row, queue_position=_position(row, queue))) for row in rows]
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
-        """Return all jobs in these states in queue order: first submitted first."""
+        """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
         query = select(JobRow).where(JobRow.job_state.in_([s.value for s in states])).order_by(JobRow.number)
         async with self._database.reading() as session:
             return [_record(row) for row in await session.scalars(query)]
 
-    async def move(self, job_id: str, change: StateChanged, **fields: Any) -> tuple[JobRecord, JobEvent]:
-        """Change the state and store the event.
+    async def queued(self, limit: int) -> list[JobRecord]:
+        """Return the first jobs of the queue, in their order."""
+        async with self._database.reading() as session:
+            rows = await session.scalars(_queue(JobRow).limit(limit))
+            return [_record(row, queue_position=i) for i, row in enumerate(rows, 1)]
+
+    async def user_of(self, resource_id: str) -> str | None:
+        """Return the id of a job that has not ended and needs this dataset or model."""
+        needs = or_(*(column == resource_id for column in (JobRow.model_id, JobRow.dataset_id, JobRow.eval_dataset_id)))
+        async with self._database.reading() as session:
+            query = select(JobRow.job_id).where(JobRow.job_state.in_(_ALIVE), needs)
+            return await session.scalar(query.limit(1))
+
+    async def move(self, job_id: str, change: StateChanged, **fields: Any) -> tuple[JobRecord, JobState]:
+        """Change the state and store the event. Return the job, and the state it was in before.
+
+        Args:
+            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place.
 
         Raises:
-            WrongJobState: when the machine does not allow the move.
+            WrongJobState: when the state machine does not allow the move.
         """
+        requeue = fields.pop("requeue", False)
         async with self._database.session() as session:
             row = await _row(session, job_id)
-            if not may_move(JobState(row.job_state), JobState(change.job_state)):
-                raise WrongJobState(f"job {job_id} is {row.job_state} and cannot become {change.job_state}")
+            before = JobState(row.job_state)
+            if not may_move(before, JobState(change.job_state)):
+                raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
+            if requeue:
+                row.queue_order = await _end_of_queue(session)
             _set(row, fields)
-            return _record_with(row, _add_event(session, row, change))
+            _add_event(session, row, change)
+            return await _placed(session, row), before
 
-    async def append(self, job_id: str, payload: Payload, **fields: Any) -> tuple[JobRecord, JobEvent]:
+    async def append(self, job_id: str, payload: Payload, **fields: Any) -> JobRecord:
         """Store an event and set `fields` of the job."""
         async with self._database.session() as session:
             row = await _row(session, job_id)
             _set(row, fields)
-            return _record_with(row, _add_event(session, row, payload))
+            _add_event(session, row, payload)
+            return _record(row)
 
     async def set(self, job_id: str, **fields: Any) -> JobRecord:
         """Set fields of the job without an event."""
         async with self._database.session() as session:
             row = await _row(session, job_id)
             _set(row, fields)
-            return _record(row)
+            return await _placed(session, row)
 
     async def events_after(self, job_id: str, sequence: int, limit: int) -> list[JobEvent]:
         """Return events with a greater number, in order."""
@@ -134,6 +173,27 @@ class JobStore:
             rows = await session.execute(select(JobRow.job_state, func.count()).group_by(JobRow.job_state))
             found = {job_state: number for job_state, number in rows}  # noqa: C416  # a Row is no tuple to every SQLAlchemy
         return {state.value: found.get(state.value, 0) for state in JobState}
+
+
+def _queue(what: Any) -> Any:
+    return select(what).where(JobRow.job_state == JobState.QUEUED.value).order_by(JobRow.queue_order)
+
+
+async def _end_of_queue(session: AsyncSession) -> int:
+    last: int | None = await session.scalar(select(func.max(JobRow.queue_order)))
+    return (last or 0) + 1
+
+
+def _position(row: JobRow, queue: Sequence[int]) -> int:
+    return bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
+
+
+async def _placed(session: AsyncSession, row: JobRow) -> JobRecord:
+    position = 0
+    if row.job_state == JobState.QUEUED:
+        ahead = select(func.count()).where(JobRow.job_state == row.job_state, JobRow.queue_order <= row.queue_order)
+        position = await session.scalar(ahead) or 0
+    return _record(row, queue_position=position)
 
 
 async def _row(session: AsyncSession, job_id: str) -> JobRow:
@@ -151,16 +211,16 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
             row.data_report = value
         elif name == "last_step":
             row.last_step = "" if value is None else encode(value)
+        elif name == "wanted":
+            row.wanted = Wanted(value).value
         else:
             assert name in _PLAIN, name
             setattr(row, name, value)
 
 
-def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> JobEvent:
+def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
     row.last_sequence += 1
-    stored = EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload))
-    session.add(stored)
-    return _event(stored)
+    session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
 
 
 def _event(row: EventRow) -> JobEvent:
@@ -178,16 +238,14 @@ def _plan(document: dict[str, Any] | None) -> JobPlan | None:
     return JobPlan(**{**document, "prediction": StepPrediction(**prediction) if prediction else None})
 
 
-def _record_with(row: JobRow, event: JobEvent) -> tuple[JobRecord, JobEvent]:
-    return _record(row), event
-
-
-def _record(row: JobRow) -> JobRecord:
+def _record(row: JobRow, *, queue_position: int = 0) -> JobRecord:
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
         spec=parse_job_spec(row.spec),
         job_state=JobState(row.job_state),
+        wanted=Wanted(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
         plan=_plan(row.plan),
         data_report=row.data_report or {},
+        queue_position=queue_position,
     )

@@ -1,4 +1,4 @@
-"""The tables, as SQLAlchemy sees them. Rows never leave `db`: repositories turn them into the domain's records.
+"""The tables, as SQLAlchemy sees them. Rows never leave `db`: its classes turn them into records.
 
 Times are Unix seconds. Documents (specs, files, plans) are JSON text: they are read whole and never queried into.
 """
@@ -84,9 +84,14 @@ class JobRow(Table):
     """A submitted job."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index("jobs_by_state", "job_state"), Index("jobs_by_owner", "owner", "number"))
+    __table_args__ = (
+        Index("jobs_in_queue", "job_state", "queue_order"),
+        Index("jobs_by_queue_order", "queue_order"),
+        Index("jobs_by_owner", "owner", "number"),
+        Index("jobs_by_name", "name", "number"),
+    )
     number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    """Order of submission: the queue and the pages go by it."""
+    """Order of submission: the pages go by it."""
     job_id: Mapped[str] = mapped_column(String(32), unique=True)
     owner: Mapped[str] = mapped_column(String(63))
     name: Mapped[str] = mapped_column(String(63))
@@ -101,8 +106,9 @@ class JobRow(Table):
     step: Mapped[int] = mapped_column(BigInteger)
     num_steps: Mapped[int] = mapped_column(BigInteger)
     attempt: Mapped[int] = mapped_column(Integer)
+    queue_order: Mapped[int] = mapped_column(BigInteger)
+    """The queue goes by it. Given at submission, and again when a user resumes the job: whoever was waiting then is served first."""
     created_s: Mapped[float] = mapped_column(Float)
-    queued_s: Mapped[float] = mapped_column(Float)
     started_s: Mapped[float] = mapped_column(Float)
     ended_s: Mapped[float] = mapped_column(Float)
     last_step: Mapped[str] = mapped_column(Text)
@@ -110,6 +116,15 @@ class JobRow(Table):
     data_report: Mapped[dict[str, int] | None] = mapped_column(JSON)
     """Null for jobs of before there was one, and until the data is prepared."""
     last_sequence: Mapped[int] = mapped_column(BigInteger)
+
+
+class StateFolderRow(Table):
+    """Which state folder this database belongs to, in one row; see `db.pairing`."""
+
+    __tablename__ = "state_folder"
+    state_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    num_checks: Mapped[int] = mapped_column(BigInteger)
+    """Raised here first and then in the folder: a folder that has seen more of them than the database has had another one."""
 
 
 class EventRow(Table):

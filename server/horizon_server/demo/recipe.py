@@ -175,7 +175,7 @@ def _bfloat16_tensor(name: str, values: NDArray[np.float32]) -> TensorBytes:
     # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
     raw = memoryview(rounded.astype("<u2").tobytes())
-    return TensorBytes(name=name, dtype="BF16", shape=values.shape, size_bytes=raw.nbytes, load=lambda: raw)
+    return TensorBytes(name=name, dtype="BF16", shape=values.shape, size_bytes=raw.nbytes, pieces=lambda: [raw])
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

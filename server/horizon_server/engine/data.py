@@ -97,7 +97,8 @@ class StepPlan:
     last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
     the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps.
 
-    `packing=False` gives every document its own row. `shuffle=False` keeps the order of the file: for evaluation.
+    `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one document.
+    `shuffle=False` keeps the order of the file: for evaluation.
     Thread: not thread-safe; a plan caches the epoch it is in.
     """
 
@@ -111,6 +112,7 @@ class StepPlan:
         sequence_length: int,
         tokens_per_step: int,
         packing: bool = True,
+        packing_limit: int | None = None,
         seed: int = 0,
         epochs: float | None = None,
         max_steps: int | None = None,
@@ -124,7 +126,7 @@ class StepPlan:
         _check_lengths(dataset, sequence_length)
         self._dataset = dataset
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
-        self._row_limit = min(sequence_length, tokens_per_step)
+        self._row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         self._tokens_per_step = tokens_per_step
         lengths = dataset.document_lengths
         self._rows: Rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)

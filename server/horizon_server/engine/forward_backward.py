@@ -272,7 +272,7 @@ class ForwardBackward:
         tokens, last = current.tokens, self._template.num_layers
         supervised_S = tokens.supervised_S[chunk]
         hidden_1SD = self._activations.layer_input(last)[supervised_S][None].requires_grad_()
-        leaves = _leaves(self._template.places(self._head_request.unit_index), flat, gradient)
+        leaves = _leaves(self._template.places(self._head_request.unit_index), flat, gradient, self._sink.reached)
         self._seed(current, self._head_request.unit_index, chunk.start)
         with self._device.workspace(("head", supervised_S.numel())):
             logits_SV = self._template.head(leaves, hidden_1SD)
@@ -287,7 +287,7 @@ class ForwardBackward:
         gradient_TD = self._activations.gradient[span]
         # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
         hidden_1TD = self._activations.layer_input(layer)[span][None].data.requires_grad_()
-        leaves = _leaves(self._template.places(layer + 1), flat, gradient)
+        leaves = _leaves(self._template.places(layer + 1), flat, gradient, self._sink.reached)
         self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
             output_1TD = self._template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
@@ -304,7 +304,8 @@ class ForwardBackward:
         self, current: _Pass, index: int, flat: Tensor, gradient: Tensor, accumulate: Accumulate
     ) -> None:
         span = current.tokens.spans[index]
-        leaves = _leaves(self._template.places_beside_the_table, flat, gradient)
+        leaves = _leaves(self._template.places_beside_the_table, flat, gradient, self._sink.reached)
+        self._sink.reached.update(self._template.table_place.stored_names)
         leaves[self._template.table_place.local_name] = _leaf(self._table(current, flat), accumulate)
         self._seed(current, 0, index)
         with self._device.workspace(("embedding", span.stop - span.start)):
@@ -314,11 +315,15 @@ class ForwardBackward:
             _backward(hidden_1TD, self._activations.gradient[span][None])
 
 
-def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    return {
-        place.local_name: _leaf(place.view(flat), partial(place.add, gradient)) if place.trained else place.view(flat)
-        for place in places
-    }
+def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: set[str]) -> dict[str, Tensor]:
+    def leaf(place: Place) -> Tensor:
+        def accumulate(values: Tensor) -> None:
+            place.add(gradient, values)
+            reached.update(place.stored_names)
+
+        return _leaf(place.view(flat), accumulate) if place.trained else place.view(flat)
+
+    return {place.local_name: leaf(place) for place in places}
 
 
 def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:

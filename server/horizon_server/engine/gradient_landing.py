@@ -5,7 +5,7 @@ Owns the host memory a gradient lands in and what happens when it has. Must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from torch import Tensor
@@ -17,8 +17,8 @@ from horizon_server.store.host_store import HostStore
 IsFinite = Callable[[], bool]
 """Whether the step's loss and a unit's gradient are finite; to be asked when the gradient has landed."""
 
-UpdateUnit = Callable[[int, Tensor, Event, IsFinite], None]
-"""Queue the update of a unit from a landed gradient, to run after an event and if it is finite."""
+UpdateUnit = Callable[[int, Tensor, Event, IsFinite, Set[str]], None]
+"""Queue the update of a unit from a landed gradient, to run after an event and if it is finite, for the tensors that have one."""
 
 
 class GradientLanding(Protocol):
@@ -27,8 +27,11 @@ class GradientLanding(Protocol):
     def open(self, unit_index: int) -> Tensor:
         """Host memory for a unit's gradient; d2h waits until it is free. Shapes: [unit.num_elements]."""
 
-    def landed(self, unit_index: int, is_finite: IsFinite) -> None:
-        """All of the unit's gradient has been given to d2h, and so have the numbers that `is_finite` looks at."""
+    def landed(self, unit_index: int, is_finite: IsFinite, reached: Set[str]) -> None:
+        """All of the unit's gradient has been given to d2h, and so have the numbers that `is_finite` looks at.
+
+        `reached` names the tensors that have a gradient; it is complete for the unit when the gradient has landed.
+        """
 
     def close(self) -> None:
         """Give the memory back. The queues must be idle."""
@@ -44,7 +47,7 @@ class PlaneLanding:
         """See `GradientLanding`: the plane is free when the last step's update has read it, and that is before its forward."""
         return self._store.unit(unit_index, "grad")
 
-    def landed(self, unit_index: int, is_finite: IsFinite) -> None:
+    def landed(self, unit_index: int, is_finite: IsFinite, reached: Set[str]) -> None:
         """It waits in the plane."""
 
     def close(self) -> None:
@@ -72,11 +75,11 @@ class SlotLanding:
         self._open[unit_index] = slot
         return slot.flat[: self._layout.units[unit_index].num_elements]
 
-    def landed(self, unit_index: int, is_finite: IsFinite) -> None:
+    def landed(self, unit_index: int, is_finite: IsFinite, reached: Set[str]) -> None:
         """See `GradientLanding`: the update follows at once, and the slot is free after it."""
         slot = self._open.pop(unit_index)
         gradient = slot.flat[: self._layout.units[unit_index].num_elements]
-        self._update(unit_index, gradient, self._device.d2h.record(), is_finite)
+        self._update(unit_index, gradient, self._device.d2h.record(), is_finite, reached)
         self._ring(unit_index).release(slot, self._update_queue)
 
     def close(self) -> None:

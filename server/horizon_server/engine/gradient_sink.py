@@ -45,6 +45,8 @@ class GradientSink:
             num_elements=max(units[0].num_elements, template.head_elements),
         )
         self._head_slot: Slot | None = None
+        self.reached: set[str] = set()
+        """Stored tensors that got a gradient in the step begun last. Thread: compute adds to it."""
 
     @property
     def square_sums(self) -> Tensor:
@@ -60,6 +62,8 @@ class GradientSink:
         """Forget the last step's numbers: a unit that sends no gradient would not go unnoticed."""
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
+        # A new one, because updates of the last step may still look at theirs.
+        self.reached = set()
 
     def open(self, unit_index: int) -> Slot:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
@@ -105,7 +109,7 @@ class GradientSink:
         target = self._landing.open(0)
         device.d2h.wait(device.compute.record())
         device.download_rows(gradient_RD, target, template.table_place.view(target), rows_R, self.square_sums[0])
-        self._landing.landed(0, self._finiteness(0))
+        self._landing.landed(0, self._finiteness(0), self.reached)
         self._edge_ring.release(slot, device.d2h)
 
     def close(self) -> None:
@@ -121,7 +125,7 @@ class GradientSink:
         device.d2h.wait(device.compute.record())
         square_sum = self.square_sums[unit_index]
         device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")
-        self._landing.landed(unit_index, self._finiteness(unit_index))
+        self._landing.landed(unit_index, self._finiteness(unit_index), self.reached)
 
     def _finiteness(self, unit_index: int) -> IsFinite:
         loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]

@@ -62,6 +62,11 @@ class Tape:
         self.answer: Answer = ANSWERS[0]
 
     @property
+    def has_calls(self) -> bool:
+        """Whether a capture has seen any layer's call."""
+        return bool(self._calls)
+
+    @property
     def is_past_the_layers(self) -> bool:
         """Whether a capture has seen every layer's call."""
         return len(self._calls) == self._num_layers

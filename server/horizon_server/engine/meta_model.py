@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -30,7 +31,9 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
 _EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_ATTENTIONS = ("eager", "sdpa")
 _AUXILIARY_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
+_POSITION_LIMITS = ("max_position_embeddings", "max_seq_len")
 _RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
@@ -77,15 +80,23 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
             checkpoint holds.
     """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language model for it"
+        )
     if config.is_encoder_decoder:
         raise InvalidModel(
             f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
             "only decoder-only language models can be trained"
         )
     _refuse_auxiliary_loss(config)
+    _refuse_dropped_layers(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     config.return_dict = True
+    if config._attn_implementation not in _ATTENTIONS:
+        # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
+        config._attn_implementation = None
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -95,13 +106,17 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except ValueError as error:
+        what = " ".join(str(error).split())
         raise InvalidModel(
-            f"model_type {config.model_type!r} cannot be trained as a causal language model: {error}"
+            f"transformers {__version__} refuses the config of this {config.model_type} model: {what}"
         ) from error
+    on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                module._parameters[name] = nn.Parameter(parameter.to("meta"))
+                # One for each: tied parameters stay tied.
+                new = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
+                module._parameters[name] = new
     _check_buffers(model)
     model.train(False)
     model.requires_grad_(False)
@@ -110,18 +125,32 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def max_positions(config: PretrainedConfig) -> int | None:
     """The longest document that a config allows, in tokens, or None where it sets no limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    text = config.get_text_config()
+    limits = (getattr(text, name, None) for name in _POSITION_LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
-    settings = config.get_text_config().to_dict()
-    return any(
-        isinstance(value, (int, float)) and value > 0
-        for name, value in settings.items()
-        if any(part in name for part in _RANDOM_SETTINGS)
-    )
+    settings = _numbers(config.get_text_config().to_dict())
+    return any(value > 0 and any(part in name for part in _RANDOM_SETTINGS) for name, value in settings)
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a config with their names, those of its parts (`attn_config`) too."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, (int, float)):
+            yield name, value
+
+
+def _refuse_dropped_layers(config: PretrainedConfig) -> None:
+    for name, value in _numbers(config.get_text_config().to_dict()):
+        if "layerdrop" in name and not name.startswith("encoder") and value > 0:
+            raise InvalidModel(
+                f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; set it to 0"
+            )
 
 
 def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:
@@ -150,7 +179,10 @@ def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     largest = max((_num_parameters(module) for _, module in outer), default=0)
     found = [(n, m) for n, m in outer if _num_parameters(m) == largest]
     if len(found) != 1:
-        raise InvalidModel(f"model_type {model.config.model_type!r}: found no single list of decoder layers")
+        lists_found = f"{len(found)} lists of equal size: {', '.join(name for name, _ in found)}" if found else "none"
+        raise InvalidModel(
+            f"model_type {model.config.model_type!r}: its decoder layers must be in one list, and this model has {lists_found}"
+        )
     return found[0]
 
 

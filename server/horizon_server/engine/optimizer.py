@@ -13,7 +13,7 @@ Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 import torch
@@ -38,10 +38,13 @@ class Optimizer:
         self._updated: dict[int, Event] = {}
         self._in_backward: _StepInBackward | None = None
 
-    def submit(self, hyper: AdamWStep) -> None:
-        """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated."""
+    def submit(self, hyper: AdamWStep, reached: Set[str]) -> None:
+        """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated.
+
+        `reached` are the tensors that have a gradient; the others stay as they are.
+        """
         for unit in self._store.layout.units:
-            work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads)
+            work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
             self.queue.submit(work, label=f"update {unit.index}")
             self._updated[unit.index] = self.queue.record()
 
@@ -49,11 +52,13 @@ class Optimizer:
         """A step whose units come by `update_landed`."""
         self._in_backward = _StepInBackward(self._store, hyper, num_threads=self._num_threads)
 
-    def update_landed(self, unit_index: int, gradient: Tensor, landed: Event, is_finite: Callable[[], bool]) -> None:
-        """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`."""
+    def update_landed(
+        self, unit_index: int, gradient: Tensor, landed: Event, is_finite: Callable[[], bool], reached: Set[str]
+    ) -> None:
+        """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`; `reached` is as in `submit`."""
         assert self._in_backward is not None, "begin comes first"
         self.queue.wait(landed)
-        work = partial(self._in_backward.update, unit_index, gradient, is_finite)
+        work = partial(self._in_backward.update, unit_index, gradient, is_finite, reached)
         self.queue.submit(work, label=f"update {unit_index}")
         self._updated[unit_index] = self.queue.record()
 
@@ -82,10 +87,12 @@ class _StepInBackward:
         self._store, self._hyper, self._num_threads = store, hyper, num_threads
         self._dropped = False
 
-    def update(self, unit_index: int, gradient: Tensor, is_finite: Callable[[], bool]) -> None:
+    def update(self, unit_index: int, gradient: Tensor, is_finite: Callable[[], bool], reached: Set[str]) -> None:
         self._dropped = self._dropped or not is_finite()
         if not self._dropped:
-            update_unit(self._store, unit_index, self._hyper, num_threads=self._num_threads, grad=gradient)
+            update_unit(
+                self._store, unit_index, self._hyper, num_threads=self._num_threads, grad=gradient, only=reached
+            )
 
 
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:

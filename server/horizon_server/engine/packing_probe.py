@@ -31,21 +31,29 @@ def supports_packing(forward_backward: ForwardBackward, *, vocab_size: int, comp
     return float((packed_ND - apart_ND).norm()) <= _TOLERANCE[compute_dtype] * float(apart_ND.norm())
 
 
-def one_document_each(micro_batch: MicroBatch) -> list[MicroBatch]:
-    """The documents of a packed row as rows of their own."""
-    if len(micro_batch.document_lengths) == 1:
+def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroBatch]:
+    """The documents of a packed row in rows of at most `max_tokens`; a longer document is a row of its own."""
+    if max_tokens is None or micro_batch.num_tokens <= max_tokens or len(micro_batch.document_lengths) == 1:
         return [micro_batch]
-    lengths = list(micro_batch.document_lengths)
+    rows: list[list[int]] = []
+    room = 0
+    for length in micro_batch.document_lengths:
+        if length > room:
+            rows.append([])
+            room = max_tokens
+        rows[-1].append(length)
+        room -= length
+    tokens = [sum(lengths) for lengths in rows]
     parts = zip(
-        torch.split(micro_batch.input_ids_T, lengths),
-        torch.split(micro_batch.position_ids_T, lengths),
-        torch.split(micro_batch.labels_T, lengths),
-        lengths,
+        torch.split(micro_batch.input_ids_T, tokens),
+        torch.split(micro_batch.position_ids_T, tokens),
+        torch.split(micro_batch.labels_T, tokens),
+        rows,
         strict=True,
     )
     return [
-        MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=(length,))
-        for ids, positions, labels, length in parts
+        MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=tuple(lengths))
+        for ids, positions, labels, lengths in parts
     ]
 
 

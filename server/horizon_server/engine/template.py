@@ -13,9 +13,8 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +37,8 @@ from horizon_server.engine.meta_model import (
     max_positions,
     name_of_parameter,
 )
+from horizon_server.engine.module_state import ModuleState
+from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.pieces import Piece, Strided
 from horizon_server.engine.template_trial import try_embedding
 from horizon_server.engine.unseen_product import find_unseen_products
@@ -57,6 +58,7 @@ class Place:
 
     local_name: str
     piece: Piece
+    stored_names: tuple[str, ...]
     trained: bool = True
 
     def view(self, flat: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Template:
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
         bindings = bind(model, layout)
-        self.layout = _without_decay_of_buffers(layout, bindings)
+        self.layout = layout
 
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{_name_of_module(model, projection)}.weight"
@@ -101,13 +103,17 @@ class Template:
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
         self._places = [self._unit_places(unit, bindings) for unit in self.layout.units]
-        calls = try_embedding(model, self._tape, self.embed, {p.local_name: p.piece.shape for p in self._places[0]})
+        self._state = ModuleState(module for module in model.modules() if not isinstance(module, Stub))
+        shapes = {place.local_name: place.piece.shape for place in self._places[0]}
+        calls = try_embedding(model, self._tape, self.embed, shapes, self._layers)
         # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
         self.train(True)
         self._unseen_products = find_unseen_products(
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
+        self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in set(self.layer_groups)}
+        self.packing_limit = self._find_packing_limit(shapes, calls)
 
     @classmethod
     def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
@@ -143,10 +149,8 @@ class Template:
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
-        for module in (*self._model.modules(), *(m for layer in self._layers for m in layer.modules())):
-            for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta:
-                    module._buffers[name] = place(buffer)
+        for state in (self._state, *self._layer_states.values()):
+            state.place(place)
 
     @cached_property
     def table_place(self) -> Place:
@@ -184,16 +188,19 @@ class Template:
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
-        functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
+        with self._state.restored():
+            functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
-        if hidden_1TD.shape != (1, row_ids_T.numel(), self.hidden_size):
-            raise InvalidModel(f"layers that take hidden states of shape {tuple(hidden_1TD.shape)} are not supported")
+        expected = (1, row_ids_T.numel(), self.hidden_size)
+        if hidden_1TD.shape != expected:
+            raise InvalidModel(_other_hidden_states(tuple(hidden_1TD.shape), expected))
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
         args, kwargs = call.with_hidden(hidden_1TD)
-        output = functional_call(self._layers[index], dict(parameters), args, kwargs)
+        with self._layer_states[self.layer_groups[index]].restored():
+            output = functional_call(self._layers[index], dict(parameters), args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
             name = f"{self._prefixes['layer']}{index}"
@@ -213,7 +220,7 @@ class Template:
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}
-        with self._tape.injecting(hidden_1CD):
+        with self._state.restored(), self._tape.injecting(hidden_1CD):
             output = functional_call(self._model, bound, kwargs=_accepted(self._model, inputs))
         logits_CV: Tensor = output.logits[0]
         if logits_CV.shape != (hidden_1CD.shape[1], self.vocab_size):
@@ -233,6 +240,20 @@ class Template:
             stand_ins[self._prefixes["embedding"] + place.local_name] = zero.expand(num_rows, *rest)
         return stand_ins
 
+    def _find_packing_limit(self, shapes: Mapping[str, tuple[int, ...]], calls: Sequence[LayerCall]) -> int | None:
+        parameters = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+        def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
+            with torch.no_grad():
+                return self.embed(parameters, torch.zeros_like(position_ids_T), position_ids_T)[1]
+
+        return find_packing_limit(
+            calls_of,
+            [(self._layers[group], calls[group]) for group in self._layer_states],
+            hidden_size=self.hidden_size,
+            max_document_tokens=self.max_document_tokens,
+        )
+
     def _unit_places(self, unit: UnitLayout, bindings: list[Binding]) -> list[Place]:
         layers = self._prefixes["layer"]
         prefix = f"{layers}{unit.index - 1}." if unit.kind == "layer" else self._prefixes[unit.kind]
@@ -246,10 +267,18 @@ class Template:
                     f"tensor {binding.name} is stored with {unit.name}, where the model does not have it"
                 )
             local_name = binding.name.removeprefix(prefix)
-            places.append(Place(local_name=local_name, piece=binding.piece, trained=not binding.is_buffer))
+            places.append(
+                Place(
+                    local_name=local_name,
+                    piece=binding.piece,
+                    stored_names=binding.stored_names,
+                    trained=not binding.is_buffer,
+                )
+            )
         if unit.kind == "head" and self.tied:
-            table = next(binding.piece for binding in bindings if binding.name == self.embedding_parameter)
-            places.append(Place(local_name=self.projection_name, piece=table.shifted(unit.num_elements)))
+            table = next(binding for binding in bindings if binding.name == self.embedding_parameter)
+            piece = table.piece.shifted(unit.num_elements)
+            places.append(Place(local_name=self.projection_name, piece=piece, stored_names=table.stored_names))
         return places
 
 
@@ -268,15 +297,10 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
 
 
-def _without_decay_of_buffers(layout: StoreLayout, bindings: list[Binding]) -> StoreLayout:
-    """Buffers lie in the store like parameters; with no gradient and no decay, AdamW leaves their bits alone."""
-    buffers = {name for binding in bindings if binding.is_buffer for name in binding.stored_names}
-
-    def spared(unit: UnitLayout) -> UnitLayout:
-        tensors = tuple(dataclasses.replace(t, decay=t.decay and t.name not in buffers) for t in unit.tensors)
-        return dataclasses.replace(unit, tensors=tensors)
-
-    return dataclasses.replace(layout, units=tuple(spared(unit) for unit in layout.units)) if buffers else layout
+def _other_hidden_states(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    if shape[:-1] == expected[:-1]:
+        return f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}; a projection between them is not supported"
+    return f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is not supported"
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ forward does more between layers than pass it on. Must not know streaming.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,29 +23,49 @@ Embed = Callable[[Mapping[str, Tensor], Tensor, Tensor], tuple[Tensor, list[Laye
 
 NUM_TRIAL_TOKENS = 4
 
+RUN_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+"""What a model's code raises where it cannot be run on a trial's tensors."""
+
 
 def try_embedding(
-    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
+    model: PreTrainedModel,
+    tape: Tape,
+    embed: Embed,
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: Sequence[nn.Module],
 ) -> list[LayerCall]:
     """Settle `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of `embed`.
 
     Raises:
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
     """
-    refusals = []
+    refusal: InvalidModel | None = None
     for answer in ANSWERS:
         tape.answer = answer
-        calls = _try(model, tape, embed, shapes)
-        if not isinstance(calls, str):
-            return calls
-        refusals.append(calls)
-    raise InvalidModel(f"model_type {model.config.model_type!r}: {refusals[0]}")
+        try:
+            calls = _try(model, tape, embed, shapes)
+        except InvalidModel as error:
+            # Of several, the first that says why: with the wrong answer, a model's code fails in ways that say nothing.
+            refusal = error if refusal is None or isinstance(refusal, _CodeFailed) else refusal
+            continue
+        if isinstance(answer(torch.empty(0)), tuple):
+            _refuse_second_results(model, tape, embed, shapes, layers)
+            tape.answer = answer
+        return calls
+    assert refusal is not None
+    raise InvalidModel(f"model_type {model.config.model_type!r}: {refusal.message}") from refusal
 
 
-def _try(
-    model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]
-) -> list[LayerCall] | str:
-    """The layers' calls, or why there are none."""
+class _CodeFailed(InvalidModel):
+    """The model's own code failed, which says nothing to a user; the error is the cause."""
+
+
+def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, tuple[int, ...]]) -> list[LayerCall]:
+    """The layers' calls.
+
+    Raises:
+        InvalidModel: there are none, or they are not what the schedule expects.
+    """
     zero = torch.zeros((), requires_grad=True)
     parameters = {name: zero.expand(shape) for name, shape in shapes.items()}
     ids_T, positions_T = torch.zeros(NUM_TRIAL_TOKENS, dtype=torch.int64), torch.arange(NUM_TRIAL_TOKENS)
@@ -52,16 +73,68 @@ def _try(
     try:
         with foreign:
             _, calls = embed(parameters, ids_T, positions_T)
-    except InvalidModel as error:
-        return error.message
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
+    except RUN_ERRORS as error:
+        if isinstance(error, InvalidModel):
+            raise
         if foreign.names:
-            return f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
-        return f"its forward cannot be run layer by layer ({_first_line(error)})"
+            raise InvalidModel(
+                f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
+            ) from error
+        where = "passes more than the hidden state from layer to layer" if tape.has_calls else "needs more than tokens"
+        raise _CodeFailed(f"its layers cannot be run one at a time, because its code {where}") from error
     for index, call in enumerate(calls):
         if any(tensor.requires_grad for tensor in call.tensors()):
-            return f"layer {index} gets more from the embedding than the hidden state, which is not supported"
+            raise InvalidModel(
+                f"layer {index} gets more from the embedding than the hidden state, which is not supported"
+            )
     return calls
+
+
+def _refuse_second_results(
+    model: PreTrainedModel,
+    tape: Tape,
+    embed: Embed,
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: Sequence[nn.Module],
+) -> None:
+    """Refuse a model whose layers use what another layer answers besides the hidden state: between layers only that one is kept."""
+    second = _SecondResult()
+    tape.answer = lambda hidden: (hidden, second)
+    try:
+        calls = _try(model, tape, embed, shapes)
+    except (_SecondResultUsed, InvalidModel):
+        return  # The model itself does something with it; with None in its place it has just run.
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        if not any(value is second for value in (*call.args, *call.kwargs.values())):
+            continue
+        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, model.config.get_text_config().hidden_size, device="meta")
+        args, kwargs = call.without_storage().with_hidden(hidden_1TD)
+        try:
+            # On a copy: some layers move what they hold to where they find the hidden state.
+            with torch.no_grad():
+                copy.deepcopy(layer)(*args, **kwargs)
+        except _SecondResultUsed:
+            raise InvalidModel(
+                f"model_type {model.config.model_type!r}: layer {index} uses a result of the layer before it besides the hidden "
+                "state, which is not supported"
+            ) from None
+        except RUN_ERRORS:
+            pass  # Without storage, some layers run only so far (experts are chosen by values).
+
+
+class _SecondResultUsed(Exception):
+    """Something was done with a second result."""
+
+
+class _SecondResult:
+    """Stands for what a layer answers besides the hidden state, and raises when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _SecondResultUsed
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        raise _SecondResultUsed
 
 
 class _ForeignParameters(TorchFunctionMode):
@@ -85,7 +158,3 @@ class _ForeignParameters(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.is_meta and id(value) in self._names:
                     self.names.append(self._names[id(value)])
         return func(*args, **(kwargs or {}))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -24,7 +24,7 @@ from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
 from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
-from horizon_server.engine.packing_probe import one_document_each, supports_packing
+from horizon_server.engine.packing_probe import split_row, supports_packing
 from horizon_server.engine.random_keys import StepKey
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
@@ -109,7 +109,8 @@ class Trainer:
     def supports_packing(self) -> bool:
         """Whether the model keeps packed documents apart; tried once, on the real weights.
 
-        Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves.
+        Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves; where it is True, they
+        split rows beyond the template's packing limit.
         """
         answer = supports_packing(
             self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
@@ -229,7 +230,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return 0
         grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale))
+        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
         return len(self._template.layout.units)
 
     def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -249,9 +250,10 @@ class Trainer:
 
     def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         packed = any(len(m.document_lengths) > 1 for m in micro_batches)
-        if not packed or self.supports_packing:
+        if not packed:
             return list(micro_batches)
-        return [row for micro_batch in micro_batches for row in one_document_each(micro_batch)]
+        limit = self._template.packing_limit if self.supports_packing else 0
+        return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
     def _learning_rate(self) -> float:
         return learning_rate_at(

@@ -1,14 +1,14 @@
 """One attempt at a job, from its turn on the device to its end: prepare the data, lend the memory, run the worker, judge how it ended.
 
-Whatever goes wrong in here ends the attempt with its true reason, and never the daemon.
+Whatever goes wrong in here ends the attempt with its true reason, and never the daemon. A database that cannot be written ends nothing:
+the attempt waits for it, and its worker with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.child import CANCEL, STOP, Child, exit_reason, log_tail
-from horizon_server.errors import DiskFull, DoesNotFit, HorizonError, WorkerFailed
+from horizon_server.children.child import CANCEL, STOP, Child, log_tail
+from horizon_server.errors import DatabaseUnavailable, DiskFull, DoesNotFit, HorizonError, WorkerFailed
 from horizon_server.events import (
-    AttemptEnded,
     AttemptReady,
     CheckpointWritten,
     EvalDone,
@@ -30,20 +29,41 @@ from horizon_server.events import (
 )
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.ports import DatasetFiles, PreparedData, Resources
+from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
-from horizon_server.planning.machine import oom_kills
 from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.job import (
+    CANCELLED,
+    CANCELLED_MESSAGE,
+    ENDED,
+    PAUSED,
+    PAUSED_MESSAGE,
+    JobRecord,
+    JobState,
+    Wanted,
+)
 
 log = structlog.get_logger(__name__)
 
-_STOP_MESSAGE = {"cancel": "cancelled by a user", "pause": "paused by a user", "drain": "the daemon shuts down"}
+_STOP_MESSAGE = {
+    Wanted.CANCEL: "cancelled by a user",
+    Wanted.PAUSE: "paused by a user",
+    Wanted.DRAIN: "the daemon shuts down",
+}
 
 WORKER_MODULE = "horizon_server.worker"
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded:
+    """How an attempt ended. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed."""
+
+    outcome: str
+    reason: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +74,18 @@ class WorkerOptions:
     environment: dict[str, str]
     trace: bool = False
     module: str = WORKER_MODULE
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInputs:
+    """The files on this node that a job's ids stand for."""
+
+    model: Path
+    dataset: DatasetFiles
+    evaluation: DatasetFiles | None
+
+
+FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
 
 
 class Attempt:
@@ -67,7 +99,7 @@ class Attempt:
         job: JobRecord,
         *,
         journal: Journal,
-        resources: Resources,
+        find_inputs: FindInputs,
         folders: JobFolders,
         planner: Planner,
         preparation: Preparation,
@@ -75,88 +107,100 @@ class Attempt:
     ) -> None:
         self.job = job
         self._journal = journal
-        self._resources = resources
+        self._find_inputs = find_inputs
         self._folders = folders
         self._planner = planner
         self._preparation = preparation
         self._options = options
         self._child: Child | None = None
-        self._wanted = ""
-        self._ended: AttemptEnded | None = None
+        self._wanted = Wanted.NOTHING
         self._over = False
         self._moving = asyncio.Lock()
         """Held while the state changes, so that a stop and the attempt's own progress never pass each other."""
 
     async def run(self) -> None:
-        """Carry the job from QUEUED to wherever this attempt ends."""
-        number = self.job.attempt + 1
-        self.job = await self._journal.move(
-            self.job,
-            JobState.PREPARING,
-            attempt=number,
-            started_s=self.job.started_s or time.time(),
-            wanted="",
-        )
-        structlog.contextvars.bind_contextvars(job_id=self.job.job_id, attempt=number)
-        try:
-            await self._prepare_and_train()
-        except HorizonError as error:
-            if isinstance(error, WorkerFailed):
-                await self._explain(self._folders.log(self.job.job_id, number))
-            await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
-        except OSError as error:
-            await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=f"the node failed: {error}"))
+        """Carry the job from QUEUED to the end of this attempt.
 
-    async def stop(self, wanted: str) -> None:
-        """Ask it to end: `cancel`, `pause`, or `drain` (checkpoint, and queue again when the daemon is back)."""
+        Raises:
+            WrongJobState: when the job has left the queue meanwhile.
+        """
+        number = self.job.attempt + 1
+        with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=number):
+            self.job = await self._journal.patiently(
+                lambda: self._journal.move(
+                    self.job,
+                    JobState.PREPARING,
+                    attempt=number,
+                    started_s=self.job.started_s or time.time(),
+                    wanted=Wanted.NOTHING,
+                )
+            )
+            try:
+                await self._prepare_and_train()
+            except HorizonError as error:
+                if isinstance(error, WorkerFailed):
+                    await self._explain(self._folders.log(self.job.job_id, number))
+                await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
+            except OSError as error:
+                message = f"the node failed: {error}"
+                await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=message))
+
+    async def stop(self, wanted: Wanted) -> None:
+        """Ask it to end.
+
+        Raises:
+            DiskFull, DatabaseUnavailable: when a user's order cannot be stored; the attempt continues then.
+        """
         async with self._moving:
-            if self._wanted in ("cancel", wanted) or self._over:
+            if self._wanted in (Wanted.CANCEL, wanted) or self._over:
                 return
+            try:
+                await self._store_stop(wanted)
+            except (DiskFull, DatabaseUnavailable) as error:
+                if wanted is not Wanted.DRAIN:
+                    raise
+                log.error("the drain cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
-            if wanted != "drain":
-                self.job = await self._journal.store.set(self.job.job_id, wanted=wanted)
-            if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                await self._note_stop(wanted)
         self._preparation.stop()
         if self._child is not None:
-            self._child.tell(CANCEL if wanted == "cancel" else STOP)
-            if wanted == "cancel":
+            self._child.send_order(_order(wanted))
+            if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
-    async def _note_stop(self, wanted: str) -> None:
-        try:
+    async def _store_stop(self, wanted: Wanted) -> None:
+        # The next daemon knows by itself that this one has ended, so a drain is no wish that has to be stored.
+        fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
+        if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
             self.job = await self._journal.move(
-                self.job, JobState.STOPPING, reason=wanted.upper(), message=_STOP_MESSAGE[wanted]
+                self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
             )
-        except DiskFull:
-            if wanted != "drain":
-                raise
-            log.exception("the drain cannot be noted")  # the worker is told all the same
+        elif fields:
+            self.job = await self._journal.store.set(self.job.job_id, **fields)
 
     def kill(self) -> None:
-        """End the worker at once; the job goes on from its last checkpoint."""
+        """End the worker at once; the job continues from its last checkpoint."""
         self._preparation.stop()
         if self._child is not None:
             self._child.kill()
 
     async def _prepare_and_train(self) -> None:
-        folder = await self._resources.model_folder(self.job.model_id)
-        prepared = await self._prepare(await self._resources.dataset_by_id(self.job.dataset_id), folder)
+        inputs = await self._journal.patiently(lambda: self._find_inputs(self.job))
+        prepared = await self._prepare(inputs.dataset, inputs.model)
         evaluation = prepared.evaluation if prepared else None
-        if prepared and self.job.eval_dataset_id:
-            held_out = await self._prepare(await self._resources.dataset_by_id(self.job.eval_dataset_id), folder)
+        if prepared and inputs.evaluation is not None:
+            held_out = await self._prepare(inputs.evaluation, inputs.model)
             evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, folder)
+        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, inputs.model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
             await self._finish(AttemptEnded(outcome="stopped"))
             return
-        await self._train(memory, model=folder, prepared=prepared.folder, evaluation=evaluation)
+        await self._train(memory, model=inputs.model, prepared=prepared.folder, evaluation=evaluation)
 
     async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
         """Return what was prepared, or None when that was stopped."""
@@ -172,20 +216,16 @@ class Attempt:
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
         attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
-        kills_before = oom_kills()
         with memory.lent() as planes:
             request = self._request(memory, planes, model=model, prepared=prepared, evaluation=evaluation)
-            async with self._running(request, tuple(planes.values()), attempt_log) as child:
-                async for line in child.lines():
-                    await self._on_line(line)
-                code = await child.wait()
-        if self._ended is None:
-            why = exit_reason(code, oom_killed=oom_kills() > kills_before)
-            await self._explain(attempt_log)
-            self._ended = AttemptEnded(outcome="failed", reason="WORKER_DIED", message=why)
-        elif self._ended.outcome == "failed":
-            await self._explain(attempt_log)
-        await self._finish(self._ended)
+            try:
+                async with self._running(request, tuple(planes.values()), attempt_log) as child:
+                    outcome = await child.answer(self._on_line)
+            except HorizonError as error:
+                if not isinstance(error, WorkerFailed):  # `run` does it for those
+                    await self._explain(attempt_log)
+                raise
+        await self._finish(AttemptEnded(outcome=outcome))
 
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
@@ -207,22 +247,23 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": self._options.trace,
+            "trace": str(self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json"))
+            if self._options.trace
+            else None,
         }
 
     @asynccontextmanager
     async def _running(self, request: dict[str, Any], fds: tuple[int, ...], attempt_log: Path) -> AsyncIterator[Child]:
         """Start the worker, and make sure that it is gone at the end of the block, however that ends."""
-        path = attempt_log.with_name("request.json")
-        path.write_text(json.dumps(request, indent=1), "utf-8")
         child = await Child.start(
-            self._options.module, [str(path)], log=attempt_log, environment=self._options.environment, pass_fds=fds
-        )
+            self._options.module, request, who="the worker", environment=self._options.environment,
+            request_file=attempt_log.with_name("request.json"), log_file=attempt_log, pass_fds=fds,
+        )  # fmt: skip
         attempt_log.with_name("pid").write_text(f"{child.pid} {_start_time(child.pid)}", "utf-8")
         log.info("worker started", pid=child.pid)
         self._child = child
         if self._wanted:
-            child.tell(CANCEL if self._wanted == "cancel" else STOP)
+            child.send_order(_order(self._wanted))
         try:
             yield child
         finally:
@@ -242,16 +283,18 @@ class Attempt:
                 await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():
                 await self._journal.append(job_id, line)
-            case AttemptEnded():
-                self._ended = line
 
     async def _advance(self, state: JobState, **fields: Any) -> bool:
-        """Move on, unless somebody has asked for a stop."""
-        async with self._moving:
-            if self._wanted:
-                return False
-            self.job = await self._journal.move(self.job, state, **fields)
-            return True
+        """Move on, unless the attempt has been asked to stop."""
+
+        async def move() -> bool:
+            async with self._moving:  # not held while waiting for the database, so that a stop is heard then
+                if self._wanted:
+                    return False
+                self.job = await self._journal.move(self.job, state, **fields)
+                return True
+
+        return await self._journal.patiently(move)
 
     async def _explain(self, attempt_log: Path) -> None:
         tail = await asyncio.to_thread(log_tail, attempt_log)
@@ -264,29 +307,40 @@ class Attempt:
             self._over = True
         if ended.outcome == "succeeded":
             target, reason, message = JobState.SUCCEEDED, "", ended.message
-        elif self._wanted == "cancel":
-            target, reason, message = JobState.CANCELLED, "CANCELLED", "cancelled by a user"
-        elif ended.outcome == "failed" and self._wanted != "drain":
+        elif self._wanted is Wanted.CANCEL:
+            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
+        elif ended.outcome == "failed" and self._wanted is not Wanted.DRAIN:
             target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
-        elif self._wanted == "pause":
-            target, reason, message = JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"
+        elif self._wanted is Wanted.PAUSE:
+            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:
             target, reason, message = (
                 JobState.QUEUED,
                 "DRAINED",
                 "the daemon shut down; it continues when the daemon is back",
             )
-        end = {"ended_s": time.time()} if target is not JobState.QUEUED and target is not JobState.PAUSED else {}
-        self.job = await self._journal.move(self.job, target, reason=reason, message=message, wanted="", **end)
+        end = {"ended_s": time.time()} if target in ENDED else {}
+        self.job = await self._journal.patiently(
+            lambda: self._journal.move(self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 
 
+def _order(wanted: Wanted) -> bytes:
+    return CANCEL if wanted is Wanted.CANCEL else STOP
+
+
 def _start_time(pid: int) -> str:
-    """Return the kernel's start time of a process: with the pid it names one process for ever, the pid alone does not."""
+    """Return the kernel's start time of a process: with the pid it names one process forever, the pid alone does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
     except (OSError, IndexError) as error:
         raise WorkerFailed("the worker ended before it began") from error
+    if (
+        fields[0] == "Z"
+    ):  # dead, but not yet collected by its parent: in a container without an init that may never happen
+        raise WorkerFailed("the worker ended before it began")
+    return fields[19]
 
 
 def orphan_pid(folder: Path) -> int | None:

@@ -1,80 +1,114 @@
-"""The journal of jobs: every event is stored first, then told to watchers and to the metrics. The only writer of events."""
+"""The journal of jobs: every event is stored first, then passed on to watchers and to the metrics. The only writer of events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
-from horizon_server.errors import Draining
+import structlog
+
+from horizon_server.db.jobs import JobStore
+from horizon_server.errors import DatabaseUnavailable, DiskFull, Draining
 from horizon_server.events import JobEvent, Payload, StateChanged
-from horizon_server.jobs.ports import JobObserver, JobStore
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.records.job import ENDED, JobRecord, JobState
+from horizon_server.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
 
 _BATCH = 500
-"""Events read at a time: a watcher far behind costs no more memory than this."""
+"""Events read at a time: a watcher that starts late costs no more memory than this."""
+
+RETRY_S = 5.0
+"""How long a write of an attempt waits before it is tried again."""
 
 
 class Journal:
-    """Stores events and wakes whoever watches.
+    """Stores events and wakes the watchers of their jobs.
 
     Thread: belongs to one event loop.
     """
 
-    def __init__(self, store: JobStore, observer: JobObserver) -> None:
+    def __init__(self, store: JobStore, metrics: Metrics, lifecycle: Lifecycle, *, retry_s: float = RETRY_S) -> None:
         self.store = store
-        self._observer = observer
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._retry_s = retry_s
         self._watchers: dict[str, set[asyncio.Event]] = defaultdict(set)
-        self._closed = False
 
     async def create(self, job: JobRecord, *, request_id: str) -> JobRecord:
         """Store a new job, or return the one that the same earlier request made."""
-        record, event = await self.store.create(job, request_id=request_id)
-        if event is not None:
-            await self._told_state(record, None)
+        record, is_new = await self.store.create(job, request_id=request_id)
+        if is_new:
+            self._metrics.on_job_state(record, None)
         return record
 
     async def move(
         self, job: JobRecord, state: JobState, *, reason: str = "", message: str = "", **fields: Any
     ) -> JobRecord:
-        """Change the job's state.
+        """Change the job's state; `fields` as for `JobStore.move`.
 
         Raises:
             WrongJobState: when the state machine does not allow it.
         """
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
-        record, _ = await self.store.move(job.job_id, change, **fields)
-        await self._told_state(record, job.job_state.value)
+        record, before = await self.store.move(job.job_id, change, **fields)
+        self._metrics.on_job_state(record, before.value)
+        self._wake(job.job_id)
         return record
 
-    async def append(self, job_id: str, payload: Payload, **fields: Any) -> JobRecord:
-        """Store an event that leaves the state as it is."""
-        record, _ = await self.store.append(job_id, payload, **fields)
-        self._observer.on_payload(record, payload)
+    async def append(self, job_id: str, payload: Payload, **fields: Any) -> None:
+        """Store an event of a running attempt, however long that has to wait."""
+        record = await self.patiently(lambda: self.store.append(job_id, payload, **fields))
+        self._metrics.on_payload(record, payload)
         self._wake(job_id)
-        return record
+
+    async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """Repeat `call` while the database cannot be used, until draining begins.
+
+        A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
+        process costs a training run time, never its steps.
+
+        Raises:
+            DiskFull, DatabaseUnavailable: when draining begins meanwhile; the next daemon settles the job.
+        """
+        while True:
+            try:
+                return await call()
+            except (DiskFull, DatabaseUnavailable) as error:
+                if self._lifecycle.draining:
+                    raise
+                log.error("the journal waits for the database", why=error.message, retry_s=self._retry_s)
+                await self._lifecycle.pause(self._retry_s)
 
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
         """Yield events with a greater number as they come, and end after the last one of an ended job.
 
         Raises:
-            Draining: when the daemon shuts down meanwhile; the caller reconnects and goes on from the last number.
+            Draining: when the daemon shuts down meanwhile; the caller reconnects and continues from the last number.
         """
         news = asyncio.Event()
         self._watchers[job_id].add(news)
+        may_have_ended = True
         try:
             while True:
                 news.clear()
-                job = await self.store.get(job_id)
                 events = await self.store.events_after(job_id, after, _BATCH)
                 for event in events:
                     yield event
                     after = event.sequence
-                if job is None or (job.job_state in ENDED and after >= job.last_sequence):
-                    return
-                if self._closed:
+                    may_have_ended = isinstance(event.payload, StateChanged) and event.payload.job_state in ENDED
+                if may_have_ended:  # the job itself is read only then: hundreds may watch every step
+                    job = await self.store.get(job_id)
+                    if job is None or (job.job_state in ENDED and after >= job.last_sequence):
+                        return
+                    may_have_ended = False
+                if self._lifecycle.closed:
                     raise Draining("the daemon is shutting down; the job continues when it is back", retry_after_s=2.0)
                 if not events:
                     await news.wait()
@@ -83,16 +117,10 @@ class Journal:
             if not self._watchers[job_id]:
                 del self._watchers[job_id]
 
-    def close(self) -> None:
-        """End every watch with Draining, once each has what is stored."""
-        self._closed = True
+    def end_watches(self) -> None:
+        """End every watch with Draining, once each has what is stored. Call it after `Lifecycle.close`."""
         for job_id in list(self._watchers):
             self._wake(job_id)
-
-    async def _told_state(self, job: JobRecord, old: str | None) -> None:
-        self._observer.on_job_state(job, old)
-        self._observer.set_jobs(await self.store.counts())
-        self._wake(job.job_id)
 
     def _wake(self, job_id: str) -> None:
         for news in self._watchers.get(job_id, ()):

@@ -7,7 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.jobs.ports import JobStore
+from horizon_server.db.jobs import JobStore
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.planning.machine import Accelerator, host_memory
 from horizon_server.records.account import Principal
 from horizon_server.store.cpus import available_cpus
@@ -34,11 +35,13 @@ class NodeStatus:
 class NodeFacts:
     """Answers what the node is and how busy it is."""
 
-    def __init__(self, store: JobStore, *, state_dir: Path, accelerators: tuple[Accelerator, ...]) -> None:
+    def __init__(
+        self, store: JobStore, lifecycle: Lifecycle, *, state_dir: Path, accelerators: tuple[Accelerator, ...]
+    ) -> None:
         self._store = store
+        self._lifecycle = lifecycle
         self._state_dir = state_dir
         self._accelerators = accelerators
-        self.draining = False
 
     async def describe(self, principal: Principal) -> NodeStatus:
         """Return the node as it stands now, and who asks."""
@@ -52,7 +55,7 @@ class NodeFacts:
             accelerators=self._accelerators,
             disk_free_bytes=shutil.disk_usage(self._state_dir).free,
             num_jobs=await self._store.counts(),
-            draining=self.draining,
+            draining=self._lifecycle.draining,
             user=principal.name,
             role=principal.role,
         )

@@ -7,13 +7,19 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from horizon_server.children.child import Child, exit_reason
-from horizon_server.errors import InvalidData, WorkerFailed
-from horizon_server.events import AttemptEnded, Message, PrepareProgress
+from horizon_server.children.child import Child, Limits
+from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
+from horizon_server.events import Message, PrepareProgress, WorkerLine
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
 from horizon_server.spec import JobSpec
 from horizon_server.store.prepared import REPORT_FILE, remove_partial
+
+_MEMORY_GIB = 4
+# A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
+# else that hangs, and long because the last thing a preparation does is to wait for the disk.
+_LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30, silence_s=600, oom_score_adj=1000)
 
 Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
 
@@ -42,18 +48,15 @@ class Preparation:
         """Return what was done, or None when `stop` came first.
 
         Raises:
-            InvalidData: when rows cannot be used; each was told with file, line and field.
-            WorkerFailed: when the child died.
+            InvalidData: when rows cannot be used; a message names each with file, line and field.
+            WorkerDied: when the child was killed, or crashed.
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
         if not self._stopped and not call.is_whole:
-            # A folder that is there but not whole has lost files; partial ones were left by a daemon that was killed.
+            # A folder that is there but not whole has lost files.
             await asyncio.to_thread(shutil.rmtree, call.target, ignore_errors=True)
-            await asyncio.to_thread(remove_partial, call.target)
-            path = log.with_name("preparation.json")
-            path.write_text(call.request, "utf-8")
             try:
-                await self._run_child(path, log, environment, tell)
+                await self._run_child(call.request, log, environment, tell)
             finally:
                 # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
                 await asyncio.to_thread(remove_partial, call.target)
@@ -63,37 +66,38 @@ class Preparation:
         return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
 
     def stop(self) -> None:
-        """End it and remove what it has written so far."""
+        """End it; `run` removes what it has written so far."""
         self._stopped = True
         if self._child is not None:
             self._child.kill()
 
-    async def _run_child(self, request: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> None:
+    async def _run_child(
+        self, request: Mapping[str, Any], log: Path, environment: Mapping[str, str], tell: Tell
+    ) -> None:
+        async def on_event(event: WorkerLine) -> None:
+            if isinstance(event, PrepareProgress):
+                await tell(event)
+
         child = await Child.start(
-            "horizon_server.datasets.preparing.child", [str(request)], log=log, environment=environment
-        )
+            "horizon_server.datasets.preparing.child", request, who="the data preparation", environment=environment,
+            request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
+        )  # fmt: skip
         self._child = child
-        ended: AttemptEnded | None = None
         try:
-            async for line in child.lines():
-                if isinstance(line, AttemptEnded):
-                    ended = line
-                elif isinstance(line, PrepareProgress) and not line.report:
-                    await tell(line)
-            code = await child.wait()
+            await child.answer(on_event)
+        except OutOfMemory as error:
+            raise InvalidData(
+                f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
+            ) from error
+        except HorizonError as error:
+            if self._stopped:
+                return
+            if len(error.violations) > 1:
+                lines = [violation.description for violation in error.violations]
+                await tell(Message(level="error", text="\n".join(lines)))
+            raise
         finally:
             self._child = None
-            child.kill()
-            await child.wait()
-        if self._stopped or (ended is not None and ended.outcome == "succeeded"):
-            return
-        if ended is None:
-            raise WorkerFailed(exit_reason(code, oom_killed=False, who="the data preparation"))
-        if len(ended.details) > 1:
-            await tell(Message(level="error", text="\n".join(ended.details)))
-        error = InvalidData(ended.message)
-        error.reason = ended.reason or InvalidData.reason
-        raise error
 
 
 async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:

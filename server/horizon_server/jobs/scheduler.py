@@ -1,4 +1,8 @@
-"""The queue: first come, first served, one job on the device at a time. Also what happens to jobs whose daemon died."""
+"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain.
+
+Also settles what the last daemon left: a job that was on the device when it died is queued again, at its old place, so that no training is
+lost; after `max_attempts` such deaths without progress it fails, so that a job that kills its daemon cannot do so forever.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,28 @@ from typing import Any
 
 import structlog
 
-from horizon_server.errors import DiskFull, HorizonError, WrongJobState
-from horizon_server.events import StateChanged
+from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, WrongJobState
+from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.ports import JobObserver
-from horizon_server.records.job import JobRecord, JobState
+from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.records.job import (
+    CANCELLED,
+    CANCELLED_MESSAGE,
+    ON_DEVICE,
+    PAUSED,
+    PAUSED_MESSAGE,
+    JobRecord,
+    JobState,
+    Wanted,
+)
+from horizon_server.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
 DAEMON_DIED = "DAEMON_DIED"
-DISK_FULL_WAIT_S = 5.0
-"""How often a queue that stands still for want of disk space looks again."""
+RESUMED = "RESUMED"
 
 
 class Scheduler:
@@ -37,7 +50,8 @@ class Scheduler:
         self,
         journal: Journal,
         *,
-        observer: JobObserver,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
         folders: JobFolders,
         make_attempt: Callable[[JobRecord], Attempt],
         max_attempts: int,
@@ -45,14 +59,14 @@ class Scheduler:
         when_idle: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         self._journal = journal
-        self._observer = observer
+        self._metrics = metrics
+        self._lifecycle = lifecycle
         self._folders = folders
         self._make_attempt = make_attempt
         self._max_attempts = max_attempts
         self._orphan_grace_s = orphan_grace_s
         self._when_idle = when_idle
         self._news = asyncio.Event()
-        self._draining = False
         self._idle = asyncio.Event()
         self.current: Attempt | None = None
 
@@ -64,27 +78,33 @@ class Scheduler:
         """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""
         while True:
             self._news.clear()
-            queued = await self._journal.store.in_states([JobState.QUEUED])
-            if self._draining:
+            try:
+                first = await self._journal.patiently(lambda: self._journal.store.queued(1))
+            except (DiskFull, DatabaseUnavailable):
+                return  # draining has begun while the database could not be used
+            if self._lifecycle.draining:
                 return
-            if not queued:
+            if not first:
                 await self._idle_until_news()
                 continue
-            self.current = self._make_attempt(queued[0])
+            self.current = self._make_attempt(first[0])
             self._idle.clear()
             try:
                 await self.current.run()
             except WrongJobState:
-                log.info("the job left the queue before its turn", job_id=queued[0].job_id)
-            except Exception as error:  # a defect in one attempt must not stop everybody's queue
-                log.exception("attempt broke", job_id=queued[0].job_id)
-                await self._fail_when_noted(queued[0].job_id, error)
+                log.info("the job left the queue before its turn", job_id=first[0].job_id)
+            except HorizonError as error:
+                log.error("attempt broke", job_id=first[0].job_id, why=error.message)
+                await self._fail(first[0].job_id, error)
+            except Exception as error:  # a defect in one attempt must not block everybody's queue
+                log.exception("attempt broke", job_id=first[0].job_id)
+                await self._fail(first[0].job_id, error)
             finally:
                 self.current = None
                 self._idle.set()
 
     async def _idle_until_news(self) -> None:
-        """Do what is only done when nobody waits for the device; a job ends it at once."""
+        """Do what is only done when no job waits for the device; a new job ends it at once."""
         chore = asyncio.create_task(self._when_idle(), name="idle")
         try:
             await self._news.wait()
@@ -95,12 +115,12 @@ class Scheduler:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
-        self._draining = True
+        self._lifecycle.drain()
         attempt = self.current
         self.wake()
         if attempt is None:
             return
-        await attempt.stop("drain")
+        await attempt.stop(Wanted.DRAIN)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -112,14 +132,14 @@ class Scheduler:
         """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them.
 
         A worker whose daemon died sees the end of its control pipe, checkpoints and stops; only when it takes too long is it killed.
-        So a job is never run twice at the same time, and goes on from its newest checkpoint.
+        So a job is never run twice at the same time, and continues from its newest checkpoint.
         """
-        on_device = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
-        for job in await self._journal.store.in_states(on_device):
-            await self._end_orphan(job)
-            now = await self._journal.store.get(job.job_id)
-            assert now is not None
-            await self._settle(now)
+        try:
+            for job in await self._journal.patiently(lambda: self._journal.store.in_states(sorted(ON_DEVICE))):
+                await self._end_orphan(job)
+                await self._journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
+        except (DiskFull, DatabaseUnavailable):
+            log.error("jobs of the last daemon are not settled; the next daemon does it")
 
     async def _end_orphan(self, job: JobRecord) -> None:
         folder = self._folders.attempt(job.job_id, job.attempt)
@@ -130,73 +150,63 @@ class Scheduler:
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.1)
 
-    async def _settle(self, job: JobRecord) -> None:
-        log.info("found a job whose daemon died", job_id=job.job_id, job_state=job.job_state.value)
-        if job.job_state is JobState.STOPPING and job.wanted == "cancel":
+    async def _settle(self, job_id: str) -> None:
+        job = await self._journal.store.get(job_id)  # again: a user may have asked for a stop since
+        assert job is not None, job_id
+        log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
+        nothing, now_s = Wanted.NOTHING, time.time()
+        if job.job_state is JobState.STOPPING and job.wanted is Wanted.CANCEL:
             await self._journal.move(
-                job, JobState.CANCELLED, reason="CANCELLED", message="cancelled by a user", wanted=""
+                job, JobState.CANCELLED, reason=CANCELLED, message=CANCELLED_MESSAGE, wanted=nothing, ended_s=now_s
             )
-            return
-        if job.job_state is JobState.STOPPING and job.wanted == "pause":
-            await self._journal.move(job, JobState.PAUSED, reason="PAUSED", message="paused by a user", wanted="")
-            return
-        if await self._deaths(job) + 1 >= self._max_attempts:
+        elif job.job_state is JobState.STOPPING and job.wanted is Wanted.PAUSE:
+            await self._journal.move(job, JobState.PAUSED, reason=PAUSED, message=PAUSED_MESSAGE, wanted=nothing)
+        elif await self._deaths(job_id) + 1 >= self._max_attempts:
+            times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
             message = (
-                f"the daemon died {self._max_attempts} times under this job; look at its log, then resume it by hand"
+                f"the daemon died {times} under this job without progress; look at its log, then resume it by hand"
             )
-            await self._journal.move(job, JobState.FAILED, reason=DAEMON_DIED, message=message, ended_s=time.time())
-            return
-        message = "the daemon died and is back; the job goes on from its newest checkpoint"
-        await self._journal.move(job, JobState.QUEUED, reason=DAEMON_DIED, message=message, wanted="")
-        self._observer.on_worker_restart(DAEMON_DIED)
+            await self._journal.move(
+                job, JobState.FAILED, reason=DAEMON_DIED, message=message, wanted=nothing, ended_s=now_s
+            )
+        else:
+            message = "the daemon died and is back; the job continues from its newest checkpoint"
+            await self._journal.move(job, JobState.QUEUED, reason=DAEMON_DIED, message=message, wanted=nothing)
+            self._metrics.on_worker_restart(DAEMON_DIED)
 
-    async def _deaths(self, job: JobRecord) -> int:
-        """How often this job was found like this since a user last queued it."""
-        deaths, after = 0, 0
-        while events := await self._journal.store.events_after(job.job_id, after, 1000):
+    async def _deaths(self, job_id: str) -> int:
+        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever.
+
+        A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
+        """
+        deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
+        while events := await self._journal.store.events_after(job_id, after, 1000):
             after = events[-1].sequence
-            changes = [event.payload for event in events if isinstance(event.payload, StateChanged)]
-            for change in changes:
-                if change.reason == DAEMON_DIED:
-                    deaths += 1
-                elif change.job_state == JobState.QUEUED and change.reason == "RESUMED":
+            for payload in (event.payload for event in events):
+                if isinstance(payload, StepDone):
+                    furthest = max(furthest, payload.step)
+                    if furthest > furthest_at_death:
+                        deaths = 0
+                elif isinstance(payload, StateChanged) and payload.reason == DAEMON_DIED:
+                    deaths, furthest_at_death = deaths + 1, furthest
+                elif isinstance(payload, StateChanged) and payload.reason == RESUMED:
                     deaths = 0
         return deaths
 
-    async def _fail_when_noted(self, job_id: str, error: Exception) -> None:
-        """Fail a job. With a full disk that cannot be noted: the queue then waits until it can, or until the daemon drains."""
-        while not await self._is_failed(job_id, error):
-            await self._pause()
-            if self._draining:
-                return
-        if isinstance(error, DiskFull):
-            await self._pause()
-
-    async def _is_failed(self, job_id: str, error: Exception) -> bool:
-        try:
-            await self._fail(job_id, error)
-        except DiskFull as still_full:
-            log.error("the queue stands still", job_id=job_id, why=still_full.message)
-            return False
-        return True
-
-    async def _pause(self) -> None:
-        if self._draining:
-            return
-        self._news.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), DISK_FULL_WAIT_S)
-
     async def _fail(self, job_id: str, error: Exception) -> None:
-        job = await self._journal.store.get(job_id)
-        if job is None or job.job_state not in (
-            JobState.PREPARING,
-            JobState.STARTING,
-            JobState.RUNNING,
-            JobState.STOPPING,
-        ):
-            return
+        """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""
+
+        async def move() -> None:
+            job = await self._journal.store.get(job_id)
+            if job is not None and job.job_state in ON_DEVICE:
+                await self._journal.move(
+                    job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted=Wanted.NOTHING
+                )
+
         reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
         if isinstance(error, HorizonError):
             reason, message = error.reason, error.message
-        await self._journal.move(job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted="")
+        try:
+            await self._journal.patiently(move)
+        except (DiskFull, DatabaseUnavailable):
+            log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.model_folder import WITHOUT_ATTENTION, ModelFolder
 
 FLOPS_PER_PARAMETER = 6
 FLOPS_PER_PAIR_ELEMENT = 12
@@ -36,8 +36,10 @@ class FlopsCount:
             for name, shape in shapes.items()
             if len(shape) > 1 and (tied or name != embedding_name)
         )
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._width: int = config.num_attention_heads * head_size
+        # A model without attention names no heads, or its recurrent layers' own.
+        num_heads = 0 if getattr(config, "model_type", None) in WITHOUT_ATTENTION else config.num_attention_heads
+        head_size = 0 if num_heads == 0 else getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        self._width: int = num_heads * head_size
         layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         window = getattr(config, "sliding_window", None)
         self._windows = [window if kind == "sliding_attention" else None for kind in layer_types]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from horizon_server.planning.model_folder import ModelShape
-from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
@@ -38,6 +38,9 @@ THREAD_BYTES = 8 << 20
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
+
+_SHARE_FOR_PLANES = 0.9
+"""Of a large model's host memory; the rest is staging, activations and the worker's heap."""
 
 _FP64 = 8
 _FP32 = 4
@@ -121,6 +124,12 @@ def plan_memory(
     return MemoryPlan(host=host, device=device)
 
 
+def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
+    """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens a step."""
+    bytes_per_parameter = sum(PLANE_BYTES.values()) + grad_bytes
+    return max(0, int((limit_bytes - WORKER_BYTES) * _SHARE_FOR_PLANES / bytes_per_parameter))
+
+
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
     """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's fp32 logits near a size that suits the device.
 
@@ -192,8 +201,8 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
 
 
 def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
-    """The attention scores that are kept on the host where only a GPU has a fused kernel, counted on DeepSeek-V3."""
-    return model.num_attention_heads * row_tokens * row_tokens if model.narrow_values else 0
+    """The attention scores that a layer keeps where attention is not fused, counted on DeepSeek-V3, BLOOM, GPT-J, MPT and gpt-oss."""
+    return model.num_score_planes * row_tokens * row_tokens
 
 
 def _inner_saved_elements(model: ModelShape) -> int:
@@ -243,7 +252,9 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     """
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16
+    # Scores in fp32 and in bf16, and the gradients of both.
+    scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
+    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16 + scores_bytes
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
     head_bytes = (
         chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16

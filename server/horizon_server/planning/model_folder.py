@@ -28,8 +28,22 @@ from horizon_server.store.model_files import (
 )
 from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
+_HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
 """What configs call the columns of the embedding, the special names first."""
+
+WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
+"""Model types of recurrent layers only. What some of them call heads are not those of attention."""
+
+UNFUSED_ATTENTION = frozenset(
+    {
+        "bloom", "codegen", "deepseek_v4", "flint", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa",
+        "hy_v4", "inkling2_text", "mimo_v2_flash", "mpt", "openai-gpt", "xglm",
+        # These ask for fused attention, with arguments for which a CPU has no fused kernel.
+        "doge", "falcon",
+    }
+)  # fmt: skip
+"""Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
 
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
@@ -54,14 +68,17 @@ class ModelShape:
     vocab_size: int
     intermediate_size: int
     num_attention_heads: int
+    """0 in a model without attention."""
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
     softcaps_attention: bool
     tied: bool
     experts: ExpertShape | None = None
-    narrow_values: bool = False
-    """Whether values are of another size than queries and keys, which rules out fused attention on a CPU."""
+    num_score_planes: int = 0
+    """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
+    num_score_planes_on_gpu: int = 0
+    """The same on cuda, which has fused kernels for more forms of attention."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -74,7 +91,8 @@ class ModelShape:
         """
         text = text_config(config)
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
-        num_heads = config_size(text, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+        has_attention = text.get("model_type") not in WITHOUT_ATTENTION
+        num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
         return cls(
             hidden_size=hidden_size,
             num_hidden_layers=num_decoder_layers(text),
@@ -82,15 +100,18 @@ class ModelShape:
             intermediate_size=config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
-            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)),
+            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
             max_position_embeddings=config_size(
-                text, "max_position_embeddings", "n_positions", default=UNBOUNDED_POSITIONS
+                text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
             ),
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=_is_tied(config, names),
             experts=_experts(text),
-            narrow_values=_has_narrow_values(text),
+            num_score_planes=_score_planes(
+                text, num_heads, is_fused=not (_is_unfused(text) or _has_narrow_values(text))
+            ),
+            num_score_planes_on_gpu=_score_planes(text, num_heads, is_fused=not _is_unfused(text)),
         )
 
 
@@ -165,6 +186,8 @@ def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
 
 
 def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
+    if text.get("is_moe") is False:
+        return None
     num_experts = config_count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not num_experts:
         return None
@@ -179,6 +202,20 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     )
 
 
+def _score_planes(text: Mapping[str, Any], num_heads: int, *, is_fused: bool) -> int:
+    if text.get("attn_logit_softcapping") is not None:
+        return 0
+    # Two attentions in each of LongCat's layers; an indexer scores every pair of tokens as well.
+    num_attentions = 2 if text.get("model_type") == "longcat_flash" else 1
+    return num_attentions * num_heads * (not is_fused) + config_count(text, "index_n_heads")
+
+
+def _is_unfused(text: Mapping[str, Any]) -> bool:
+    is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
+    return is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
+
+
 def _has_narrow_values(text: Mapping[str, Any]) -> bool:
+    """Whether values are of another size than queries and keys, for which a CPU has no fused attention."""
     query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
     return 0 < query_size != config_count(text, "v_head_dim") > 0

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
@@ -23,8 +23,11 @@ from horizon_server.store.layout import (
 )
 from horizon_server.store.planes import create_memory_file
 
-_GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """The host device keeps gradients in fp32; over a link they travel in bf16."""
+
+_MAX_PLAN_BYTES = 1 << 60
+"""Sizes travel as 64-bit numbers."""
 
 _CUDA_RESERVE_BYTES = 1 << 30
 _CUDA_USABLE = 0.96
@@ -126,6 +129,10 @@ class Planner:
             what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
             raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
+        if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
+            raise InvalidModel(
+                "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
+            )
         plan = JobPlan(
             host_bytes=dict(ledger.host),
             device_bytes=dict(ledger.device),
@@ -133,7 +140,7 @@ class Planner:
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=layout.num_parameters,
             device=choice.device_kind,
-            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice),
+            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice) or _warning(spec),
             prediction=self._prediction(spec, found, choice),
         )
         return plan, layout, choice
@@ -164,7 +171,7 @@ class Planner:
             # Which of several the driver counts as the first is its own affair, so the smallest is planned with.
             smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
             limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
-        grad_bytes = 0 if spec.train.max_grad_norm is None else _GRAD_BYTES[device_kind]
+        grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
         return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
 
     def _placed(
@@ -227,6 +234,17 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _warning(spec: JobSpec) -> str:
+    """What is likely not meant although it fits, or nothing."""
+    train = spec.train
+    if train.max_steps is None or train.warmup_steps < train.max_steps:
+        return ""
+    return (
+        f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
+        f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
+    )
 
 
 def _gib(num_bytes: int) -> str:

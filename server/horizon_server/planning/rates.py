@@ -6,12 +6,9 @@ Owns `rates.json` and when it is measured. Knows what the rates are for no more 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,8 @@ from typing import Any
 
 import structlog
 
-from horizon_server.errors import WorkerFailed
+from horizon_server.children.child import Limits, run_child
+from horizon_server.errors import HorizonError, WorkerFailed
 from horizon_server.planning.ledger import DeviceKind
 from horizon_server.planning.machine import Accelerator, cpu_model, host_memory
 from horizon_server.planning.roofline import DeviceRates
@@ -125,7 +123,7 @@ class IdleMeasurement:
         try:
             rates = await measure_rates(machine, environment=self._environment)
             await asyncio.to_thread(self._book.write, rates)
-        except (WorkerFailed, OSError) as error:
+        except (HorizonError, OSError) as error:
             self._failed = True
             log.warning("the machine's speed could not be measured; plans carry no prediction", why=str(error))
             return
@@ -136,28 +134,18 @@ async def measure_rates(machine: Machine, *, environment: Mapping[str, str]) -> 
     """Measure every kind of device of this machine, one after the other, each in a child process of its own.
 
     Raises:
-        WorkerFailed: when a child fails or takes too long; the message ends with what it said last.
+        WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.
     """
-    return {kind: await _measure(kind, machine, environment) for kind in machine.device_kinds}
-
-
-async def _measure(kind: DeviceKind, machine: Machine, environment: Mapping[str, str]) -> DeviceRates:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "horizon_server.worker.rates", kind, "--threads", str(machine.num_threads), env=dict(environment),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, errors = await asyncio.wait_for(process.communicate(), MEASURE_TIMEOUT_S)
-    except TimeoutError as error:
-        raise WorkerFailed(f"measuring {kind} took more than {MEASURE_TIMEOUT_S:.0f} s") from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    try:
-        return DeviceRates.from_mapping(json.loads(output))
-    except (ValueError, KeyError, TypeError) as error:
-        said = errors.decode("utf-8", "replace").strip().splitlines()
-        raise WorkerFailed(
-            f"measuring {kind} failed with exit code {process.returncode}: {''.join(said[-1:])}"
-        ) from error
+    limits = Limits(wall_s=MEASURE_TIMEOUT_S)
+    rates: dict[DeviceKind, DeviceRates] = {}
+    for kind in machine.device_kinds:
+        request = {"device": kind, "num_threads": machine.num_threads}
+        who = f"the measurement of {kind}"
+        answer = await run_child(
+            "horizon_server.worker.rates", request, who=who, environment=environment, limits=limits
+        )
+        try:
+            rates[kind] = DeviceRates.from_mapping(answer)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
+    return rates

@@ -30,6 +30,11 @@ class DatasetRecord:
         return self.dataset_id
 
     @property
+    def state(self) -> str:
+        """READY or UPLOADING."""
+        return "READY" if self.ready else "UPLOADING"
+
+    @property
     def size_bytes(self) -> int:
         """Bytes over all files."""
         return sum(file.size_bytes for file in self.files)

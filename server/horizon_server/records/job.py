@@ -11,7 +11,7 @@ from horizon_server.spec import JobSpec
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """What a job is doing."""
 
     QUEUED = "QUEUED"
     PREPARING = "PREPARING"
@@ -23,6 +23,20 @@ class JobState(StrEnum):
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
 
+
+class Wanted(StrEnum):
+    """What a running attempt has been asked for."""
+
+    NOTHING = ""
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    DRAIN = "drain"
+    """Checkpoint, and queue again when the daemon is back. Never stored: a daemon that starts knows."""
+
+
+CANCELLED, CANCELLED_MESSAGE = "CANCELLED", "cancelled by a user"
+PAUSED, PAUSED_MESSAGE = "PAUSED", "paused by a user; resume it with: horizon job resume"
+"""Reasons of the states that users ask for, whether or not an attempt was running."""
 
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
@@ -50,7 +64,7 @@ def may_move(old: JobState, new: JobState) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """One job as it stands. Times are Unix seconds, 0.0 while unknown."""
+    """One job. Times are Unix seconds, 0.0 while unknown."""
 
     job_id: str
     owner: str
@@ -62,8 +76,8 @@ class JobRecord:
     job_state: JobState
     reason: str = ""
     message: str = ""
-    wanted: str = ""
-    """What a user has asked the running attempt for: cancel, pause, or nothing."""
+    wanted: Wanted = Wanted.NOTHING
+    """What a user has asked the running attempt for."""
     step: int = 0
     num_steps: int = 0
     attempt: int = 0
@@ -76,7 +90,12 @@ class JobRecord:
     """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
     last_sequence: int = 0
     queue_position: int = 0
-    """From 1 while queued; 0 otherwise. Filled in by the service, not stored."""
+    """From 1 while queued; 0 otherwise. Counted when it is read, not stored."""
+
+    @property
+    def progress(self) -> float:
+        """Steps done of steps in all, 0 to 1; 0 while their number is unknown."""
+        return min(1.0, self.step / self.num_steps) if self.num_steps > 0 else 0.0
 
     @property
     def eta_s(self) -> float | None:

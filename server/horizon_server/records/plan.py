@@ -34,7 +34,7 @@ class JobPlan:
     num_parameters: int
     device: str
     message: str = ""
-    """When it does not fit: the numbers and the smallest change that would make it fit."""
+    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise its user, or nothing."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
 
@@ -50,8 +50,8 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing speaks against starting it; slowness never does."""
-        return not self.message
+        """Whether its memory is within both limits; slowness never counts."""
+        return self.host_total_bytes <= self.host_limit_bytes and self.device_total_bytes <= self.device_limit_bytes
 
     def with_steps(self, num_steps: int) -> JobPlan:
         """The plan of a job whose number of steps has become known."""

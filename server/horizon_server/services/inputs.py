@@ -17,9 +17,11 @@ from horizon_server.datasets.recipe import (
     tokenizer_digest,
 )
 from horizon_server.errors import NotAllowed, NotFound
+from horizon_server.jobs.attempt import JobInputs
 from horizon_server.jobs.ports import DatasetFiles, PreparationCall
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.job import JobRecord
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
@@ -44,6 +46,18 @@ class NodeResources:
         if not record.ready:
             raise NotFound(f"dataset {name} is not ready: its upload was not finished; push it again")
         return self._files(record)
+
+    async def of_job(self, job: JobRecord) -> JobInputs:
+        """Return the files of a job, which was allowed to use them when it was submitted.
+
+        Raises:
+            NotFound: when a dataset was deleted meanwhile.
+        """
+        return JobInputs(
+            model=await self.model_folder(job.model_id),
+            dataset=await self.dataset_by_id(job.dataset_id),
+            evaluation=await self.dataset_by_id(job.eval_dataset_id) if job.eval_dataset_id else None,
+        )
 
     async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
         """Return a READY dataset by id, whoever asks."""
@@ -123,5 +137,5 @@ class PreparationRecipes:
             target=target,
             evaluation=evaluation_folder(target, options),
             is_whole=is_prepared(target, options),
-            request=request.to_json(),
+            request=request.to_mapping(),
         )

@@ -1,10 +1,9 @@
-"""What callers can do with jobs: submit, look, stop, resume, watch, read logs and checkpoints. Authorises every call."""
+"""What callers can do with jobs: submit, list, stop, resume, watch, read logs and checkpoints. Authorises every call."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection
@@ -15,24 +14,41 @@ from horizon_server.errors import (
     Draining,
     InvalidSpec,
     NotAllowed,
-    NotAvailableYet,
     NotFound,
     WrongJobState,
 )
 from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.log_reader import read_log
-from horizon_server.jobs.ports import Resources
-from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
-from horizon_server.records.job import ENDED, ON_DEVICE, CheckpointRecord, JobRecord, JobState
+from horizon_server.records.job import (
+    CANCELLED,
+    CANCELLED_MESSAGE,
+    ENDED,
+    ON_DEVICE,
+    PAUSED,
+    PAUSED_MESSAGE,
+    CheckpointRecord,
+    JobRecord,
+    JobState,
+    Wanted,
+)
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import require_change, require_create, require_visible
+from horizon_server.services.inputs import NodeResources
+from horizon_server.services.turns import UserTurns
 from horizon_server.spec import JobSpec
 
 MAX_PAGE_SIZE = 1000
+_ID_PREFIX = "job_"
+_MAX_NUMBER = 2**63 - 1
+"""Largest number that the database can compare with."""
+_MAX_OFFSET = 2**62
+"""No file is as long."""
 Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
 
@@ -44,18 +60,23 @@ class JobService:
     """
 
     def __init__(
-        self, journal: Journal, *, scheduler: Scheduler, resources: Resources, planner: Planner, folders: JobFolders
+        self,
+        journal: Journal,
+        *,
+        scheduler: Scheduler,
+        lifecycle: Lifecycle,
+        resources: NodeResources,
+        planner: Planner,
+        folders: JobFolders,
+        turns: UserTurns,
     ) -> None:
         self._journal = journal
         self._scheduler = scheduler
+        self._lifecycle = lifecycle
         self._resources = resources
         self._planner = planner
         self._folders = folders
-        self._draining = False
-
-    def start_draining(self) -> None:
-        """Take no more jobs."""
-        self._draining = True
+        self._turns = turns
 
     async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
         """Queue a job, or return the one that the same earlier request made.
@@ -64,33 +85,35 @@ class JobService:
             NotFound: when model or dataset do not exist for the caller.
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
             RequestIdReused: when the id came with another spec.
+            Draining: when the daemon is shutting down.
         """
         require_create(principal)
-        if self._draining:
+        if self._lifecycle.draining:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
         spec = self._owned(principal, spec)
-        model_id, folder = await self._resources.model(principal, spec.model)
-        dataset = await self._resources.dataset(principal, spec.dataset)
-        evaluation = await self._resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-        plan = await asyncio.to_thread(self._planner.plan, spec, folder)
-        if not plan.fits:
-            raise DoesNotFit(plan.message)
-        job = JobRecord(
-            job_id="job_" + secrets.token_hex(6),
-            owner=principal.name,
-            spec=spec,
-            model_id=model_id,
-            dataset_id=dataset.dataset_id,
-            eval_dataset_id=evaluation.dataset_id if evaluation else "",
-            job_state=JobState.QUEUED,
-            created_s=time.time(),
-            plan=plan,
-        )
-        stored = await self._journal.create(job, request_id=request_id)
+        async with self._turns.of(principal.name):
+            model_id, folder = await self._resources.model(principal, spec.model)
+            dataset = await self._resources.dataset(principal, spec.dataset)
+            evaluation = await self._resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
+            plan = await asyncio.to_thread(self._planner.plan, spec, folder)
+            if not plan.fits:
+                raise DoesNotFit(plan.message)
+            job = JobRecord(
+                job_id=_ID_PREFIX + secrets.token_hex(6),
+                owner=principal.name,
+                spec=spec,
+                model_id=model_id,
+                dataset_id=dataset.dataset_id,
+                eval_dataset_id=evaluation.dataset_id if evaluation else "",
+                job_state=JobState.QUEUED,
+                created_s=time.time(),
+                plan=plan,
+            )
+            stored = await self._journal.create(job, request_id=request_id)
         self._scheduler.wake()
-        return await self._placed(stored)
+        return stored
 
     async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
         """Return the spec with defaults and its memory plan; fitting or not, nothing is changed.
@@ -99,16 +122,18 @@ class JobService:
             NotFound: when model or dataset do not exist for the caller.
         """
         spec = self._owned(principal, spec)
-        _, folder = await self._resources.model(principal, spec.model)
-        return spec, await asyncio.to_thread(self._planner.plan, spec, folder)
+        async with self._turns.of(principal.name):
+            _, folder = await self._resources.model(principal, spec.model)
+            return spec, await asyncio.to_thread(self._planner.plan, spec, folder)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
-        """Return one job by id, or by name where that names one.
+        """Return one job by its id, by the start of it where only one id starts so, or by name: the newest of that name.
 
         Raises:
             NotFound: when there is none, or it is not the caller's.
         """
-        return await self._placed(await self._find(principal, key))
+        async with self._turns.of(principal.name):
+            return await self._find(principal, key)
 
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
@@ -116,19 +141,17 @@ class JobService:
         """Return a page of the caller's jobs, newest first, and the token of the next page (empty on the last)."""
         size = min(page_size or 100, MAX_PAGE_SIZE)
         owner = None if principal.sees_all else principal.name
-        rows = await self._journal.store.page(
-            owner=owner, states=sorted(states), before=_page_number(page_token), limit=size + 1
-        )
+        before = _page_number(page_token)
+        async with self._turns.of(principal.name):
+            rows = await self._journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
         token = _page_token(rows[size - 1][0]) if len(rows) > size else ""
-        queue = await self._queue_positions()
-        return [dataclasses.replace(job, queue_position=queue.get(job.job_id, 0)) for _, job in rows[:size]], token
+        return [job for _, job in rows[:size]], token
 
     async def queue(self) -> Jobs:
-        """Return all jobs on the device and then all queued ones in their order; the caller shows strangers' jobs without detail."""
+        """Return the jobs on the device and then the first of the queue in their order, of all users: the caller hides what
+        other users' jobs are about."""
         store = self._journal.store
-        running = await store.in_states(sorted(ON_DEVICE))
-        queued = await store.in_states([JobState.QUEUED])
-        return running + [dataclasses.replace(job, queue_position=i) for i, job in enumerate(queued, 1)]
+        return await store.in_states(sorted(ON_DEVICE)) + await store.queued(MAX_PAGE_SIZE)
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is.
@@ -140,12 +163,10 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
-        if job.job_state in ON_DEVICE and await self._stop_running(job, "cancel"):
-            return await self.get(principal, job.job_id)
         if job.job_state in ON_DEVICE:
-            return await self._mark(job, "cancel")
+            return await self._stop(job, Wanted.CANCEL)
         return await self._journal.move(
-            job, JobState.CANCELLED, reason="CANCELLED", message="cancelled by a user", ended_s=time.time()
+            job, JobState.CANCELLED, reason=CANCELLED, message=CANCELLED_MESSAGE, ended_s=time.time()
         )
 
     async def pause(self, principal: Principal, key: str) -> JobRecord:
@@ -157,15 +178,12 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state is JobState.PAUSED:
             return job
-        if job.job_state in ON_DEVICE and await self._stop_running(job, "pause"):
-            return await self.get(principal, job.job_id)
         if job.job_state in ON_DEVICE:
-            return await self._mark(job, "pause")
-        message = "paused by a user; resume it with: horizon job resume"
-        return await self._journal.move(job, JobState.PAUSED, reason="PAUSED", message=message)
+            return await self._stop(job, Wanted.PAUSE)
+        return await self._journal.move(job, JobState.PAUSED, reason=PAUSED, message=PAUSED_MESSAGE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
-        """Queue a paused or failed job again; it goes on from its newest checkpoint.
+        """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
 
         Raises:
             WrongJobState: when it is neither paused nor failed.
@@ -173,20 +191,18 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
+        # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
         job = await self._journal.move(
-            job, JobState.QUEUED, reason="RESUMED", message="resumed by a user", wanted="", ended_s=0.0
+            job,
+            JobState.QUEUED,
+            reason=RESUMED,
+            message="resumed by a user",
+            requeue=True,
+            wanted=Wanted.NOTHING,
+            ended_s=0.0,
         )
         self._scheduler.wake()
-        return await self._placed(job)
-
-    async def update(self, principal: Principal, key: str, *, priority: int | None) -> JobRecord:
-        """Change a job's priority.
-
-        Raises:
-            NotAvailableYet: always, in this version.
-        """
-        await self._change(principal, key)
-        raise NotAvailableYet("the priority of a job cannot be changed yet: the queue is first come, first served")
+        return job
 
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
         """Yield a job's events from a number on, and end after the last one of an ended job.
@@ -194,37 +210,43 @@ class JobService:
         Raises:
             Draining: when the daemon shuts down meanwhile.
         """
-        job = await self._find(principal, key)
+        job = await self.get(principal, key)
         async for event in self._journal.follow(job.job_id, after_sequence):
             yield event
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt has ended."""
-        job = await self._find(principal, key)
+        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt has ended.
 
-        async def going_on() -> bool:
+        Raises:
+            InvalidSpec: when `offset` is beyond every file.
+        """
+        if not 0 <= offset <= _MAX_OFFSET:
+            raise InvalidSpec.of("offset", f"offset is {offset}; it must be from 0 to {_MAX_OFFSET}")
+        job = await self.get(principal, key)
+
+        async def grows() -> bool:
             now = await self._journal.store.get(job.job_id)
             same = now is not None and attempt in (0, now.attempt)
-            return same and now is not None and now.job_state in ON_DEVICE and not self._draining
+            return same and now is not None and now.job_state in ON_DEVICE and not self._lifecycle.draining
 
         path = self._folders.log(job.job_id, attempt or job.attempt)
-        async for piece in read_log(path, offset=offset, going_on=going_on if follow else None):
+        async for piece in read_log(path, offset=offset, grows=grows if follow else None):
             yield piece
 
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""
-        job = await self._find(principal, key)
+        job = await self.get(principal, key)
         return await asyncio.to_thread(self._folders.checkpoints(job.job_id).all)
 
     async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
-        """Return where one file of a checkpoint lies.
+        """Return the path of one file of a checkpoint.
 
         Raises:
             NotFound: when the checkpoint or the file does not exist.
         """
-        job = await self._find(principal, key)
+        job = await self.get(principal, key)
         return await asyncio.to_thread(self._folders.checkpoints(job.job_id).file, step, path)
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
@@ -237,68 +259,68 @@ class JobService:
         checkpoints = self._folders.checkpoints(job.job_id)
         newest = await asyncio.to_thread(checkpoints.newest)
         if job.job_state not in ENDED and newest is not None and newest == checkpoints.of_step(step):
-            raise WrongJobState(f"job {job.job_id} has not ended and would go on from step {step}; cancel it first")
+            raise WrongJobState(f"job {job.job_id} has not ended and would continue from step {step}; cancel it first")
         await asyncio.to_thread(checkpoints.delete, step)
 
     async def in_use(self, resource_id: str) -> str | None:
         """Return the id of a job that has not ended and needs this dataset or model."""
-        alive = [state for state in JobState if state not in ENDED]
-        for job in await self._journal.store.in_states(alive):
-            if resource_id in (job.model_id, job.dataset_id, job.eval_dataset_id):
-                return job.job_id
-        return None
+        return await self._journal.store.user_of(resource_id)
 
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
         """Fill in the project and refuse what this version cannot carry out, rather than ignore it."""
         if spec.priority != 0:
-            text = "priority must be 0: the queue is first come, first served in this version"
-            raise InvalidSpec.of("priority", text)
+            raise InvalidSpec.of(
+                "priority", "priority must be 0: the queue is first come, first served in this version"
+            )
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
         return spec.model_copy(update={"project": spec.project or principal.project})
 
     async def _find(self, principal: Principal, key: str) -> JobRecord:
-        job = await self._journal.store.get(key)
+        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
+            raise absent
+        store = self._journal.store
+        job = await store.get(key)
         if job is not None:
             require_visible(principal, job.owner, f"job {key}")
             return job
-        named = await self._journal.store.find_by_name(key, principal.name)
+        named = await store.find_by_name(key, principal.name)
         if not named and principal.sees_all:
-            named = await self._journal.store.find_by_name(key, None)
-        if not named:
-            raise NotFound(f"job {key} does not exist, or is not yours; see: horizon job list")
-        if len(named) > 1:
-            ids = ", ".join(job.job_id for job in named[:5])
-            text = f"{len(named)} jobs are named {key}; use an id: {ids}"
-            raise InvalidSpec.of("job_id", text)
-        return named[0]
+            named = await store.find_by_name(key, None)
+        if named:
+            return named[0]  # of several runs of one spec the newest is meant; the answer carries its id
+        if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
+            raise absent
+        found = await store.find_by_prefix(key, None if principal.sees_all else principal.name)
+        if not found:
+            raise absent
+        if len(found) > 1:
+            ids = ", ".join(job.job_id for job in found[:5])
+            raise InvalidSpec.of("job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}")
+        return found[0]
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
-        job = await self._find(principal, key)
+        job = await self.get(principal, key)
         require_change(principal, job.owner, f"job {job.job_id}")
         return job
 
-    async def _stop_running(self, job: JobRecord, wanted: str) -> bool:
+    async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
+        """Ask the attempt of a job on the device to stop. Without one the daemon that ran it has died and the job is not settled yet:
+        the recovery then carries out what is stored here."""
         attempt = self._scheduler.current
-        if attempt is None or attempt.job.job_id != job.job_id:
-            return False
-        await attempt.stop(wanted)
-        return True
-
-    async def _mark(self, job: JobRecord, wanted: str) -> JobRecord:
-        """Note what is wanted of a job whose daemon died and that is not settled yet; the recovery carries it out."""
-        if job.job_state is JobState.STOPPING:
-            return await self._journal.store.set(job.job_id, wanted=wanted)
-        return await self._journal.move(job, JobState.STOPPING, reason=wanted.upper(), wanted=wanted)
-
-    async def _placed(self, job: JobRecord) -> JobRecord:
-        if job.job_state is not JobState.QUEUED:
-            return job
-        return dataclasses.replace(job, queue_position=(await self._queue_positions()).get(job.job_id, 0))
-
-    async def _queue_positions(self) -> dict[str, int]:
-        queued = await self._journal.store.in_states([JobState.QUEUED])
-        return {job.job_id: i for i, job in enumerate(queued, 1)}
+        try:
+            if attempt is not None and attempt.job.job_id == job.job_id:
+                await attempt.stop(wanted)
+            elif job.job_state is JobState.STOPPING:
+                await self._journal.store.set(job.job_id, wanted=wanted)
+            else:
+                await self._journal.move(job, JobState.STOPPING, reason=wanted.name, wanted=wanted)
+        except WrongJobState:
+            pass  # it ended while this call was on its way
+        now = await self._journal.store.get(job.job_id)
+        assert now is not None, job.job_id
+        return now
 
 
 def _page_token(number: int) -> str:
@@ -309,7 +331,9 @@ def _page_number(token: str) -> int:
     if not token:
         return 0
     try:
-        return int(base64.urlsafe_b64decode(token.encode()))
-    except ValueError as error:
-        text = "page_token must be one that an earlier answer gave as next_page_token"
-        raise InvalidSpec.of("page_token", text) from error
+        number = int(base64.urlsafe_b64decode(token.encode()))
+    except ValueError:
+        number = -1
+    if not 0 < number <= _MAX_NUMBER:
+        raise InvalidSpec.of("page_token", "page_token must be one that an earlier answer gave as next_page_token")
+    return number

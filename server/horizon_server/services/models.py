@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from horizon_server.blobs.disk import told_when_full
-from horizon_server.blobs.folder import link_folder, remove_folder, remove_strangers
+from horizon_server.blobs.folder import link_folder, remove_folder, remove_unreferenced
 from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.blobs.threads import in_thread
 from horizon_server.blobs.uploads import Uploads
@@ -178,7 +178,9 @@ class ModelService:
             if not self._finalizing.runs(record.model_id):
                 await self._remove(record)
         known = await self._store.ids()
-        return len(unfinished) + await in_thread(lambda: remove_strangers(self._root, known))
+        return len(unfinished) + await in_thread(
+            lambda: remove_unreferenced(self._root, known, self._uploads.store.trash)
+        )
 
     async def close(self) -> None:
         """Stop checks that still run; they start anew at the next finalize."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +52,18 @@ class SquaredSum:
 
 
 def update_unit(
-    store: HostStore, unit_index: int, hyper: AdamWStep, *, num_threads: int, grad: torch.Tensor | None = None
+    store: HostStore,
+    unit_index: int,
+    hyper: AdamWStep,
+    *,
+    num_threads: int,
+    grad: torch.Tensor | None = None,
+    only: Set[str] | None = None,
 ) -> None:
     """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
 
-    Weight decay applies where the layout says so; padding is not touched.
+    Weight decay applies where the layout says so; padding is not touched. With `only`, the unit's other tensors are not touched
+    either: a tensor without a gradient is not decayed and keeps its moments, as in torch.optim.AdamW.
 
     Shapes: grad [unit.num_elements], fp32 or bf16; the store's own `grad` plane where it is None.
     """
@@ -63,7 +71,7 @@ def update_unit(
     grads = store.unit(unit_index, "grad") if grad is None else grad
     assert grads.shape == (unit.num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    segments, scalars = _segments(unit, hyper), _scalars(hyper)
+    segments, scalars = _segments(unit, hyper, only), _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     kernel = native.library()
     if kernel is None:
@@ -112,10 +120,11 @@ def _scalars(hyper: AdamWStep) -> Scalars:
     )
 
 
-def _segments(unit: UnitLayout, hyper: AdamWStep) -> ctypes.Array[Segment]:
+def _segments(unit: UnitLayout, hyper: AdamWStep, only: Set[str] | None) -> ctypes.Array[Segment]:
     decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
-    return (Segment * len(unit.tensors))(
-        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in unit.tensors)
+    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
+    return (Segment * len(tensors))(
+        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
     )
 
 

@@ -1,31 +1,32 @@
-"""Checkpoints: the store on disk, as a Hugging Face model folder plus what training needs to go on.
+"""Checkpoints: the store on disk, as a Hugging Face model folder plus what training needs to continue.
 
-Owns the folder's content: config, tokenizer and safetensors written from `hi`; under trainer/ the `lo` halves, the
-moments, the trainer's state and the manifest. `hi` + `lo` is the master, so nothing is stored twice and a resume is
-bit-exact. Everything streams between planes and files without a second copy. Must not know what the trainer's state
-means, nor who lists checkpoints.
+Owns the folder's content: config, tokenizer and weights in the format that was asked for; under trainer/ what these weights lack of the
+masters (`weight_formats`), the moments, the trainer's state and the manifest. So a resume is bit-exact whatever the format. Everything
+streams between planes and files in pieces. Must not know what the trainer's state means.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from horizon_formats.model_files import companion_files
 from horizon_server.errors import InvalidModel
 from horizon_server.store.durable import durable_folder
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import TensorHeader
+from horizon_server.store.layout import TensorLayout
 from horizon_server.store.manifest import (
     TRAINER_FOLDER,
     FileRecord,
@@ -35,10 +36,20 @@ from horizon_server.store.manifest import (
     record_file,
     write_manifest,
 )
-from horizon_server.store.model_files import COMPANION_FILES, CONFIG_FILE, read_config
+from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.model_load import LoadReport, load_model
-from horizon_server.store.safetensors_header import read_safetensors_headers
+from horizon_server.store.safetensors_header import DTYPE_BYTES, TensorHeader, read_safetensors_headers
 from horizon_server.store.safetensors_writer import DEFAULT_SHARD_BYTES, TensorBytes, write_sharded, write_text
+from horizon_server.store.weight_formats import (
+    CONFIG_NAMES,
+    ExportDtype,
+    apply_master,
+    apply_rounding,
+    export_dtypes,
+    exported,
+    rounding,
+    rounding_bytes,
+)
 from horizon_server.version import VERSION
 
 __all__ = [
@@ -57,8 +68,11 @@ Progress = Callable[[int, int], None]
 
 STATE_FILE = f"{TRAINER_FOLDER}/trainer_state.json"
 
-_STEM_OF_PLANE = {"hi": "model", "lo": "lo", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_MODEL, _ROUNDING = "model", "rounding"
 _DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F32"}
+_STEMS = (_MODEL, _ROUNDING, *_DTYPE_OF_PLANE)
+"""Of the safetensors files: the model's own, and under trainer/ what else training needs."""
+
 _READ_BYTES = 16 << 20
 _ENTRY_BYTES = 200
 _SMALL_FILES_BYTES = 1 << 20
@@ -70,26 +84,29 @@ def save_checkpoint(
     *,
     source: Path,
     trainer_state: Mapping[str, Any],
+    dtype: ExportDtype = "source",
     on_progress: Progress | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
-    Config and tokenizer come from the model folder `source`. Nothing may update the store meanwhile.
+    Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
+    store meanwhile.
 
     Raises:
         AlreadyExists: `target` is there already.
         DiskFull: there is not enough space; nothing is left behind.
-        InvalidModel: `source` has no readable config.json.
+        InvalidModel: `source` has no readable config.json or weights.
     """
-    config, companions = _config(source), _companions(source)
-    planes = {plane: _tensor_bytes(store, plane) for plane in _STEM_OF_PLANE}
-    progress = _Counter(planes.values(), on_progress)
-    with durable_folder(target, needed_bytes=_needed_bytes(planes.values(), companions)) as folder:
+    dtypes = export_dtypes(store, read_safetensors_headers(source), dtype)
+    config, companions = _config(source, store, dtypes), companion_files(source)
+    groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes))}
+    progress = _Counter(groups.values(), on_progress)
+    with durable_folder(target, needed_bytes=_needed_bytes(groups.values(), source, companions)) as folder:
         (folder / TRAINER_FOLDER).mkdir()
-        files = _write_model_files(folder, config, companions)
-        with ThreadPoolExecutor(max_workers=len(planes)) as pool:
-            for written in pool.map(lambda p: _write_plane(folder, p, planes[p], shard_bytes, progress), planes):
+        files = _write_model_files(folder, config, source, companions)
+        with ThreadPoolExecutor(max_workers=len(groups)) as pool:
+            for written in pool.map(lambda s: _write_group(folder, s, groups[s], shard_bytes, progress), groups):
                 files |= written
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
         manifest = Manifest(files=dict(sorted(files.items())), versions=_versions())
@@ -102,15 +119,17 @@ def export_model(
     target: Path,
     *,
     source: Path,
+    dtype: ExportDtype = "source",
     on_progress: Progress | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> dict[str, FileRecord]:
-    """Write only the Hugging Face model folder, in bf16; otherwise as `save_checkpoint`. Returns its files."""
-    config, companions = _config(source), _companions(source)
-    tensors = _tensor_bytes(store, "hi")
-    with durable_folder(target, needed_bytes=_needed_bytes([tensors], companions)) as folder:
-        files = _write_model_files(folder, config, companions)
-        files |= _write_plane(folder, "hi", tensors, shard_bytes, _Counter([tensors], on_progress))
+    """Write only the Hugging Face model folder; otherwise as `save_checkpoint`. Returns its files."""
+    dtypes = export_dtypes(store, read_safetensors_headers(source), dtype)
+    config, companions = _config(source, store, dtypes), companion_files(source)
+    tensors = _tensor_bytes(store, _MODEL, dtypes)
+    with durable_folder(target, needed_bytes=_needed_bytes([tensors], source, companions)) as folder:
+        files = _write_model_files(folder, config, source, companions)
+        files |= _write_group(folder, _MODEL, tensors, shard_bytes, _Counter([tensors], on_progress))
     return files
 
 
@@ -127,9 +146,13 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         _check_size(folder / name, record)
-    places = _plan_reads(store, folder, manifest)
-    with ThreadPoolExecutor(max_workers=len(_STEM_OF_PLANE)) as pool:
-        list(pool.map(lambda name: _restore_file(store, folder, name, manifest.files[name], places), manifest.files))
+    contents = _plan_reads(store, folder, manifest)
+    # The rounding bits change what the model's own files have put in place.
+    is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
+    for late in (False, True):
+        names = [name for name in manifest.files if is_late[name] == late]
+        with ThreadPoolExecutor(max_workers=len(_STEMS)) as pool:
+            list(pool.map(lambda name: _restore_file(store, folder, name, manifest.files[name], contents), names))
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
@@ -151,33 +174,52 @@ class _Counter:
                 self._on_progress(self._done, self._total)
 
 
-def _config(source: Path) -> dict[str, Any]:
+def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """The source's config, with the format that most of the exported weights have."""
     config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
-    return config | {"dtype": "bfloat16"}
+    sizes: Counter[str] = Counter()
+    for _, place in store.layout.tensors():
+        sizes[dtypes[place.name]] += place.num_elements
+    return config | {"dtype": CONFIG_NAMES[sizes.most_common(1)[0][0]]}
 
 
-def _companions(source: Path) -> list[Path]:
-    return [source / name for name in COMPANION_FILES if (source / name).is_file()]
-
-
-def _needed_bytes(groups: Iterable[Sequence[TensorBytes]], companions: Sequence[Path]) -> int:
+def _needed_bytes(groups: Iterable[Sequence[TensorBytes]], source: Path, companions: Sequence[str]) -> int:
     tensors = [tensor for group in groups for tensor in group]
-    copied = sum(file.stat().st_size for file in companions)
+    copied = sum((source / name).stat().st_size for name in companions)
     return sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for t in tensors) + copied + _SMALL_FILES_BYTES
 
 
-def _tensor_bytes(store: HostStore, plane: str) -> list[TensorBytes]:
-    element_bytes = store.plane(plane).element_size()
+def _tensor_bytes(store: HostStore, stem: str, dtypes: Mapping[str, str]) -> list[TensorBytes]:
+    """The tensors of the files of a stem, which may be none."""
     return [
         TensorBytes(
             name=place.name,
-            dtype=_DTYPE_OF_PLANE[plane],
-            shape=place.shape,
-            size_bytes=place.num_elements * element_bytes,
-            load=partial(_memory_of, store, place.name, plane),
+            dtype=form[0],
+            shape=form[1],
+            size_bytes=math.prod(form[1]) * DTYPE_BYTES[form[0]],
+            pieces=_pieces(store, place.name, stem, form[0]),
         )
         for _, place in store.layout.tensors()
+        if (form := _form(stem, place, dtypes[place.name])) is not None
     ]
+
+
+def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[int, ...]] | None:
+    """Dtype and shape of a tensor in the files of a stem; None where they do not hold it."""
+    if stem == _MODEL:
+        return exported_as, place.shape
+    if stem == _ROUNDING:
+        return ("U8", (rounding_bytes(place.num_elements),)) if exported_as == "BF16" else None
+    is_exact = (stem == "lo" and exported_as == "F32") or (stem == "hi" and exported_as != "F16")
+    return None if is_exact else (_DTYPE_OF_PLANE[stem], place.shape)
+
+
+def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Callable[[], Iterable[memoryview]]:
+    if stem == _MODEL:
+        return lambda: exported(store, name, dtype)
+    if stem == _ROUNDING:
+        return lambda: rounding(store, name)
+    return lambda: [_memory_of(store, name, stem)]
 
 
 def _memory_of(store: HostStore, name: str, plane: str) -> memoryview:
@@ -185,25 +227,28 @@ def _memory_of(store: HostStore, name: str, plane: str) -> memoryview:
     return flat.numpy().data
 
 
-def _write_model_files(folder: Path, config: Mapping[str, Any], companions: Sequence[Path]) -> dict[str, FileRecord]:
+def _write_model_files(
+    folder: Path, config: Mapping[str, Any], source: Path, companions: Sequence[str]
+) -> dict[str, FileRecord]:
     files = {CONFIG_FILE: write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")}
-    for file in companions:
+    for name in companions:
+        (folder / name).parent.mkdir(exist_ok=True)
         # Contents only: a read-only source must not make the checkpoint undeletable.
-        shutil.copyfile(file, folder / file.name)
-        files[file.name] = record_file(folder / file.name)
+        shutil.copyfile(source / name, folder / name)
+        files[name] = record_file(folder / name)
     return files
 
 
-def _write_plane(
-    folder: Path, plane: str, tensors: Sequence[TensorBytes], shard_bytes: int, progress: _Counter
+def _write_group(
+    folder: Path, stem: str, tensors: Sequence[TensorBytes], shard_bytes: int, progress: _Counter
 ) -> dict[str, FileRecord]:
-    prefix = _prefix_of(plane)
-    files = write_sharded(folder / prefix, _STEM_OF_PLANE[plane], tensors, shard_bytes=shard_bytes, on_bytes=progress)
+    prefix = _prefix_of(stem)
+    files = write_sharded(folder / prefix, stem, tensors, shard_bytes=shard_bytes, on_bytes=progress)
     return {f"{prefix}{name}": record for name, record in files.items()}
 
 
-def _prefix_of(plane: str) -> str:
-    return "" if plane == "hi" else f"{TRAINER_FOLDER}/"
+def _prefix_of(stem: str) -> str:
+    return "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
 
 
 def _versions() -> dict[str, str]:
@@ -219,59 +264,88 @@ def _check_size(file: Path, record: FileRecord) -> None:
         )
 
 
-_Places = Mapping[str, tuple[str, list[TensorHeader]]]
+_Contents = Mapping[str, tuple[str, list[TensorHeader]]]
 
 
-def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> _Places:
-    """For every safetensors file: the plane it fills and its tensors in file order."""
-    places: dict[str, tuple[str, list[TensorHeader]]] = {}
-    for plane, stem in _STEM_OF_PLANE.items():
-        headers = read_safetensors_headers(folder / _prefix_of(plane), stem=stem)
-        _check_tensors(store, plane, headers, folder)
+def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> _Contents:
+    """For every safetensors file: its stem and its tensors in file order."""
+    contents: dict[str, tuple[str, list[TensorHeader]]] = {}
+    dtypes: dict[str, str] = {}
+    for stem in _STEMS:
+        prefix = _prefix_of(stem)
+        is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
+        if stem == _ROUNDING and not is_there:
+            continue  # Format 1 exported `hi` itself.
+        wanted = {t.name: form for _, t in store.layout.tensors() if (form := _form(stem, t, dtypes.get(t.name, "")))}
+        if not wanted:
+            continue
+        headers = read_safetensors_headers(folder / prefix, stem=stem)
+        _check_tensors(wanted, headers, folder, is_model=stem == _MODEL)
+        if stem == _MODEL:
+            dtypes = {name: header.dtype for name, header in headers.items()}
         for header in headers.values():
             name = header.file.relative_to(folder).as_posix()
             if name not in manifest.files:
                 raise InvalidModel(f"{header.file} is not in the checkpoint's manifest; use another checkpoint")
-            places.setdefault(name, (plane, []))[1].append(header)
-    return places
+            contents.setdefault(name, (stem, []))[1].append(header)
+    return contents
 
 
-def _check_tensors(store: HostStore, plane: str, headers: Mapping[str, TensorHeader], folder: Path) -> None:
-    wanted = {place.name: place.shape for _, place in store.layout.tensors()}
+def _check_tensors(
+    wanted: Mapping[str, tuple[str, tuple[int, ...]]],
+    headers: Mapping[str, TensorHeader],
+    folder: Path,
+    *,
+    is_model: bool,
+) -> None:
+    """Hold names, shapes and dtypes against the store. The model's own weights may have any dtype that is exported."""
     if differing := sorted(set(wanted) ^ set(headers)):
         raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
-    for name, shape in wanted.items():
+    for name, (dtype, shape) in wanted.items():
         found = headers[name]
-        if found.shape != shape or found.dtype != _DTYPE_OF_PLANE[plane]:
+        if found.shape != shape or (found.dtype not in CONFIG_NAMES if is_model else found.dtype != dtype):
             raise InvalidModel(
                 f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
-                f"the store holds {_DTYPE_OF_PLANE[plane]} {list(shape)}; the checkpoint is of another model"
+                f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
             )
 
 
-def _restore_file(store: HostStore, folder: Path, name: str, record: FileRecord, places: _Places) -> None:
-    if name not in places:
+def _restore_file(store: HostStore, folder: Path, name: str, record: FileRecord, contents: _Contents) -> None:
+    if name not in contents:
         digest = record_file(folder / name).sha256
     else:
-        plane, headers = places[name]
-        digest = _fill_plane(store, folder / name, plane, headers)
+        stem, headers = contents[name]
+        digest = _restore_tensors(store, folder / name, stem, headers)
     if digest != record.sha256:
         raise InvalidModel(f"{folder / name} does not match its checksum: the file is corrupt; use another checkpoint")
 
 
-def _fill_plane(store: HostStore, file: Path, plane: str, headers: Sequence[TensorHeader]) -> str:
+def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader]) -> str:
     digest = hashlib.sha256()
+    staging = memoryview(bytearray(_READ_BYTES))
     with file.open("rb", buffering=0) as stream:
         header = memoryview(bytearray(headers[0].start))
         _read_into(stream, header)
         digest.update(header)
         for tensor in headers:
-            memory = _memory_of(store, tensor.name, plane)
-            for start in range(0, len(memory), _READ_BYTES):
-                piece = memory[start : start + _READ_BYTES]
+            in_place = _memory_in_place(store, tensor, stem)
+            for start in range(0, tensor.end - tensor.start, _READ_BYTES):
+                size = min(_READ_BYTES, tensor.end - tensor.start - start)
+                piece = staging[:size] if in_place is None else in_place[start : start + size]
                 _read_into(stream, piece)
                 digest.update(piece)
+                if stem == _ROUNDING:
+                    apply_rounding(store, tensor.name, start, piece)
+                elif stem == _MODEL and tensor.dtype == "F32":
+                    apply_master(store, tensor.name, start, piece)
     return digest.hexdigest()
+
+
+def _memory_in_place(store: HostStore, tensor: TensorHeader, stem: str) -> memoryview | None:
+    """The plane's memory that a tensor's bytes go to as they are; None where they do not."""
+    if stem == _MODEL:
+        return _memory_of(store, tensor.name, "hi") if tensor.dtype == "BF16" else None
+    return None if stem == _ROUNDING else _memory_of(store, tensor.name, stem)
 
 
 def _read_into(stream: FileIO, piece: memoryview) -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+from horizon_server.store.safetensors_header import TensorHeader, list_number, read_safetensors_headers
 
 __all__ = [
     "PLANE_BYTES",
     "TENSOR_ALIGN_ELEMENTS",
     "UNIT_ALIGN_ELEMENTS",
+    "DecayRule",
     "StoreLayout",
     "TensorHeader",
     "TensorLayout",
@@ -35,6 +36,7 @@ __all__ = [
     "parameter_shapes",
     "plane_sizes",
     "read_safetensors_headers",
+    "with_decay",
 ]
 
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
@@ -47,6 +49,16 @@ UNIT_ALIGN_ELEMENTS = 2048
 """4 KiB in bf16: one page, so that a unit can be registered and advised by itself."""
 
 UnitKind = Literal["embedding", "layer", "head"]
+
+DecayRule = Literal["trainer", "matrices", "all"]
+"""What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter."""
+
+_TRAINER_SPARES = re.compile(
+    # The patterns of transformers' Trainer.get_decay_parameter_names ...
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
+    # ... and the names that its models give to modules of class nn.LayerNorm, which it spares whatever their name is.
+    r"|(?:^|\.)(?:pre_)?ln(?:_?[a-z0-9]+)?\.weight$|(?:^|\.)(?:norm_[0-9]|layer_norm_?[a-z0-9]+)\.|(?:^|transformer\.)norm_f\."
+)
 
 _INPUT_TABLES = (
     "embed_tokens.weight",
@@ -175,6 +187,15 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
     )
 
 
+def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
+    """The same layout with weight decay on other parameters."""
+    units = (
+        replace(unit, tensors=tuple(replace(t, decay=_decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
+        for unit in layout.units
+    )
+    return replace(layout, units=tuple(units))
+
+
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
     sizes = {plane: layout.plane_bytes(plane) for plane in PLANE_BYTES}
@@ -204,7 +225,7 @@ def is_input_table(name: str) -> bool:
 
 def natural_order(name: str) -> tuple[tuple[int, str], ...]:
     """A key that sorts names with their numbers in counting order: expert 2 before expert 10."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name))
 
 
 def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
@@ -214,6 +235,13 @@ def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, 
     inner = name[len(prefix) + 1 :].partition(".")[2]
     match = re.match(r"(.*?)\.(\d+)\.(.*)", inner)
     return (match[1], int(match[2]), shape, match[3]) if match else (inner, -1, (), "")
+
+
+def _decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+    spared_by_name = _TRAINER_SPARES.search(name.lower()) is not None
+    if rule == "matrices":
+        return len(shape) > 1 and kind != "embedding" and not spared_by_name
+    return rule == "all" or not spared_by_name
 
 
 def _is_embedding(name: str) -> bool:
@@ -226,7 +254,7 @@ def _is_mask(name: str, header: TensorHeader) -> bool:
 
 
 def _is_numbered(name: str) -> bool:
-    return any(part.isdigit() for part in name.split("."))
+    return any(list_number(part) is not None for part in name.split("."))
 
 
 def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> str:
@@ -235,12 +263,14 @@ def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -
     for name, shape in shapes.items():
         parts = name.split(".")
         for position in range(1, len(parts) - 1):
-            if not parts[position].isdigit():
+            number = list_number(parts[position])
+            if number is None:
                 continue
             prefix = ".".join(parts[:position])
-            indices.setdefault(prefix, set()).add(int(parts[position]))
+            indices.setdefault(prefix, set()).add(number)
             parameters[prefix] = parameters.get(prefix, 0) + math.prod(shape)
-    complete = [prefix for prefix, found in indices.items() if found == set(range(num_layers))]
+    # Compared by size and maximum: a set of num_layers numbers would take the memory that a config asks for.
+    complete = [p for p, found in indices.items() if len(found) == num_layers and max(found) == num_layers - 1]
     if not complete:
         seen = ", ".join(f"{prefix}.0 to {prefix}.{max(found)}" for prefix, found in sorted(indices.items())[:4])
         raise InvalidModel(
@@ -253,8 +283,7 @@ def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -
 def _layer_index(name: str, prefix: str) -> int | None:
     if not name.startswith(prefix + "."):
         return None
-    index = name[len(prefix) + 1 :].partition(".")[0]
-    return int(index) if index.isdigit() else None
+    return list_number(name[len(prefix) + 1 :].partition(".")[0])
 
 
 def _place(
@@ -268,7 +297,7 @@ def _place(
         for name in names:
             shape = tuple(shapes[name])
             num_elements = math.prod(shape)
-            decay = len(shape) > 1 and kind != "embedding"
+            decay = _decays(name, shape, kind, "trainer")
             tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
             offset += _round_up(num_elements, TENSOR_ALIGN_ELEMENTS)
         num_padded = _round_up(offset, UNIT_ALIGN_ELEMENTS)

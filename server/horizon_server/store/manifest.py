@@ -17,7 +17,7 @@ from horizon_server.errors import InvalidModel
 
 TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 READ_BYTES = 16 << 20
 
 

@@ -11,31 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
+from horizon_server.store.safetensors_header import list_number
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
 
-_PREDICTION_HEAD = "mtp"
+MAX_SIZE = 1 << 20
+"""Of a width or a count in config.json. The widest published models are below 1 << 17."""
 
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
-)
-"""Files copied beside the weights of a checkpoint when the source has them: data only, never code, never a pickle."""
+_SIZE_LIMITS: Mapping[str, int] = {
+    "vocab_size": 1 << 24,
+    "num_attention_heads": 1 << 13,
+    "num_key_value_heads": 1 << 13,
+    "head_dim": 1 << 13,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+    "max_position_embeddings": 1 << 40,
+}
+"""Where another limit holds, by the first of the names that mean the same number."""
+
+_PREDICTION_HEAD = "mtp"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -76,27 +71,38 @@ def num_decoder_layers(config: Mapping[str, Any]) -> int:
 
 
 def config_count(config: Mapping[str, Any], *names: str) -> int:
-    """The first positive integer under one of these names, 0 where none is."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), 0)
+    """The first positive integer under one of these names, 0 where none is.
+
+    Raises:
+        InvalidModel: it is larger than any model's.
+    """
+    name = next((name for name in names if type(config.get(name)) is int and config[name] > 0), None)
+    return 0 if name is None else _checked(name, config[name], names[0])
 
 
 def config_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """The number under the first of these names that the config has.
 
     Raises:
-        InvalidModel: it is not a positive integer, or is missing and has no default.
+        InvalidModel: it is not a positive integer, is larger than any model's, or is missing and has no default.
     """
-    for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise InvalidModel(f"config.json: {name} is {value!r}; it must be a positive integer")
-        return value
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is not None:
+        return _checked(name, config[name], names[0])
     if default is None:
         raise InvalidModel(f"config.json: {names[0]} is missing; give the config.json that belongs to the weights")
     return default
+
+
+def _checked(name: str, value: object, first_name: str) -> int:
+    limit = _SIZE_LIMITS.get(first_name, MAX_SIZE)
+    if type(value) is not int or not 1 <= value <= limit:
+        shown = ascii(value)
+        raise InvalidModel(
+            f"config.json: {name} is {shown if len(shown) <= 40 else shown[:40] + '...'}; "
+            f"it must be a whole number from 1 to {limit}"
+        )
+    return value
 
 
 def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
@@ -106,8 +112,9 @@ def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
     """
     if name.partition(".")[0] == _PREDICTION_HEAD:
         return True
-    num_extra, numbers = config.get("num_nextn_predict_layers"), [part for part in name.split(".") if part.isdigit()]
-    if type(num_extra) is not int or num_extra < 1 or not numbers:
+    num_extra = config_count(config, "num_nextn_predict_layers")
+    number = next((n for part in name.split(".") if (n := list_number(part)) is not None), None)
+    if not num_extra or number is None:
         return False
     num_layers = num_decoder_layers(config)
-    return num_layers <= int(numbers[0]) < num_layers + num_extra
+    return num_layers <= number < num_layers + num_extra

@@ -1,7 +1,7 @@
-"""Writes safetensors files straight from memory that is already there: header, then each tensor's own bytes.
+"""Writes safetensors files from memory, piece by piece: header, then each tensor's bytes.
 
-Owns the file format on the way out, sharding and the shard index. Makes no copy of a tensor and knows neither torch
-nor what the tensors mean.
+Owns the file format on the way out, sharding and the shard index. Never holds a whole tensor, and knows neither torch nor what the
+tensors mean.
 
 Source: https://huggingface.co/docs/safetensors, format.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,13 @@ DEFAULT_SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBytes:
-    """One tensor to write: `load` gives its little-endian bytes as a flat view when their turn comes."""
+    """One tensor to write: `pieces` gives its little-endian bytes as flat views, one after the other, when their turn comes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    load: Callable[[], memoryview]
+    pieces: Callable[[], Iterable[memoryview]]
 
 
 def write_sharded(
@@ -94,14 +94,14 @@ def _write_file(file: Path, tensors: Sequence[TensorBytes], on_bytes: Callable[[
     with file.open("wb") as stream:
         stream.write(header)
         for tensor in tensors:
-            view = tensor.load()
-            assert view.nbytes == tensor.size_bytes, (
-                f"{tensor.name}: {view.nbytes} bytes, {tensor.size_bytes} announced"
-            )
-            for start in range(0, view.nbytes, WRITE_BYTES):
-                piece = view[start : start + WRITE_BYTES]
-                stream.write(piece)
-                digest.update(piece)
-                on_bytes(piece.nbytes)
-            size_bytes += view.nbytes
+            written = 0
+            for view in tensor.pieces():
+                for start in range(0, view.nbytes, WRITE_BYTES):
+                    piece = view[start : start + WRITE_BYTES]
+                    stream.write(piece)
+                    digest.update(piece)
+                    on_bytes(piece.nbytes)
+                written += view.nbytes
+            assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes, {tensor.size_bytes} announced"
+            size_bytes += written
     return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())

@@ -1,16 +1,15 @@
 """Structured logs: one configuration for our own lines and for the libraries', on stderr, with no secret in them.
 
-Any module logs with `structlog.get_logger()`; what `job_context` binds (job_id, attempt, step) is on every line below it. Knows no job
-record and no setting.
+Any module logs with `structlog.get_logger()`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
@@ -19,7 +18,9 @@ from structlog.types import EventDict, Processor
 HIDDEN = "[hidden]"
 
 _CHATTY = ("alembic", "uvicorn", "asyncio")
-"""Libraries whose info lines tell an operator nothing; they are heard from warning on, or when the level is debug."""
+"""Libraries whose info lines do not help an operator: only their warnings are logged, unless the level is debug."""
+
+_GRPC_CORE = "grpc._cython.cygrpc"
 
 _SECRET_KEY = re.compile(r"authorization|secret|password|cookie|private_?key|(^|[_-])token$", re.IGNORECASE)
 _HARMLESS_KEYS = frozenset({"page_token", "next_page_token"})
@@ -55,6 +56,7 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
     )
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
+    logging.getLogger(_GRPC_CORE).addFilter(_is_not_a_cut_call)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -72,12 +74,10 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
     )
 
 
-@contextmanager
-def job_context(job_id: str, *, attempt: int | None = None, step: int | None = None) -> Iterator[None]:
-    """Put job_id, and attempt and step where given, on every line logged inside, in this task and its children."""
-    bound: dict[str, Any] = {"job_id": job_id, "attempt": attempt, "step": step}
-    with structlog.contextvars.bound_contextvars(**{name: value for name, value in bound.items() if value is not None}):
-        yield
+def _is_not_a_cut_call(record: logging.LogRecord) -> bool:
+    """Leave out what gRPC logs, with a traceback, about calls that their client has cut: our interceptor counts them."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError) and "RPC already finished" not in str(error)
 
 
 def hide_secrets(_logger: object, _method: str, event: EventDict) -> MutableMapping[str, Any]:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
 from horizon_server.records.job import ON_DEVICE, JobRecord, JobState
 from horizon_server.telemetry.families import Families, Family
-from horizon_server.telemetry.step_metrics import MemoryMetrics, TrainingMetrics, TransferMetrics
+from horizon_server.telemetry.step_metrics import MemoryMetrics, TrainingMetrics, TransferMetrics, project_of
 from horizon_server.version import VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +42,7 @@ class Metrics:
         self._transfer = TransferMetrics(self._families)
         self._training = TrainingMetrics(self._families)
         self._declare_jobs()
+        self._declare_node()
         self._declare_service()
         self._families.gauge("horizon_build_info", ["version"], "1; the label says which version runs.").labels(
             version
@@ -77,11 +78,16 @@ class Metrics:
     def on_job_state(self, job: JobRecord, old: str | None) -> None:
         """Take a change of state in; `old` is None for a job just submitted, and `job` holds the new state."""
         self._transitions.labels(job.job_state.value, job.reason).inc()
+        if old is not None:
+            self._jobs.labels(old).dec()
+        self._jobs.labels(job.job_state.value).inc()
         if job.job_state is JobState.QUEUED:
             self._queued_s[job.job_id] = self._clock()
         elif old == JobState.QUEUED:
             self._leave_queue(job)
         if job.job_state in ON_DEVICE:
+            spec = job.spec
+            self._info.set(job.job_id, spec.name, job.owner, project_of(job), spec.model, spec.dataset, value=1)
             self._training.progress(job.job_id, job.step, job.num_steps)
             self._show_plan(job)
         else:
@@ -89,9 +95,18 @@ class Metrics:
             self._transfer.drop(job.job_id)
 
     def set_jobs(self, counts: Mapping[str, int]) -> None:
-        """Show the number of jobs in each state; states that are not named have none."""
+        """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have none."""
         for job_state in JobState:
             self._jobs.labels(job_state.value).set(counts.get(job_state.value, 0))
+
+    def set_disk(self, total_bytes: int, free_bytes: int) -> None:
+        """Show the disk of the state folder."""
+        self._disk_total.set(total_bytes)
+        self._disk_free.set(free_bytes)
+
+    def set_certificate_expiry(self, expires_s: float) -> None:
+        """Show when the TLS certificate ends; 0 without TLS."""
+        self._certificate.set(expires_s)
 
     def set_host_memory(self, limit_bytes: int, available_bytes: int) -> None:
         """Show the node's memory: the limit of machine or control group, and what is free now."""
@@ -132,11 +147,26 @@ class Metrics:
         self._restarts = families.counter(
             "horizon_worker_restarts_total", ["reason"], "Workers that were started again for a job."
         )
+        self._info = families.job_gauge(
+            "horizon_job_info",
+            ["name", "owner", "project", "model", "dataset"],
+            "1; the labels say what the job_id of the other series stands for.",
+        )
+
+    def _declare_node(self) -> None:
+        families = self._families
         self._limit = families.gauge(
             "horizon_host_memory_limit_bytes", [], "Host memory of the machine, or of the control group where lower."
         )
         self._available = families.gauge(
             "horizon_host_memory_available_bytes", [], "Host memory that is free for jobs now."
+        )
+        self._disk_total = families.gauge("horizon_disk_total_bytes", [], "Size of the disk of the state folder.")
+        self._disk_free = families.gauge("horizon_disk_free_bytes", [], "Free bytes on the disk of the state folder.")
+        self._certificate = families.gauge(
+            "horizon_tls_certificate_expiry_timestamp_seconds",
+            [],
+            "Unix time when the TLS certificate ends; 0 without TLS.",
         )
 
     def _declare_service(self) -> None:

@@ -17,7 +17,7 @@ from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -32,6 +32,8 @@ from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import with_decay
+from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
@@ -56,7 +58,10 @@ class Training:
         self._last_eval: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        template = Template.from_folder(request.model, layout=open_model_folder(request.model).layout)
+        layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
+        template = Template.from_folder(request.model, layout=layout)
+        _check_sequence_length(self._spec.train.sequence_length, template.max_document_tokens)
+        self._packing_limit = template.packing_limit
         self._store = HostStore.attach(
             template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
         )
@@ -70,12 +75,12 @@ class Training:
         )
         dataset = PreparedDataset.open(request.prepared)
         packing_wanted = self._spec.train.packing != "false"
-        self._plan = _step_plan(dataset, self._spec, packing=packing_wanted)
+        self._plan = _step_plan(dataset, self._spec, packing=packing_wanted, packing_limit=self._packing_limit)
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        if packing_wanted and not self._trainer.supports_packing:
-            self._tell_unpacked()
+        if packing_wanted:
+            self._report_packing()
         self._events.send(Message(level="info", text=_told(self._plan, dataset)))
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
@@ -95,7 +100,7 @@ class Training:
         saved = step
         every = self._spec.checkpoint.every_steps
         while step < self._plan.num_steps:
-            if self._orders.current is not Order.GO_ON:
+            if self._orders.current is not Order.CONTINUE:
                 if self._orders.current is Order.STOP and step > saved:
                     self._save(step)
                 return False
@@ -157,7 +162,9 @@ class Training:
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
         self._checkpoints.path.mkdir(parents=True, exist_ok=True)
-        manifest = save_checkpoint(self._store, target, source=self._request.model, trainer_state=state)
+        manifest = save_checkpoint(
+            self._store, target, source=self._request.model, trainer_state=state, dtype=self._spec.checkpoint.dtype
+        )
         self._events.send(
             CheckpointWritten(
                 step=step,
@@ -177,6 +184,7 @@ class Training:
             sequence_length=train.sequence_length,
             tokens_per_step=train.tokens_per_step,
             packing=train.packing != "false" and self._trainer.supports_packing,
+            packing_limit=self._packing_limit,
             epochs=1,
             shuffle=False,
         )
@@ -192,8 +200,17 @@ class Training:
     def _due(self, step: int, every: int) -> bool:
         return self._evaluation is not None and every > 0 and step % every == 0
 
-    def _tell_unpacked(self) -> None:
-        """The trainer splits packed rows by itself where the architecture cannot take them; the user should know."""
+    def _report_packing(self) -> None:
+        """The trainer splits rows that the architecture would mix up; the user should know."""
+        if self._trainer.supports_packing:
+            limit, longest = self._packing_limit, self._spec.train.sequence_length
+            if limit is not None and limit < longest:
+                text = (
+                    f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise than "
+                    "in a single document"
+                )
+                self._events.send(Message(level="info", text=text))
+            return
         if self._spec.train.packing == "true":
             raise InvalidSpec(
                 "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
@@ -214,8 +231,9 @@ class Training:
     def _step_done(self, figures: StepFigures) -> StepDone:
         self._pace.append(figures.duration_s)
         remaining = self._plan.num_steps - figures.step
+        used = host_components(figures, device=self._device.name, process_bytes=process_bytes())
         return StepDone(
-            **vars(figures),
+            **{**vars(figures), "host_memory_bytes": used},
             num_steps=self._plan.num_steps,
             epoch=self._plan.epoch_of(figures.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,
@@ -228,13 +246,22 @@ def _grad_dtype(num_bytes: int) -> torch.dtype | None:
     return {0: None, 2: torch.bfloat16, 4: torch.float32}[num_bytes]
 
 
-def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool) -> StepPlan:
+def _check_sequence_length(sequence_length: int, max_document_tokens: int | None) -> None:
+    """The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out."""
+    if max_document_tokens is not None and sequence_length > max_document_tokens:
+        field = "train.sequence_length"
+        what = f"is {sequence_length}; the model allows at most {max_document_tokens} positions"
+        raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+
+
+def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packing_limit: int | None) -> StepPlan:
     train = spec.train
     return StepPlan(
         dataset,
         sequence_length=train.sequence_length,
         tokens_per_step=train.tokens_per_step,
         packing=packing,
+        packing_limit=packing_limit,
         seed=train.seed,
         epochs=train.epochs,
         max_steps=train.max_steps,

@@ -1,21 +1,26 @@
-"""Every field of every record is on the wire and comes back equal; the exceptions are named here with their reasons."""
+"""Every field of every record is on the wire, in REST and in the client's resources; the exceptions are named here with their reasons."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message as WireMessage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from horizon_client import resources
+from horizon_client.conversion import event_from_message
+from horizon_client.conversion import from_message as resource_from
 from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
+from horizon_server.api.http.bodies import INSIDE, PUBLIC_NAMES, body_of
 from horizon_server.figures import TransferFigures
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.planning.machine import Accelerator
@@ -55,6 +60,34 @@ NOT_ON_THE_WIRE = {
     },
     events.JobEvent: {"job_id": "a watch is of one job, which the caller named"},
 }
+RESOURCES: dict[type[Any], type[Any]] = {
+    Accelerator: resources.Accelerator,
+    BlobFile: resources.FileEntry,
+    CheckpointRecord: resources.Checkpoint,
+    DatasetRecord: resources.Dataset,
+    JobPlan: resources.MemoryPlan,
+    JobRecord: resources.Job,
+    ModelRecord: resources.Model,
+    NodeStatus: resources.Node,
+    StepPrediction: resources.StepPrediction,
+    events.CheckpointWritten: resources.CheckpointEvent,
+    events.EvalDone: resources.EvalEvent,
+    events.Message: resources.MessageEvent,
+    events.PrepareProgress: resources.PrepareEvent,
+    events.StateChanged: resources.StateEvent,
+    events.StepDone: resources.StepEvent,
+    TransferFigures: resources.TransferFigures,
+}
+IN_REST = (
+    CheckpointRecord,
+    DatasetRecord,
+    JobRecord,
+    ModelRecord,
+    NodeStatus,
+    JobPlan,
+    events.StepDone,
+    StepPrediction,
+)
 SPEC = parse_job_spec(
     {"name": "a", "model": "m", "dataset": "d", "eval_dataset": "e", "train": {"max_grad_norm": None}}
 )
@@ -122,3 +155,41 @@ def test_a_record_comes_back_equal(kind: type[Any], data: st.DataObject) -> None
     message = MESSAGES[kind].FromString(to_message(record, MESSAGES[kind]).SerializeToString())
     hidden = {name: getattr(record, name) for name in private(kind)}
     assert from_message(message, kind, **hidden) == record
+
+
+@pytest.mark.parametrize("kind", IN_REST, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_field_of_a_record_is_in_rest(kind: type[Any], data: st.DataObject) -> None:
+    record = data.draw(records(kind))
+    model: Any = body_of(cast(Any, kind))
+    body = json.loads(json.dumps(model.model_validate(record).model_dump(mode="json"), allow_nan=False))
+    for field in dataclasses.fields(kind):
+        if field.name in INSIDE.get(kind, {}):
+            continue
+        value = getattr(record, field.name)
+        shown = body[PUBLIC_NAMES.get(field.name, field.name)]
+        if isinstance(value, str | bool | int) or value is None:
+            assert shown == value
+        elif dataclasses.is_dataclass(value) or isinstance(value, list | tuple | dict):
+            assert len(shown) >= len(vars(value) if dataclasses.is_dataclass(value) else value)
+
+
+@pytest.mark.parametrize("kind", RESOURCES, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_field_of_a_message_is_in_the_clients_resource(kind: type[Any], data: st.DataObject) -> None:
+    record = data.draw(records(kind))
+    message = to_message(record, MESSAGES[kind])
+    if "sequence" in {field.name for field in dataclasses.fields(RESOURCES[kind])}:
+        event = events.JobEvent(job_id="j", sequence=7, time_s=1.5, payload=record)
+        resource: Any = event_from_message(to_message(event, job_pb2.JobEvent))
+        assert (type(resource), resource.sequence, resource.time.timestamp()) == (RESOURCES[kind], 7, 1.5)
+    else:
+        resource = resource_from(RESOURCES[kind], message)
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        shown = getattr(resource, field.name)
+        if field.enum_type is None and field.message_type is None and not field.is_repeated and not field.has_presence:
+            assert shown == value
+        assert (shown is None) <= (field.has_presence and not message.HasField(field.name))

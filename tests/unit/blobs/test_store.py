@@ -320,15 +320,18 @@ async def test_old_halves_expire_and_unreferenced_contents_go(tmp_path: Path) ->
         os.utime(entry, (1, 1))
     assert await store.expire(3600) == 2
     assert files_below(tmp_path / "uploads") == []
-    assert await store.remove_all_but(frozenset({other.sha256})) == 0
-    assert await store.remove_all_but(frozenset(), among=["00" * 32]) == 0
-    assert await store.remove_all_but(frozenset()) == 1
+    assert await store.sweep(frozenset({other.sha256})) == 0
+    assert await store.remove_unreferenced(frozenset(), among=["00" * 32]) == 0
+    assert await store.remove_unreferenced(frozenset(), among=[other.sha256]) == 1
     assert files_below(tmp_path) == []
 
 
 async def test_a_proof_keeps_a_content(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     await store.write("ann", REF, 0, pieces(CONTENT))
-    assert await store.remove_all_but(frozenset()) == 0
+    assert await store.sweep(frozenset()) == 0
     await store.forget_proofs("ann", [REF])
-    assert await store.remove_all_but(frozenset()) == 1
+    assert await store.sweep(frozenset()) == 1
+    assert not store.holds(REF)
+    assert await store.sweep(frozenset({REF.sha256})) == 0
+    assert store.holds(REF), "what is referenced again comes back from the trash"

@@ -130,6 +130,25 @@ def test_a_plan_adds_up(command: Command, tmp_path: Path) -> None:
     assert "MiB" in shown
 
 
+def test_a_plan_on_the_host_has_one_column_and_warns_of_a_warmup_without_end(command: Command, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    (tmp_path / "job.yaml").write_text(SPEC)
+    code, out, _ = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))
+    assert (code, "device_" in out or "device." in out) == (0, False)
+    assert "train.warmup_steps is 10 and train.max_steps is 2" in out
+    (tmp_path / "job.yaml").write_text(SPEC.replace("max_steps: 2", "max_steps: 2, warmup_steps: 1"))
+    assert "warmup" not in command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))[1]
+
+
+def test_the_doctor_ends_with_1_where_a_machine_cannot_train(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "horizond.toml").write_text(f"host_memory_reserve_bytes = {1 << 60}\n")
+    code, out, _ = command("doctor", "--config", str(tmp_path / "horizond.toml"))
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[0].startswith("[fail]  host memory") and "give the daemon a higher limit" in lines[1]
+    assert any(line.startswith("[warn]  largest model") for line in lines)
+
+
 def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) -> None:
     model = write_demo_model(tmp_path / "model")
     (tmp_path / "job.yaml").write_text(SPEC)
@@ -172,6 +191,9 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     code, out, _ = command("doctor", "-o", "json")
     facts = json.loads(out)
     assert code == 0
+    assert {check["verdict"] for check in facts["checks"]} <= {"ok", "warn"}
+    assert all(bool(check["advice"]) == (check["verdict"] != "ok") for check in facts["checks"])
+    assert facts["max_parameters"] > 0
     assert facts["host_memory_limit_bytes"] > 0
     assert facts["disk_free_bytes"] > 0
     assert facts["adamw_kernel"]

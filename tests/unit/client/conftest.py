@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from click.testing import CliRunner, Result
 from tests.unit.client.fake_blobs import Blobs, Refusal
 
+from horizon_client.cli.root import horizon
 from horizon_client.connection import RetryPolicy
 from horizon_proto.v1 import (
     blob_pb2,
@@ -55,6 +57,8 @@ class FakeDaemon:
         self.hanging: set[str] = set()
         self.read_offsets: list[int] = []
         self.never_ending = False
+        self.plan_fits = True
+        self.plan_device = "cuda"
         self.address = ""
         self.tls: tuple[bytes, bytes] | None = None
         self._port = 0
@@ -283,10 +287,12 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
         self.d = daemon
 
     def _job(self, key: str) -> job_pb2.Job:
-        for job in self.d.jobs.values():
-            if key in (job.job_id, job.spec.name):
-                return job
-        raise _not_found(f"job {key}")
+        jobs = [*self.d.jobs.values()]
+        found = [job for job in jobs if key in (job.job_id, job.spec.name)]
+        found = found or [job for job in jobs if job.job_id.startswith(key)]
+        if not found:
+            raise _not_found(f"job {key}")
+        return found[-1]
 
     async def SubmitJob(self, request: Any, context: Any) -> Any:
         body = request.spec.SerializeToString(deterministic=True)
@@ -305,9 +311,10 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
             host_total_bytes=12288,
             device_total_bytes=512,
             host_limit_bytes=1 << 30,
-            fits=True,
+            fits=self.d.plan_fits,
+            message="" if self.d.plan_fits else "needs 2 GiB",
             num_parameters=1024,
-            device="host",
+            device=self.d.plan_device,
             prediction=job_pb2.StepPrediction(
                 step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
             ),
@@ -319,7 +326,7 @@ class _Jobs(job_pb2_grpc.JobServiceServicer):
 
     async def ListJobs(self, request: Any, context: Any) -> Any:
         jobs = [job for job in self.d.jobs.values() if not request.states or job.state in request.states]
-        return job_pb2.ListJobsResponse(jobs=jobs)
+        return job_pb2.ListJobsResponse(jobs=reversed(jobs))  # newest first
 
     async def CancelJob(self, request: Any, context: Any) -> Any:
         self._job(request.job_id).state = job_pb2.JOB_STATE_CANCELLED
@@ -430,3 +437,17 @@ def finished_job(daemon: FakeDaemon) -> str:
     daemon.events.append(job_pb2.JobEvent(sequence=12, state=end))
     job.last_sequence, job.step, job.num_steps, job.queue_position = 12, 10, 10, 0
     return job.job_id
+
+
+@pytest.fixture
+def run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Run a command line that speaks to the fake daemon, in an empty folder."""
+    monkeypatch.setenv("HORIZON_SERVER", daemon.address)
+    monkeypatch.setenv("HORIZON_TOKEN", TOKEN)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+    def invoke(*args: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(horizon, list(args), input=stdin)
+
+    return invoke

@@ -27,20 +27,6 @@ TOKEN = "hzn-test-token"
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Run a command line that speaks to the fake daemon, in an empty folder."""
-    monkeypatch.setenv("HORIZON_SERVER", daemon.address)
-    monkeypatch.setenv("HORIZON_TOKEN", TOKEN)
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-
-    def invoke(*args: str, stdin: str | None = None) -> Result:
-        return CliRunner().invoke(horizon, list(args), input=stdin)
-
-    return invoke
-
-
 def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
@@ -68,7 +54,7 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     assert f"Example:\n    horizon {' '.join(path)}" in result.stdout
     has_output = any(p.name == "output" for p in EVERY_COMMAND[path].params)
-    assert has_output or path in {("login",), ("completion",), ("job", "logs")}
+    assert has_output or path in {("login",), ("completion",), ("job", "logs"), ("job", "init"), ("job", "schema")}
 
 
 def test_login_checks_remembers_and_says_who(
@@ -101,8 +87,8 @@ def test_login_with_a_wrong_token_remembers_nothing(daemon: FakeDaemon) -> None:
     [("INVALID_ARGUMENT", 2), ("FAILED_PRECONDITION", 2), ("PERMISSION_DENIED", 3), ("NOT_FOUND", 4), ("INTERNAL", 5)],
 )
 def test_exit_codes(run: Run, daemon: FakeDaemon, code: str, exit_code: int) -> None:
-    daemon.refuse("GetJob", code, "that went wrong", reason="R")
-    result = run("job", "get", "x")
+    daemon.refuse("GetNode", code, "that went wrong", reason="R")
+    result = run("node", "status")
     assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "Error: that went wrong\n")
 
 
@@ -188,7 +174,7 @@ def test_preview_marks_the_trained_part(run: Run) -> None:
     result = run("dataset", "preview", "sums", "--model", "tiny", "-n", "2", "--offset", "6", "--train-on", "all")
     assert result.stdout.splitlines() == [
         "sums: 1,234 rows, messages; method sft, train_on all, sequence_length 1024",
-        "trained text stands between [[ and ]]",
+        "trained text is between [[ and ]]",
         *["", "--- a.jsonl line 7: 5 tokens, 1 trained ---", "Q: 1+1?[[ 2]]"] * 2,
     ]
 
@@ -240,7 +226,7 @@ def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: FakeD
 def test_malformed_spec_uploads_nothing(run: Run, daemon: FakeDaemon, rows: Path) -> None:
     result = run("job", "submit", _job_yaml(dataset="./train.jsonl", trian={}))
     assert result.exit_code == 2
-    assert "trian is not a field of the job spec; known here: name" in result.stderr
+    assert "trian is not a field of the job spec; did you mean train?" in result.stderr
     assert daemon.calls == []
 
 
@@ -259,8 +245,8 @@ def test_plan(run: Run) -> None:
     result = run("job", "plan", _job_yaml())
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
-    assert "1,024 parameters, computed on host: it fits" in result.stdout
-    assert "predicted: 2,048 tokens/s (bound by compute), 0.25 s a step, about 0:01:30 for all steps" in result.stdout
+    assert "1,024 parameters, computed on cuda: it fits" in result.stdout
+    assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step, about 0:01:30 in total" in result.stdout
     plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]
     assert (plan["fits"], plan["prediction"]["total_s"]) == (True, 90)
 
@@ -278,12 +264,19 @@ def test_steering(run: Run, daemon: FakeDaemon) -> None:
 
 def test_tables_fit_eighty_columns(run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(3):
-        daemon.add_job(job_pb2.JobSpec(name="a-very-long-name-" * 4 + str(n)), job_pb2.JOB_STATE_QUEUED)
+        spec = job_pb2.JobSpec(
+            name="a-very-long-name-" * 4 + str(n), model="a-long-model" * 3, dataset="a-long-dataset" * 3
+        )
+        job = daemon.add_job(spec, job_pb2.JOB_STATE_RUNNING)
+        job.owner, job.step, job.num_steps = f"user-{n}", 12345, 99999
+        job.eta.FromSeconds(99999)
     monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: 80)
     lines = run("job", "list").stdout.splitlines()
-    assert lines[0].split()[:3] == ["ID", "NAME", "STATE"]
     assert max(map(len, lines)) <= 80
-    assert "job-1" in lines[1]
+    assert [line.split()[0] for line in lines] == ["ID", "job-3", "job-2", "job-1"], "ids are whole"
+    assert all("RUNNING" in line and "12345/99999" in line for line in lines[1:])
+    monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: None)
+    assert "a-very-long-name-a-very-long-name-a-very-long-name-a-very-long-name-0" in run("job", "list").stdout
 
 
 def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: str) -> None:
@@ -291,7 +284,7 @@ def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: str) 
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
     assert lines[0] == "RUNNING: on the device"
-    assert lines[1].startswith("step 1/10  loss 1.0000  grad_norm 0.000  lr 0.00e+00  100 tok/s")
+    assert lines[1].startswith("step 1/10  loss 1.0000  grad_norm 0.000  lr 0.00e+00  100 tokens/s")
     assert lines[-3].startswith("step 10/10  loss 0.1000")  # quick steps are thinned out, the last one is not
     assert lines[-2:] == ["SUCCEEDED", "first (job-1) SUCCEEDED after 10 of 10 steps"]
     assert "overlap 50%" in lines[1]
@@ -334,8 +327,9 @@ def test_logs_are_the_bytes(run: Run, daemon: FakeDaemon, finished_job: str) -> 
 
 
 def test_pull(run: Run, daemon: FakeDaemon) -> None:
+    daemon.add_job(job_pb2.JobSpec(name="first"))
     daemon.add_checkpoint(10, {"config.json": b"{}", "trainer/state.json": b"{}"}, last=True)
-    result = run("checkpoint", "pull", "job-1@last", "--to", "out")
+    result = run("checkpoint", "pull", "first@last", "--to", "out")
     assert (result.exit_code, result.stdout) == (0, "step 10 of job-1 is in out (2 B received)\n")
     assert Path("out/config.json").read_bytes() == b"{}"
     assert run("checkpoint", "list", "job-1", "-o", "name").stdout == "job-1@10\n"
@@ -359,7 +353,7 @@ def test_completion_script(shell: str) -> None:
 
 def test_server_that_is_away_is_five(run: Run, daemon: FakeDaemon) -> None:
     daemon.stop()
-    result = run("job", "cancel", "x")  # not made again by itself, so it ends at once
+    result = run("job", "cancel", "x")
     assert result.exit_code == 5
     assert "nothing listens there; is the daemon running" in result.stderr
 
@@ -386,13 +380,13 @@ def test_interrupted_watch_says_how_to_come_back(run: Run, daemon: FakeDaemon, f
     daemon.events, daemon.never_ending = daemon.events[:3], True
     code, printed = _interrupt(daemon, "job", "watch", "first", when=b"step 1/10")
     assert code == 130
-    assert printed.endswith("the job runs on; watch it again with: horizon job watch job-1\n")
+    assert printed.endswith("the job continues; to return to it: horizon job watch job-1\n")
     assert "Traceback" not in printed
 
 
 def test_interrupted_push_says_how_to_go_on(run: Run, daemon: FakeDaemon, rows: Path) -> None:
     daemon.hanging.add("FinalizeDataset")
-    code, printed = _interrupt(daemon, "dataset", "push", "train.jsonl", when=b"the server checks")
+    code, printed = _interrupt(daemon, "dataset", "push", "train.jsonl", when=b"verifying on the server: train")
     assert code == 130
-    assert "the same command goes on from there" in printed
+    assert "the same command continues from there" in printed
     assert "Traceback" not in printed

@@ -1,17 +1,19 @@
-"""Which files a push takes, and the check of their rows before a byte is sent."""
+"""Which files a push takes, each under a name of its own, and the check of their rows before a byte is sent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import InvalidRequest
-from horizon_client.progress import Progress, ignore_progress
+from horizon_client.transfer.reporter import SILENT, Progress
 
 ROW = '{"text": "a"}\n'
 
@@ -35,12 +37,12 @@ def test_a_folder_stands_for_the_data_below_it(tmp_path: Path) -> None:
 def test_what_is_skipped_in_a_folder_is_reported(tmp_path: Path) -> None:
     lay(tmp_path, "a.jsonl", "table.csv", "img/1.png")
     (tmp_path / "circle").symlink_to(tmp_path)
-    notices: list[str] = []
-    assert [file.path for file in dataset_sources([tmp_path], notices.append)] == ["a.jsonl"]
-    assert notices == [f"skipped in {tmp_path} (not data files): circle, table.csv, img/1.png (3 in all)"]
+    recorder = Recorder()
+    assert [file.path for file in dataset_sources([tmp_path], recorder)] == ["a.jsonl"]
+    assert recorder.notices == [f"skipped in {tmp_path} (not data files): circle, table.csv, img/1.png (3 in all)"]
     lay(tmp_path, *(f"more/{i}.csv" for i in range(9)))
-    dataset_sources([tmp_path], notices.append)
-    assert notices[1].endswith("more/0.csv, more/1.csv, ... (12 in all)")
+    dataset_sources([tmp_path], recorder)
+    assert recorder.notices[1].endswith("more/0.csv, more/1.csv, ... (12 in all)")
 
 
 def test_equal_names_of_two_folders_keep_their_folders(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_what_cannot_be_pushed_is_refused_by_name(tmp_path: Path) -> None:
     lay(tmp_path, "en/a.jsonl", "img/1.png")
     for sources, problem in (
         ([], "no file was given"),
-        ([tmp_path / "img"], "holds no data file; looked for"),
+        ([tmp_path / "img"], "contains no data file; a data file ends in .jsonl"),
         ([tmp_path / "nowhere.jsonl"], "cannot read"),
         ([tmp_path / "en", tmp_path / "en" / "a.jsonl"], "was given twice"),
     ):
@@ -61,8 +63,64 @@ def test_what_cannot_be_pushed_is_refused_by_name(tmp_path: Path) -> None:
             dataset_sources(sources)
 
 
+def test_a_single_path_is_one_source_and_not_its_letters(tmp_path: Path) -> None:
+    lay(tmp_path, "a.jsonl")
+    for one in (tmp_path / "a.jsonl", str(tmp_path / "a.jsonl"), str(tmp_path)):
+        assert [file.source for file in dataset_sources(one)] == [tmp_path / "a.jsonl"]
+    with pytest.raises(BadFile, match=r"cannot read nowhere\.jsonl"):
+        dataset_sources("nowhere.jsonl")
+
+
+def test_a_link_that_cannot_be_followed_is_named(tmp_path: Path) -> None:
+    lay(tmp_path / "data", "a.jsonl")
+    (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")  # a circle
+    notices = Recorder()
+    assert [file.path for file in dataset_sources([tmp_path / "data"], notices)] == ["a.jsonl"]
+    assert notices.notices == [f"skipped in {tmp_path / 'data'} (not data files): b.jsonl (1 in all)"]
+
+
+@pytest.mark.parametrize("closed", ["is_file", "walk"])
+def test_what_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+    lay(tmp_path, "a.jsonl", "b.jsonl")
+    refusal = PermissionError(13, "Permission denied", str(tmp_path / "b.jsonl"))
+
+    def refuse(path: Path) -> bool:
+        if path.name == "b.jsonl":
+            raise refusal
+        return True
+
+    def walk(folder: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+        onerror(refusal)
+        yield from ()
+
+    if closed == "walk":
+        monkeypatch.setattr("os.walk", walk)  # a test that runs as root can read everything
+    else:
+        monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(BadFile, match=r"cannot read .*b\.jsonl: Permission denied"):
+        dataset_sources([tmp_path])
+
+
+def test_links_to_files_outside_the_folder_are_not_followed(tmp_path: Path) -> None:
+    lay(tmp_path, "secret.jsonl", "data/a.jsonl", "data/deep/b.jsonl")
+    (tmp_path / "data" / "leak.jsonl").symlink_to("../secret.jsonl")
+    (tmp_path / "data" / "same.jsonl").symlink_to("deep/b.jsonl")
+    recorder = Recorder()
+    sent = [file.path for file in dataset_sources([tmp_path / "data"], recorder)]
+    assert sent == ["a.jsonl", "same.jsonl", "deep/b.jsonl"]
+    assert recorder.notices == [f"skipped in {tmp_path / 'data'} (links to files outside it): leak.jsonl (1 in all)"]
+    assert [file.path for file in dataset_sources([tmp_path / "data" / "leak.jsonl"])] == ["leak.jsonl"], "when named"
+
+
+def test_a_folder_of_links_only_says_so(tmp_path: Path) -> None:
+    lay(tmp_path, "blob.jsonl", "snapshot/x.csv")
+    (tmp_path / "snapshot" / "a.jsonl").symlink_to("../blob.jsonl")
+    with pytest.raises(BadFile, match="to push the files that its links lead to, name them one by one"):
+        dataset_sources(tmp_path / "snapshot")
+
+
 def check(*files: Path, fmt: str = "auto", **field_map: str) -> None:
-    asyncio.run(check_dataset_files(dataset_sources(files), ignore_progress, format=fmt, field_map=field_map))
+    asyncio.run(check_dataset_files(dataset_sources(files), SILENT.progress, format=fmt, field_map=field_map))
 
 
 def test_the_rows_are_judged_as_the_server_judges_them(tmp_path: Path) -> None:

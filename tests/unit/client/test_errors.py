@@ -11,16 +11,16 @@ from horizon_client import (
     AlreadyExists,
     Client,
     DeadlineExceeded,
+    DoesNotFit,
     HorizonClientError,
     InvalidRequest,
     NotAllowed,
-    NotAuthenticated,
-    NotAvailable,
+    NotAvailableYet,
     NotFound,
     ServerFailed,
+    Unauthenticated,
     Unavailable,
-    WouldNotFit,
-    WrongState,
+    WrongJobState,
 )
 from horizon_client.connection import Backoff, RetryPolicy
 from horizon_proto.v1 import job_pb2
@@ -37,10 +37,10 @@ TOKEN = "hzn-test-token"
         ("INVALID_ARGUMENT", InvalidRequest, 2),
         ("OUT_OF_RANGE", InvalidRequest, 2),
         ("ALREADY_EXISTS", AlreadyExists, 2),
-        ("FAILED_PRECONDITION", WrongState, 2),
-        ("RESOURCE_EXHAUSTED", WouldNotFit, 2),
-        ("UNIMPLEMENTED", NotAvailable, 2),
-        ("UNAUTHENTICATED", NotAuthenticated, 3),
+        ("FAILED_PRECONDITION", WrongJobState, 2),
+        ("RESOURCE_EXHAUSTED", DoesNotFit, 2),
+        ("UNIMPLEMENTED", NotAvailableYet, 2),
+        ("UNAUTHENTICATED", Unauthenticated, 3),
         ("PERMISSION_DENIED", NotAllowed, 3),
         ("NOT_FOUND", NotFound, 4),
         ("DEADLINE_EXCEEDED", DeadlineExceeded, 5),
@@ -53,9 +53,9 @@ def test_every_status_has_its_leaf(
     client: Client, daemon: FakeDaemon, code: str, kind: type[HorizonClientError], exit_code: int
 ) -> None:
     violations = (("train.seed", "train.seed is -1; it must be 0 or more"), ("line[3].text", "is empty"))
-    daemon.refuse("GetJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
+    daemon.refuse("CancelJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
     with pytest.raises(kind) as caught:
-        client.jobs.get("x")
+        client.jobs.cancel("x")
     error = caught.value
     assert (error.message, error.reason, error.exit_code) == ("that went wrong", "SOME_REASON", exit_code)
     assert [(v.field, v.description) for v in error.violations] == list(violations)

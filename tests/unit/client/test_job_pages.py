@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from horizon_client.cli.job_pages import data_text
 from horizon_client.cli.watch_view import event_line
-from horizon_client.resources import PrepareEvent
+from horizon_client.resources import MessageEvent, PrepareEvent
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}
 
 
-def test_only_what_there_is_is_told() -> None:
+def test_only_what_is_known_is_shown() -> None:
     assert data_text({}) == ""
     assert data_text(REPORT) == "7,473 rows, 1,200,000 tokens (700,000 trained)"
 
 
 def test_rows_that_did_not_go_through_whole_and_how_full_the_packed_ones_are() -> None:
     report = REPORT | {"truncated_rows": 12, "error_rows": 3, "eval_rows": 370, "packed_rows": 1200}
-    assert data_text(report).split(", ")[2:] == ["12 truncated", "3 left out", "370 held out", "packed to 97.7%"]
+    assert data_text(report).split(", ")[2:] == ["12 truncated", "3 skipped", "370 held out", "packed to 97.7%"]
 
 
 def test_the_events_of_a_preparation_read_as_sentences() -> None:
@@ -26,3 +26,9 @@ def test_the_events_of_a_preparation_read_as_sentences() -> None:
     )
     done = PrepareEvent(sequence=1, time=None, done_rows=7473, total_rows=7473, report=REPORT)
     assert event_line(done) == "data prepared: 7,473 rows, 1,200,000 tokens (700,000 trained)"
+
+
+def test_a_message_of_several_lines_stays_readable_and_harmless() -> None:
+    event = MessageEvent(sequence=1, time=None, level="warning", text="2 rows are skipped:\nline[9] is long\x1b[31m")
+    assert event_line(event) == "warning: 2 rows are skipped:\n  line[9] is long[31m"
+    assert event_line(MessageEvent(sequence=1, time=None, level="error", text="no")) == "error: no"

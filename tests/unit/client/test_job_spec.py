@@ -39,10 +39,17 @@ _train = st.fixed_dictionaries(
         "seed": _int64,
         "train_on": st.sampled_from(["assistant", "last-assistant", "all"]),
         "max_skipped_steps": _int64,
+        "decay": st.sampled_from(["trainer", "matrices", "all"]),
     },
 )
 _checkpoint = st.fixed_dictionaries(
-    {}, optional={"every_steps": _int64, "keep_last": _int64, "keep_best": st.booleans()}
+    {},
+    optional={
+        "every_steps": _int64,
+        "keep_last": _int64,
+        "keep_best": st.booleans(),
+        "dtype": st.sampled_from(["source", "bf16", "fp16", "fp32"]),
+    },
 )
 _specs = st.fixed_dictionaries(
     {"name": _names, "model": _names, "dataset": _names},
@@ -89,9 +96,10 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "seed": 11,
             "train_on": "last-assistant",
             "max_skipped_steps": 12,
+            "decay": "matrices",
         },
         "eval_every_steps": 12,
-        "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False},
+        "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
         "priority": 15,
         "device": "host",
         "eval_fraction": 0.25,
@@ -122,9 +130,9 @@ def test_yaml_numbers_and_booleans() -> None:
 @pytest.mark.parametrize(
     ("change", "field", "words"),
     [
-        ({"lerning": 1}, "lerning", "not a field of the job spec; known here: name, project, model"),
+        ({"lerning": 1}, "lerning", "not a field of the job spec; fields: name, project, model"),
         ({"train": {"no_clipping": True}}, "train.no_clipping", "not a field"),
-        ({"train": {"lr": 1}}, "train.lr", "known here: epochs, max_steps"),
+        ({"train": {"lr": 1}}, "train.lr", "fields: epochs, max_steps"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate", "is 'fast'; it must be a number"),
         ({"train": {"learning_rate": True}}, "train.learning_rate", "must be a number"),
         ({"train": {"learning_rate": math.nan}}, "train.learning_rate", "must be a finite number"),
@@ -193,7 +201,7 @@ def test_overrides() -> None:
         ("train.seed", "write it as field=value"),
         ("=3", "write it as field=value"),
         ("train..seed=3", "write it as field=value"),
-        ("name.first=3", "name is no section"),
+        ("name.first=3", "name is not a section"),
         ("train.seed=[1", "the value is not YAML"),
     ],
 )
@@ -207,7 +215,7 @@ def test_bad_overrides(override: str, words: str) -> None:
     [
         ("job.yaml", "name: a\nname: b\n", "line 2: not YAML: the key 'name' is given twice"),
         ("job.yaml", "name: [a\nmodel: b\n", "not YAML"),
-        ("job.yaml", "- a\n", "must hold a mapping"),
+        ("job.yaml", "- a\n", "must contain a mapping"),
         ("job.yaml", "!!python/object:os.system {}", "not YAML"),
         ("job.json", '{"name": \n}', "line 2: not JSON"),
         ("job.yaml", "\x00", "not YAML"),

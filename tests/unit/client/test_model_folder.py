@@ -40,17 +40,26 @@ def folder(tmp_path: Path) -> Path:
     (root / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
     (root / "modeling_custom.py").write_text("raise SystemExit")
     (root / "README.md").write_text("hi")
+    (root / "LICENSE").write_bytes(b"caf\xe9")
+    (root / "qwen.tiktoken").write_text("IQ== 0\n")
+    (root / "notes.txt").write_text("hi")
+    (root / "additional_chat_templates").mkdir()
+    (root / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    (root / "additional_chat_templates" / "evil.py").write_text("raise SystemExit")
     return root
 
 
 def test_only_what_a_model_needs_travels(client: Client, daemon: FakeDaemon, folder: Path) -> None:
     result = client.models.push(folder, name="tiny")
     assert [f.path for f in result.model.files] == [
+        "LICENSE",
         "README.md",
+        "additional_chat_templates/rag.jinja",
         "chat_template.jinja",
         "config.json",
         "merges.txt",
         "model.safetensors",
+        "qwen.tiktoken",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
@@ -77,20 +86,23 @@ def _index_of_absent_file(root: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda root: (root / "config.json").unlink(), "holds no config.json"),
+        (lambda root: (root / "config.json").unlink(), "contains no config.json"),
         (_write("config.json", "{"), "config.json, line 1: not JSON"),
         (_write("config.json", "[]"), "config.json must hold a JSON object"),
         (_write("tokenizer.json", b"\xff"), "tokenizer.json is not UTF-8"),
         (_write("merges.txt", b"ok\xff"), "merges.txt is not UTF-8 text at byte 3"),
         (_pickle_only, r"as pickle only \(pytorch_model.bin\).*save_pretrained"),
-        (_index_of_absent_file, "names model-00002.safetensors, which the folder does not hold"),
-        (_write("model.safetensors", GOOD[:-1]), "promises 16 bytes of tensors, but 15 follow"),
-        (_write("model.safetensors", GOOD[:40]), "its header does not fit"),
+        (_index_of_absent_file, "names model-00002.safetensors, which is not in the folder"),
+        (_write("model.safetensors", GOOD[:-1]), "describes 16 bytes of tensors, but it contains 15"),
+        (_write("model.safetensors", GOOD[:40]), "it is smaller than its header"),
         (_write("model.safetensors", b"abc"), "is not a safetensors file"),
         (_write("model.safetensors", b"\x02" + bytes(7) + b"[]"), "not a JSON object"),
         (_write("model.safetensors", b"\x02" + bytes(7) + b"xx"), "header is not JSON"),
-        (_write("model.safetensors", safetensors({"a": ("F32", [2], 0, 4)}, bytes(4))), "does not have the bytes"),
-        (_write("model.safetensors", safetensors({"a": ("F32", [1], 4, 8)}, bytes(8))), "leave a hole"),
+        (
+            _write("model.safetensors", safetensors({"a": ("F32", [2], 0, 4)}, bytes(4))),
+            "has another size than its shape",
+        ),
+        (_write("model.safetensors", safetensors({"a": ("F32", [1], 4, 8)}, bytes(8))), "leave a gap"),
         (
             _write("model.safetensors", safetensors({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 0, 4)}, bytes(4))),
             "overlap",

@@ -44,13 +44,13 @@ def test_a_terminal_gets_colour_unless_told_otherwise(
 
 
 def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    print_preview("notes", preview(*SPANS, num_documents=3, problems=("a.jsonl:2 has no trained token",)))
+    print_preview("notes", preview(*SPANS, num_documents=3, problems=("line[2] has no trainable token",)))
     lines = capsys.readouterr().out.splitlines()
     assert "--- a.txt piece 2: 1,500 tokens, 7 trained, in 3 documents ---" in lines
     assert lines[-3:] == [
-        "... the row goes on; only its beginning is shown",
-        "... 20 more tokens are beyond the sequence length: not trained on, not shown",
-        "not trained: a.jsonl:2 has no trained token",
+        "... the row is longer; only its beginning is shown",
+        "... 20 more tokens are beyond the sequence length: not trained, not shown",
+        "not trained: line[2] has no trainable token",
     ]
 
 

@@ -74,7 +74,7 @@ def test_use_and_summaries() -> None:
     assert [(p.name, p.in_use) for p in file.summaries()] == [("one", True), ("two", False)]
     assert "t1" not in repr(file.summaries())
     assert "t1" not in repr(file.profiles())
-    with pytest.raises(NotFound, match="no profile 'three'; known: one, two"):
+    with pytest.raises(NotFound, match="no profile 'three'; profiles: one, two"):
         file.use("three")
 
 
@@ -159,5 +159,5 @@ def test_token_is_not_shown() -> None:
 def test_bad_ca_file(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.pem"
     path.write_text(content)
-    with pytest.raises(BadConfig, match="holds no PEM certificate"):
+    with pytest.raises(BadConfig, match="contains no PEM certificate"):
         Endpoint(server="gpubox:1", ca_file=path).root_certificates()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc.aio
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from horizon_client import Client, Unavailable
+from horizon_client import BadEndpoint, Client, Unavailable
 from horizon_client.connection import RetryPolicy
+from horizon_client.rpc_errors import from_rpc
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import FakeDaemon
@@ -24,8 +29,8 @@ TOKEN = "hzn-test-token"
 ONCE = RetryPolicy(max_attempts=1)
 
 
-def _self_signed() -> tuple[bytes, bytes]:
-    """Return key and certificate for 127.0.0.1, valid today."""
+def _self_signed(address: str = "127.0.0.1") -> tuple[bytes, bytes]:
+    """Return key and certificate for an address, valid today."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "horizond test")])
     now = datetime.datetime.now(datetime.UTC)
@@ -37,7 +42,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
@@ -75,3 +80,67 @@ def test_plain_text_to_a_tls_port_hints_at_the_ca(daemon: FakeDaemon, own_ca: Pa
     client = Client(daemon.address, token=TOKEN, unary_retry=ONCE)
     with client, pytest.raises(Unavailable, match="pass its CA file with --ca"):
         client.node.status()
+
+
+def test_another_host_name_is_explained_with_the_names_that_work(daemon: FakeDaemon, tmp_path: Path) -> None:
+    daemon.stop()
+    daemon.tls = _self_signed("192.0.2.7")
+    daemon.start()
+    (tmp_path / "ca.pem").write_bytes(daemon.tls[1])
+    with Client(daemon.address, token=TOKEN, ca_file=tmp_path / "ca.pem") as client:
+        with pytest.raises(BadEndpoint) as caught:
+            client.node.status()
+        with pytest.raises(BadEndpoint):
+            list(client.jobs.watch("x"))
+    assert caught.value.message == (
+        f"the certificate of horizond at {daemon.address} is not valid for 127.0.0.1; it is valid for 192.0.2.7: connect to one of "
+        "these, or add '127.0.0.1' to tls_names in the settings of horizond and restart it"
+    )
+    assert caught.value.exit_code == 5
+    assert daemon.calls == []
+
+
+def test_a_certificate_error_is_not_retried(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_bytes(_self_signed()[1])
+    patient = RetryPolicy(max_attempts=100, first_wait_s=60, longest_wait_s=60, max_elapsed_s=6000)
+    client = Client(daemon.address, token=TOKEN, ca_file=other, unary_retry=patient, stream_retry=patient)
+    with client, pytest.raises(BadEndpoint):
+        client.node.status()  # the first retry would outlast the test
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bool, tmp_path: Path) -> None:
+    certificate = tmp_path / "both.pem"
+    assert daemon.tls is not None
+    certificate.write_bytes(daemon.tls[0] + daemon.tls[1])
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        if secure:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            context.set_alpn_protocols(["http/1.1"])
+            web.socket = context.wrap_socket(web.socket, server_side=True)
+        threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
+        address = f"127.0.0.1:{web.server_port}"
+        client = Client(address, token=TOKEN, ca_file=own_ca if secure else None)
+        with client, pytest.raises(BadEndpoint, match=f"{address} does not speak gRPC: .* is a web .HTTP. port"):
+            client.node.status()
+        web.shutdown()
+
+
+def test_the_default_web_port_names_the_default_grpc_port() -> None:
+    details = "Failed parsing HTTP/2 (Trying to connect an http1.x server (HTTP status 404))"
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details, debug_error_string=None
+    )
+    assert "7172 is the web port, gRPC is 7171" in from_rpc(error, "127.0.0.1:7172").message
+
+
+def test_a_text_of_grpc_itself_is_never_shown_raw() -> None:
+    empty = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNKNOWN, empty, empty, details="Unexpected <class 'KeyError'>: 7", debug_error_string=None
+    )
+    problem = from_rpc(error, "gpubox:7171")
+    assert problem.message == "horizond at gpubox:7171 failed unexpectedly (UNKNOWN); its log says why"
+    assert problem.__notes__ == ["gRPC UNKNOWN: Unexpected <class 'KeyError'>: 7"], "a traceback has it"

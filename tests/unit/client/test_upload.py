@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
-from horizon_client import BadFile, Client, InvalidRequest, NotAuthenticated, WouldNotFit
-from horizon_client.blob_upload import CHUNK_BYTES
-from horizon_client.progress import Progress
+from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, Unauthenticated
+from horizon_client.transfer.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import FakeDaemon
@@ -46,7 +46,7 @@ def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, json
     daemon.blobs.cuts = list(cuts)
     notices: list[str] = []
 
-    result = client.datasets.push([jsonl], name="notes", on_notice=notices.append)
+    result = client.datasets.push([jsonl], name="notes", reporter=Recorder(on_notice=notices.append))
 
     (content,) = daemon.blobs.contents.values()
     assert bytes(content) == jsonl.read_bytes()
@@ -82,7 +82,7 @@ def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Fak
 def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
-    with pytest.raises(WouldNotFit, match="the disk is full") as caught:
+    with pytest.raises(DiskFull, match="the disk is full") as caught:
         client.datasets.push([jsonl], name="notes")
 
     assert caught.value.reason == "DISK_FULL"
@@ -97,7 +97,7 @@ def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDae
             daemon.stop()
             daemon.start()
 
-    result = client.datasets.push([jsonl], name="notes", on_progress=restart_once)
+    result = client.datasets.push([jsonl], name="notes", reporter=Recorder(restart_once))
 
     assert seen
     assert result.dataset.state == "READY"
@@ -154,7 +154,7 @@ def test_wrong_format_names_the_choices(client: Client, jsonl: Path) -> None:
 
 
 def test_wrong_token_is_not_retried(daemon: FakeDaemon, jsonl: Path) -> None:
-    with Client(daemon.address, token="wrong") as client, pytest.raises(NotAuthenticated) as caught:
+    with Client(daemon.address, token="wrong") as client, pytest.raises(Unauthenticated) as caught:
         client.datasets.push([jsonl], name="x")
     assert caught.value.reason == "UNAUTHENTICATED"
     assert daemon.calls == ["CreateDataset"]
@@ -167,4 +167,4 @@ def test_file_that_changes_meanwhile_is_refused(client: Client, jsonl: Path) -> 
                 file.write("{}\n")
 
     with pytest.raises(BadFile, match="was changed while it was being pushed"):
-        client.datasets.push([jsonl], name="x", on_progress=change)
+        client.datasets.push([jsonl], name="x", reporter=Recorder(change))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.unit.client.recorder import Recorder
 
-from horizon_client import AsyncClient, Client, NotFound, Unavailable
+from horizon_client import AsyncClient, Client, DeadlineExceeded, NotFound, Unavailable
 from horizon_client.connection import RetryPolicy
 from horizon_client.conversion import from_message, to_plain
 from horizon_client.resources import JobEvent, MessageEvent, StateEvent, StepEvent
@@ -38,7 +39,7 @@ def test_watch_resumes_without_gap_or_repeat(
 ) -> None:
     daemon.stream_cuts = list(cuts)
     notices: list[str] = []
-    events = list(client.jobs.watch("first", on_notice=notices.append))
+    events = list(client.jobs.watch("first", reporter=Recorder(on_notice=notices.append)))
     assert _sequences(events) == list(range(1, 13))
     assert len(notices) == len([cut for cut in cuts if cut < 12])
 
@@ -63,7 +64,9 @@ def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: F
     def complete(notice: str) -> None:
         daemon.events = all_events
 
-    assert _sequences(list(client.jobs.watch(finished_job, on_notice=complete))) == list(range(1, 13))
+    assert _sequences(list(client.jobs.watch(finished_job, reporter=Recorder(on_notice=complete)))) == list(
+        range(1, 13)
+    )
 
 
 def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) -> None:
@@ -79,7 +82,7 @@ def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) ->
 def test_watch_of_an_unknown_job_is_told_at_once(client: Client, daemon: FakeDaemon) -> None:
     with pytest.raises(NotFound, match="job nope does not exist"):
         list(client.jobs.watch("nope"))
-    assert daemon.calls == ["GetJob"]
+    assert daemon.calls == ["GetJob", "ListJobs"]  # the second for similar names
 
 
 def test_watch_can_be_left_and_the_client_used_on(client: Client, finished_job: str) -> None:
@@ -122,3 +125,41 @@ def test_plain_form_has_the_names_that_notebooks_know() -> None:
     assert plain["loss"] is None  # NaN is not JSON
     assert plain["h2d"] == {"bytes": 5, "busy_s": 0.0, "exposed_s": 0.0}
     assert plain["d2h"] is None
+
+
+def test_wait_returns_the_ended_job(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.stream_cuts = [0]
+    assert client.jobs.wait("first").state == "SUCCEEDED"
+    daemon.jobs[finished_job].state = job_pb2.JOB_STATE_FAILED
+    assert client.jobs.wait(finished_job, timeout_s=20).state == "FAILED"
+    assert "WatchJob" in daemon.calls
+
+
+def test_wait_follows_a_job_to_its_end(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
+    job, last = daemon.jobs[finished_job], daemon.events[-1]
+    job.state, job.last_sequence = job_pb2.JOB_STATE_RUNNING, 11
+    daemon.events = daemon.events[:-1]
+
+    def end(notice: str) -> None:  # the stream ended early and is opened again
+        daemon.events.append(last)
+        job.state, job.last_sequence = job_pb2.JOB_STATE_SUCCEEDED, 12
+
+    assert client.jobs.wait("first", reporter=Recorder(on_notice=end)).state == "SUCCEEDED"
+
+
+def test_wait_gives_up_after_its_time_and_leaves_the_job(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
+    daemon.jobs[finished_job].state, daemon.never_ending = job_pb2.JOB_STATE_RUNNING, True
+    with pytest.raises(DeadlineExceeded, match=r"job first has not ended after 0\.2 s; it continues"):
+        client.jobs.wait("first", timeout_s=0.2)
+    assert "CancelJob" not in daemon.calls
+
+
+async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: FakeDaemon, client: Client) -> None:
+    daemon.add_checkpoint(10, {f"model-{n:05}.safetensors": b"x" for n in range(50)})
+    assert repr(client) == f"Client('{daemon.address}')"
+    async with AsyncClient(daemon.address, token=TOKEN) as inner:
+        assert repr(inner) == f"AsyncClient('{daemon.address}')"
+        (checkpoint,) = await inner.checkpoints.list("job-1")
+    assert repr(checkpoint) == (
+        "Checkpoint(job_id='job-1', step=10, size_bytes=50, create_time=None, eval_loss=None, last=False, best=False)"
+    )

@@ -18,9 +18,10 @@ import pytest
 from horizon_formats.file_check import DatasetReport, check_files
 from horizon_formats.files import MAX_ROW_BYTES
 from horizon_formats.formats import DatasetFormat
+from horizon_server.api.status import grpc_status
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
-from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, WorkerFailed
+from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, IoFailed, WorkerDied
 
 GOOD = '{"text": "a"}\n\n{"text": "b"}\n'
 
@@ -106,12 +107,13 @@ async def test_a_check_that_is_killed_says_so(tmp_path: Path) -> None:
     task = asyncio.create_task(check(tmp_path / "a.jsonl"))
     with await asyncio.to_thread((tmp_path / "a.jsonl").open, "wb"):
         checkers()[0].kill()
-        with pytest.raises(WorkerFailed, match="the check of notes ended with code -9: it was killed"):
+        with pytest.raises(WorkerDied, match="the check of notes was killed by SIGKILL") as caught:
             await task
+    assert (grpc_status(caught.value), caught.value.retry_after_s) == ("UNAVAILABLE", 1.0), "clients may repeat it"
 
 
 async def test_a_file_that_is_gone_is_no_fault_of_the_data(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"the check of notes ended with code 1: FileNotFoundError"):
+    with pytest.raises(IoFailed, match=r"the data check could not read or write a file \(gone\.jsonl\): No such file"):
         await check(tmp_path / "gone.jsonl")
 
 

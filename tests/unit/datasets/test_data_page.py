@@ -11,7 +11,7 @@ import pytest
 from tests.unit.datasets.written_files import checked
 
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
-from horizon_client.progress import ignore_progress
+from horizon_client.transfer.reporter import SILENT
 from horizon_formats.file_check import read_rows, resolve_format
 from horizon_formats.files import MAX_EXPANDED_BYTES, MAX_EXPANSION, MAX_ROW_BYTES, Container
 from horizon_formats.formats import DatasetFormat
@@ -31,7 +31,7 @@ def test_an_example_is_of_its_format(tmp_path: Path, name: str, content: str) ->
     path.write_text(content)
     report = checked(StoredFile.at(path))
     assert (report.format.value, report.num_rows) == (name, len(content.splitlines()))
-    asyncio.run(check_dataset_files(dataset_sources([str(path)]), ignore_progress))
+    asyncio.run(check_dataset_files(dataset_sources([str(path)]), SILENT.progress))
     array = tmp_path / "rows.json"
     array.write_text(json.dumps([json.loads(line) for line in content.splitlines()]))
     assert resolve_format(StoredFile.at(array), DatasetFormat.AUTO, {}) == (DatasetFormat(name), Container.JSON_ARRAY)

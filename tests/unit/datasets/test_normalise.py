@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_formats.file_check import read_rows
+from horizon_formats.files import Row
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.row_checks import check_row
-from horizon_server.datasets.reading import Row, StoredFile
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.tokens.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

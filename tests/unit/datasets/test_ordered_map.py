@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import os, signal, sys
 from horizon_server.datasets.preparing.batches import ordered_map
-from horizon_server.errors import WorkerFailed
+from horizon_server.errors import WorkerDied
 
 read = []
 
@@ -26,7 +26,7 @@ try:
     for place, result in enumerate(ordered_map(work, items(), num_processes=int(sys.argv[1]))):
         assert result == place * place
         assert len(read) <= place + 2 * int(sys.argv[1]) + 1, "read too far ahead"
-except WorkerFailed as error:
+except WorkerDied as error:
     print(error.message)
 else:
     print(place)
@@ -47,4 +47,4 @@ def test_results_come_in_order_and_little_is_read_ahead() -> None:
 
 
 def test_a_killed_process_is_reported() -> None:
-    assert "was killed: by hand, or by the kernel for lack of memory" in outcome("2", "die")
+    assert "was killed, by hand or by the kernel for lack of memory" in outcome("2", "die")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +54,14 @@ def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
         ),
         num_rows=9,
     )
-    assert PrepareRequest.from_json(request.to_json()) == request
-    bare = '{"dataset_files": ["/d/a.txt"], "model_dir": "/m", "output_dir": "/o", "sequence_length": 8}'
-    assert PrepareRequest.from_json(bare).dataset_files == (StoredFile.at(Path("/d/a.txt")),)
-    for broken in ("[]", "{}", bare.replace("8}", '8, "train_on": "user"}'), bare.replace("8}", '8, "method": "dpo"}')):
+    assert PrepareRequest.from_mapping(json.loads(json.dumps(request.to_mapping()))) == request
+    bare: dict[str, Any] = {
+        "dataset_files": ["/d/a.txt"], "model_dir": "/m", "output_dir": "/o", "sequence_length": 8,
+    }  # fmt: skip
+    assert PrepareRequest.from_mapping(bare).dataset_files == (StoredFile.at(Path("/d/a.txt")),)
+    for broken in ({}, bare | {"train_on": "user"}, bare | {"method": "dpo"}, bare | {"dataset_files": 3}):
         with pytest.raises(InvalidSpec, match="preparation request is malformed"):
-            PrepareRequest.from_json(broken)
+            PrepareRequest.from_mapping(broken)
 
 
 def test_what_the_daemon_imports_loads_no_tensor_library() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from horizon_formats.formats import DatasetFormat
+from horizon_server.children.lines import Answer, Failure, decode_line
 from horizon_server.datasets.preparing.child import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
@@ -29,7 +30,7 @@ from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
-from horizon_server.events import AttemptEnded, PrepareProgress, decode
+from horizon_server.events import PrepareProgress, decode
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
@@ -236,40 +237,46 @@ def test_text_is_cut_into_blocks_where_tokenizers_cut_too(demo_model: Path, qwen
     assert list(text_blocks(["x" * 30], block_characters=10)) == ["x" * 30]
 
 
-def child(request: PrepareRequest, *flags: str) -> tuple[int, list[Any], str]:
+def write_request(request: PrepareRequest, folder: Path, **more: Any) -> str:
+    path = folder / "request.json"
+    path.write_text(json.dumps(request.to_mapping() | more))
+    return str(path)
+
+
+def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list[Any], str]:
     """Run the real child with a pipe for its events."""
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", "--events-fd", str(writer), *flags]
-    process = subprocess.run(
-        command, input=request.to_json(), pass_fds=[writer], capture_output=True, text=True, check=False
-    )
+    place = write_request(request, folder, **more)
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
+    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False)
     os.close(writer)
-    with os.fdopen(reader) as stream:
-        events = [decode(line) for line in stream]
+    with os.fdopen(reader, "rb") as stream:
+        events = [decode_line(line) for line in stream]
     return process.returncode, events, process.stdout + process.stderr
 
 
 def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
     request = request_for(demo_model, write_demo_dataset(tmp_path))
-    code, events, output = child(request)
+    code, events, output = child(request, tmp_path)
     assert (code, output) == (0, "")
-    first, *_, last, end = events
+    first, *_, end = events
     assert isinstance(first, PrepareProgress)
     assert first.done_rows > 0
-    assert (last.done_rows, last.report["rows"]) == (len(demo_chats()), len(demo_chats()))
-    assert end == AttemptEnded(outcome="succeeded")
-    assert PreparedDataset.open(request.output_dir).num_tokens == last.report["tokens"]
+    assert isinstance(end, Answer)
+    assert end.value["rows"] == len(demo_chats())
+    assert PreparedDataset.open(request.output_dir).num_tokens == end.value["tokens"]
 
 
 def test_the_child_names_what_is_wrong(demo_model: Path, tmp_path: Path) -> None:
-    code, events, _ = child(request_for(demo_model, write(tmp_path / "c.jsonl", *[{"messages": []}] * 200)))
-    end = events[-1]
-    assert (code, end.outcome, end.reason) == (1, "failed", "INVALID_DATA")
-    assert end.message.endswith("(the first of 200 problems)")
-    assert len(end.details) == 100
-    code, events, _ = child(request_for(demo_model, tmp_path / "gone.jsonl"))
-    assert (code, events[-1].outcome, events[-1].reason) == (1, "failed", "IO_ERROR")
-    assert "gone.jsonl" in events[-1].message
+    bad = request_for(demo_model, write(tmp_path / "c.jsonl", *[{"messages": []}] * 200))
+    code, events, _ = child(bad, tmp_path)
+    error = events[-1].error
+    assert (code, type(error)) == (1, InvalidData)
+    assert error.message.endswith("(the first of 200 problems)")
+    assert len(error.violations) == 100
+    code, events, _ = child(request_for(demo_model, tmp_path / "gone.jsonl"), tmp_path)
+    assert (code, events[-1].error.reason) == (1, "IO_ERROR")
+    assert "gone.jsonl" in events[-1].error.message
 
 
 def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Path) -> None:
@@ -277,42 +284,26 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     os.mkfifo(fifo)
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, fifo, output=tmp_path / "work" / "out")
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", "--events-fd", str(writer)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer]) as process:
-        os.close(writer)
-        assert process.stdin is not None
-        process.stdin.write(request.to_json().encode())
-        process.stdin.close()
-        # Opening the pipe waits until the child reads from it; by then its folder exists.
-        with fifo.open("wb"):
-            assert list((tmp_path / "work").iterdir()) != []
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    os.close(reader)
+    place = write_request(request, tmp_path)
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place]
+    # Opening the pipe waits until the child reads from it; by then its folder exists.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, fifo.open("wb"):
+        assert list((tmp_path / "work").iterdir()) != []
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
     assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, many_rows(tmp_path / "chats.jsonl", 40_000), output=tmp_path / "work" / "out")
-    (tmp_path / "request.json").write_text(request.to_json())
+    place = write_request(request, tmp_path, num_processes=2)
     reader, writer = os.pipe()
-    command = [
-        sys.executable,
-        "-m",
-        "horizon_server.datasets.preparing.child",
-        "--events-fd",
-        str(writer),
-        "--processes",
-        "2",
-    ]
-    with subprocess.Popen(
-        [*command, str(tmp_path / "request.json")], pass_fds=[writer], start_new_session=True
-    ) as process:
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
+    with subprocess.Popen(command, pass_fds=[writer], start_new_session=True) as process:
         os.close(writer)
         with os.fdopen(reader) as events:
-            # The first progress is written when tokens have come from the other processes.
+            # The first progress is told when tokens have come from the other processes.
             assert isinstance(decode(events.readline()), PrepareProgress)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 128 + signal.SIGTERM
@@ -323,18 +314,17 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_a_disk_that_runs_full_has_a_message_of_its_own(demo_model: Path, tmp_path: Path) -> None:
+def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
-    (tmp_path / "request.json").write_text(request.to_json())
+    place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
-    child_command = (
-        f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing.child {tmp_path}/request.json"
-    )
+    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing.child {place}"
     done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
-    end = decode(done.stdout.splitlines()[-1])
-    assert (done.returncode, end.outcome, end.reason) == (1, "failed", "DISK_FULL")
-    assert "no space left under" in end.message
+    end = decode_line(done.stdout.splitlines()[-1].encode())
+    assert isinstance(end, Failure)
+    assert (done.returncode, end.error.reason) == (1, "DISK_FULL")
+    assert "no space left under" in end.error.message
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -394,9 +384,8 @@ def test_any_number_of_processes_writes_the_same_bytes(demo_model: Path, tmp_pat
     for processes in (1, 3):
         folders.append(tmp_path / f"with-{processes}")
         request = request_for(demo_model, chats, play, output=folders[-1], eval_fraction=0.2)
-        code, events, _ = child(request, "--processes", str(processes))
-        assert (code, events[-1].outcome) == (0, "succeeded")
-        assert events[-2].report["rows"] == 6000 + 400 * 40
+        code, events, _ = child(request, tmp_path, num_processes=processes)
+        assert (code, events[-1].value["rows"]) == (0, 6000 + 400 * 40)
     names = ("tokens.safetensors", "report.json", "evaluation/tokens.safetensors")
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
@@ -415,7 +404,7 @@ def test_the_tokens_file_is_aligned_and_typed(demo_model: Path, tmp_path: Path) 
     assert starts.tolist() == [0, header["input_ids"]["shape"][0]]
 
 
-def test_a_text_of_one_token_is_reported_not_dropped(bare_model: Path, tmp_path: Path) -> None:
+def test_a_text_of_one_token_is_told_not_dropped(bare_model: Path, tmp_path: Path) -> None:
     """A tokenizer without an end-of-text token leaves it alone, and nothing precedes it."""
     no_end = tmp_path / "no-end"
     shutil.copytree(bare_model, no_end)

@@ -102,8 +102,9 @@ def test_shakespeare_has_the_tokens_that_transformers_counts(tiny_base: Path, tm
 # The peak of a process that was started by a larger one would count that one's, so the kernel's own mark is read.
 MEASURED = """
 import json, resource, sys
-from horizon_server.datasets.preparing.child import main
-code = main(["--processes", "2", sys.argv[1]])
+from horizon_server.children.entry import serve
+from horizon_server.datasets.preparing.child import work
+code = serve(work, who="the data preparation")
 (mark,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 peaks = [mark // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
 print(json.dumps({"code": code, "peaks_mb": peaks}), file=sys.stderr)
@@ -121,7 +122,7 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
         output_dir=folder / "out",
         options=PrepareOptions(),
     )
-    (folder / "request.json").write_text(request.to_json())
+    (folder / "request.json").write_text(json.dumps(request.to_mapping() | {"num_processes": 2}))
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, folder / "request.json"],
         capture_output=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from horizon_server.children.entry import EventWriter
 from horizon_server.datasets.preview import child
 from horizon_server.datasets.preview.child import render
 from horizon_server.datasets.preview.request import (
@@ -20,12 +22,11 @@ from horizon_server.datasets.preview.request import (
     PreviewOptions,
     PreviewRequest,
     PreviewRow,
-    rows_from_json,
-    rows_to_json,
+    rows_from_answer,
 )
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import InvalidData, WorkerFailed
+from horizon_server.errors import InvalidData, InvalidModel, WorkerFailed
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,6 @@ def ask(model_dir: Path, tmp_path: Path) -> Any:
         return PreviewRequest(
             dataset_files=tuple(StoredFile.at(tmp_path / name) for name in files),
             model_dir=model or model_dir,
-            answer_file=tmp_path / "answer.json",
             format=format,
             field_map={},
             options=PreviewOptions(**options),
@@ -158,19 +158,20 @@ def test_a_model_without_a_template_cannot_show_chats(ask: Any, tmp_path: Path) 
 
 def test_request_and_rows_survive_the_way_to_the_child_and_back(ask: Any) -> None:
     request = ask({"a.jsonl": lines(chat("a", "b"))}, offset=0, train_on="all")
-    assert PreviewRequest.from_json(request.to_json()) == request
+    assert PreviewRequest.from_mapping(json.loads(json.dumps(request.to_mapping()))) == request
     rows = render(request)
-    assert rows_from_json(rows_to_json(rows)) == rows
-    for text in ("", "{}x", '[{"spans": 1}]', '[{"file": "a", "spans": [], "problems": []}]', "[1]"):
+    assert rows_from_answer(json.loads(json.dumps([dataclasses.asdict(row) for row in rows]))) == rows
+    for odd in (None, 1, [{"spans": 1}], [{"file": "a", "spans": [], "problems": []}], [1]):
         with pytest.raises(WorkerFailed):
-            rows_from_json(text)
+            rows_from_answer(odd)
 
 
 def test_no_message_says_where_the_model_is(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    ended = child._answer(ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty"))
-    assert (ended.outcome, ended.reason) == ("failed", "INVALID_MODEL")
-    assert str(tmp_path) not in ended.message
+    request = ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty")
+    with pytest.raises(InvalidModel) as caught:
+        child.work(request.to_mapping(), EventWriter(os.open(os.devnull, os.O_WRONLY)))
+    assert str(tmp_path) not in caught.value.message
 
 
 @pytest.mark.parametrize("container", ["array", "parquet", "zstd", "gzip"])

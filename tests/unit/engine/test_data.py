@@ -37,6 +37,7 @@ plans = st.fixed_dictionaries(
         "sequence_length": st.integers(12, 40),
         "tokens_per_step": st.integers(5, 100),
         "packing": st.booleans(),
+        "packing_limit": st.none() | st.integers(10, 50),
         "seed": st.integers(0, 3),
         "shuffle": st.booleans(),
     }
@@ -55,7 +56,10 @@ def test_every_epoch_holds_every_token_once_within_the_limits(lengths, options, 
         tokens = sum(row.num_tokens for row in rows)
         assert tokens <= options["tokens_per_step"] or len(rows) == 1
         assert all(row.num_tokens <= options["sequence_length"] for row in rows)
-        assert options["packing"] or all(len(row.document_lengths) == 1 for row in rows)
+        longest = options["packing_limit"] or options["sequence_length"]
+        packed = [row for row in rows if len(row.document_lengths) > 1]
+        assert all(row.num_tokens <= longest for row in packed)
+        assert options["packing"] or not packed
         seen += [int(token) for row in rows for token in row.input_ids_T]
         if plan.epoch_of(i) == int(plan.epoch_of(i)):
             assert sorted(seen) == list(range(sum(lengths)))

@@ -4,7 +4,6 @@ import torch
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.packing_probe import one_document_each
 from horizon_server.engine.step_tokens import StepTokens
 
 
@@ -29,12 +28,3 @@ def test_ids_are_renumbered_over_the_whole_step() -> None:
     assert tokens.targets_S.tolist() == [4, 90]
     assert (tokens.num_tokens, tokens.num_targets) == (5, 2)
     assert [tokens.row_of(token) for token in (7, 8, None)] == [1, None, None]
-
-
-def test_a_packed_row_falls_apart_into_its_documents() -> None:
-    parts = one_document_each(row([1, 2, 3, 4, 5], [2, -100, 4, 5, -100], (2, 3)))
-
-    assert [part.input_ids_T.tolist() for part in parts] == [[1, 2], [3, 4, 5]]
-    assert [part.position_ids_T.tolist() for part in parts] == [[0, 1], [0, 1, 2]]
-    assert [part.labels_T.tolist() for part in parts] == [[2, -100], [4, 5, -100]]
-    assert [part.document_lengths for part in parts] == [(2,), (3,)]

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from horizon_formats.model_files import decides_tokens, holds_vocabulary, is_companion, is_pushed, refusal
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("tokenizer.json", "spm.model", "sentencepiece.model", "tekken.json", "qwen.tiktoken", "vocab.txt"),
-        *(
-            "additional_chat_templates/tool_use.jinja",
-            "LICENSE",
-            "LICENSE.txt",
-            "README.md",
-            "preprocessor_config.json",
-        ),
-    ],
+from horizon_formats.model_files import (
+    companion_files,
+    files_that_decide_tokens,
+    has_vocabulary,
+    pushed_files,
+    refusal,
 )
-def test_companions_are_pushed(path: str) -> None:
-    assert is_companion(path)
-    assert is_pushed(path)
-    assert refusal(path) is None
+
+TEXTS = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "qwen.tiktoken", "spm.model", "tokenizer.json"]
+OTHERS = ["LICENSE.txt", "README.md", "generation_config.json", "preprocessor_config.json"]
+WEIGHTS = ["model.safetensors", "model.safetensors.index.json"]
+LEFT = [
+    "optimizer.pt",
+    "modeling_x.py",
+    "notes.docx",
+    "sub/model.safetensors",
+    "sub/tokenizer.json",
+    ".git/config.json",
+]
 
 
-@pytest.mark.parametrize("path", ["model.safetensors", "model.safetensors.index.json", "config.json"])
-def test_config_and_weights_are_pushed_and_are_no_companions(path: str) -> None:
-    assert is_pushed(path)
-    assert not is_companion(path)
+def folder_with(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    return folder
 
 
-@pytest.mark.parametrize("path", ["sub/model.safetensors", "optimizer.pt", "modeling_x.py", "notes.docx", "a/LICENSE"])
-def test_other_files_stay_where_they_are(path: str) -> None:
-    assert not is_pushed(path)
+def test_what_is_pushed_is_kept_and_decides_tokens(tmp_path: Path) -> None:
+    folder_with(tmp_path, "config.json", *TEXTS, *OTHERS, *WEIGHTS, *LEFT)
+    assert pushed_files(tmp_path) == sorted(["config.json", *TEXTS, *OTHERS, *WEIGHTS])
+    assert companion_files(tmp_path) == sorted([*TEXTS, *OTHERS])
+    assert files_that_decide_tokens(tmp_path) == sorted(["config.json", *TEXTS])
+    assert all(refusal(name) is None for name in pushed_files(tmp_path))
 
 
 def test_pickles_and_code_are_refused_with_the_reason() -> None:
@@ -43,8 +46,6 @@ def test_pickles_and_code_are_refused_with_the_reason() -> None:
 
 
 def test_a_template_or_settings_alone_are_no_tokenizer() -> None:
-    settings = ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/rag.jinja"]
-    assert all(decides_tokens(path) and not holds_vocabulary(path) for path in settings)
-    assert holds_vocabulary("tokenizer.json")
-    assert decides_tokens("config.json")
-    assert not decides_tokens("model.safetensors")
+    assert not has_vocabulary(["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/rag.jinja"])
+    assert has_vocabulary(["tokenizer.json"])
+    assert has_vocabulary(["qwen.tiktoken"])

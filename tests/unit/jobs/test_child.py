@@ -1,35 +1,84 @@
-"""Children: events up, orders down, gone at the end; and what is said of one that died without a word."""
+"""Children: events and an answer up, orders down, limits kept, gone at the end; and how one that died without a word is explained."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from horizon_server.children.child import STOP, Child, exit_reason, log_tail
-from horizon_server.errors import WorkerFailed
-from horizon_server.events import AttemptEnded, Message
+from horizon_server.children.child import CANCEL, STOP, Child, Limits, exit_reason, log_tail, run_child
+from horizon_server.children.lines import Answer, Failure, decode_line, encode_line
+from horizon_server.errors import (
+    FieldViolation,
+    HorizonError,
+    InvalidData,
+    IoFailed,
+    OutOfMemory,
+    Stalled,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerFailed,
+)
+from horizon_server.events import Message, WorkerLine
 from horizon_server.settings import child_environment
 
 TALKER = """
-import argparse, os, sys
-parser = argparse.ArgumentParser(); parser.add_argument("mode"); parser.add_argument("--events-fd", type=int)
-arguments = parser.parse_args()
-def send(line): os.write(arguments.events_fd, line.encode() + b"\\n")
-print("hello from the log", flush=True)
-if arguments.mode == "echo":
-    send('{"kind":"message","level":"info","text":"ready"}')
-    order = sys.stdin.readline().strip()
-    send('{"kind":"ended","outcome":"stopped","message":"%s"}' % order)
-elif arguments.mode == "babble":
-    send("Traceback (most recent call last):")
-elif arguments.mode == "endless":
-    os.write(arguments.events_fd, b"x" * 300000)
-elif arguments.mode == "sleep":
-    sys.stdin.readline()
-    send('{"kind":"ended","outcome":"stopped","message":"eof"}')
+import ctypes, os, pathlib, signal, sys, time
+from horizon_server.children.entry import Order, Orders, serve
+from horizon_server.errors import FieldViolation, InvalidData
+from horizon_server.events import Message
+
+def work(request, events):
+    mode = request["mode"]
+    print("hello from the log", flush=True)
+    if mode == "obey":
+        orders = Orders()
+        events.send(Message(level="info", text="ready"))
+        while orders.current is Order.CONTINUE:
+            time.sleep(0.01)
+        return orders.current.value
+    if mode == "refuse":
+        raise InvalidData("line 3 is odd", violations=[FieldViolation(field="line[3]", description="odd")], retry_after_s=2)
+    if mode == "greedy":
+        return len(bytearray(1 << 30))
+    if mode == "busy":
+        while True:
+            pass
+    if mode == "silent":
+        events.send(Message(level="info", text=str(os.getpid())))
+        time.sleep(600)
+    if mode == "crash":
+        ctypes.string_at(0)
+    if mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "gone":
+        pathlib.Path("/no/such/folder/file").read_text()
+    if mode == "defect":
+        return 1 // 0
+    if mode == "babble":
+        os.write(events._descriptor, b"Traceback (most recent call last):\\n")
+    if mode == "endless":
+        os.write(events._descriptor, b"x" * (17 << 20))
+    if mode == "exit":
+        os._exit(3)
+    if mode == "large":
+        return "\\U0001f600" * 500_000
+    if mode == "signals":
+        return [signal.getsignal(number) is expected for number, expected in (
+            (signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL), (signal.SIGPIPE, signal.SIG_IGN))]
+    if mode == "limits":
+        import resource
+        adjusted = pathlib.Path("/proc/self/oom_score_adj").read_text()
+        return [resource.getrlimit(resource.RLIMIT_FSIZE)[0], resource.getrlimit(resource.RLIMIT_CORE)[0], int(adjusted)]
+
+if __name__ == "__main__":
+    sys.exit(serve(work, who="the talker"))
 """
 
 
@@ -39,40 +88,114 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return child_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
-async def start(tmp_path: Path, environment: dict[str, str], mode: str) -> Child:
-    return await Child.start("talker", [mode], log=tmp_path / "log", environment=environment)
+async def ask(environment: dict[str, str], mode: str, **limits: Any) -> Any:
+    return await run_child("talker", {"mode": mode}, who="the talker", environment=environment, limits=Limits(**limits))
 
 
+@pytest.mark.parametrize(("order", "obeyed"), [(STOP, "stop"), (CANCEL, "cancel")])
 async def test_events_come_up_orders_go_down_output_goes_to_the_log(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, environment: dict[str, str], order: bytes, obeyed: str
 ) -> None:
-    child = await start(tmp_path, environment, "echo")
-    seen = []
-    async for line in child.lines():
-        seen.append(line)
-        if isinstance(line, Message):
-            child.tell(STOP)
-    assert seen == [Message(level="info", text="ready"), AttemptEnded(outcome="stopped", message="stop")]
-    assert await child.wait() == 0
+    (tmp_path / "request.json").write_text("x" * 1000)
+    child = await Child.start(
+        "talker", {"mode": "obey"}, who="the talker", environment=environment,
+        request_file=tmp_path / "request.json", log_file=tmp_path / "log",
+    )  # fmt: skip
+    seen: list[WorkerLine] = []
+
+    async def on_event(event: WorkerLine) -> None:
+        seen.append(event)
+        child.send_order(order)
+
+    assert await child.answer(on_event) == obeyed
+    assert seen == [Message(level="info", text="ready")]
     assert log_tail(tmp_path / "log") == "hello from the log"
-    child.tell(STOP)
+    assert (tmp_path / "request.json").read_text() == '{\n "mode": "obey"\n}'
+    child.send_order(order)
     child.kill()
 
 
-@pytest.mark.parametrize(("mode", "words"), [("babble", "no event"), ("endless", "more than 262144 bytes")])
-async def test_what_is_no_event_is_refused(tmp_path: Path, environment: dict[str, str], mode: str, words: str) -> None:
-    child = await start(tmp_path, environment, mode)
-    with pytest.raises(WorkerFailed, match=words):
-        async for _ in child.lines():
-            pass
-    child.kill()
-    await child.wait()
+async def test_an_error_crosses_with_its_class_message_and_violations(environment: dict[str, str]) -> None:
+    with pytest.raises(InvalidData, match=r"^line 3 is odd$") as caught:
+        await ask(environment, "refuse")
+    assert caught.value.violations == (FieldViolation(field="line[3]", description="odd"),)
+    assert caught.value.retry_after_s == 2
 
 
-async def test_killing_ends_it(tmp_path: Path, environment: dict[str, str]) -> None:
-    child = await start(tmp_path, environment, "sleep")
-    child.kill()
-    assert await child.wait() == -9
+@pytest.mark.parametrize(
+    ("mode", "limits", "kind", "words"),
+    [
+        ("greedy", {"memory_bytes": 2**29}, OutOfMemory, "the talker ran out of memory"),
+        ("busy", {"cpu_s": 1}, Stalled, "more than 1 s of processor time"),
+        ("busy", {"wall_s": 1.0}, Stalled, "took longer than 1 s"),
+        ("silent", {"silence_s": 1.0}, Stalled, "reported nothing for 1 s"),
+        ("crash", {}, WorkerCrashed, "the talker was ended by signal SIGSEGV"),
+        ("killed", {}, WorkerDied, "the talker was killed by SIGKILL"),
+        ("exit", {}, WorkerDied, "the talker ended with exit code 3"),
+        ("gone", {}, IoFailed, r"the talker could not read or write a file \(file\): No such file or directory"),
+        ("defect", {}, WorkerFailed, "ZeroDivisionError: "),
+        ("babble", {}, WorkerFailed, "not an event"),
+        ("endless", {}, WorkerFailed, "more than 16777216 bytes"),
+    ],
+)
+async def test_every_bad_end_has_its_error(
+    environment: dict[str, str], mode: str, limits: dict[str, Any], kind: type[HorizonError], words: str
+) -> None:
+    with pytest.raises(HorizonError, match=words) as caught:
+        await ask(environment, mode, **limits)
+    assert type(caught.value) is kind
+    assert (caught.value.retry_after_s is not None) == (mode == "killed"), (
+        "only a child that was killed may be repeated"
+    )
+
+
+async def test_limits_and_signals_are_set_in_the_child(environment: dict[str, str]) -> None:
+    assert await ask(environment, "limits", file_bytes=12345, oom_score_adj=900) == [12345, 0, 900]
+    assert await ask(environment, "signals") == [True, True, True]
+
+
+async def test_a_long_answer_arrives_whole(environment: dict[str, str]) -> None:
+    assert await ask(environment, "large") == "\U0001f600" * 500_000
+
+
+async def test_a_caller_who_is_cancelled_ends_the_child(environment: dict[str, str]) -> None:
+    pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def on_event(event: WorkerLine) -> None:
+        assert isinstance(event, Message)
+        pid.set_result(int(event.text))
+
+    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=environment)
+    task = asyncio.create_task(child.answer(on_event))
+    number = await asyncio.wait_for(pid, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+DAEMON = """
+import asyncio, os
+from horizon_server.children.child import Child
+async def main():
+    child = await Child.start("talker", {"mode": "silent"}, who="the talker", environment=os.environ)
+    async def on_event(event):
+        print(event.text, flush=True)
+    await child.answer(on_event)
+asyncio.run(main())
+"""
+
+
+def test_a_child_ends_with_a_daemon_that_is_killed(environment: dict[str, str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", DAEMON], env=environment, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        watch = os.pidfd_open(int(daemon.stdout.readline()))
+        daemon.kill()
+    poll = select.poll()
+    poll.register(watch, select.POLLIN)
+    assert poll.poll(60_000), "the child is still alive"
+    os.close(watch)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +210,14 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"\xff" + b"".join(b"line %d\n" % i for i in range(5000)))
     assert log_tail(tmp_path / "log", num_lines=2) == "line 4998\nline 4999"
     assert log_tail(tmp_path / "none") == ""
+
+
+def test_lines_survive_the_way() -> None:
+    for line in (Message(level="info", text="a\nb"), Answer({"x": [1, None]}), Answer(None)):
+        assert decode_line(encode_line(line)) == line
+    back = decode_line(encode_line(Failure(WorkerDied("gone", retry_after_s=1.0))))
+    assert isinstance(back, Failure)
+    assert (type(back.error), back.error.message, back.error.retry_after_s) == (WorkerDied, "gone", 1.0)
+    for broken in (b"", b"[1]\n", b"{}\n", b'{"error": 3}\n', b'{"kind": "none"}\n', b"[" * 100_000):
+        with pytest.raises(WorkerFailed, match="not an event"):
+            decode_line(broken)

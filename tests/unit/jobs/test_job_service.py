@@ -2,22 +2,342 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Awaitable, Callable
+
+import pytest
+import structlog
 from tests.daemon_parts import DaemonParts, Script
+from tests.unit.jobs.conftest import held
 
-from horizon_server.events import CheckpointWritten, StepDone
-from horizon_server.records.job import JobState
+from horizon_server.errors import (
+    DoesNotFit,
+    Draining,
+    InvalidSpec,
+    NotAllowed,
+    NotFound,
+    RequestIdReused,
+    WrongJobState,
+)
+from horizon_server.events import CheckpointWritten, JobEvent, Message, StateChanged, StepDone
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
+
+S = JobState
 
 
-async def test_a_job_runs_from_submit_to_its_last_event(daemon: DaemonParts) -> None:
-    ada = await daemon.user("ada")
-    await daemon.dataset(ada)
+def states(events: list[JobEvent]) -> list[tuple[str, str]]:
+    return [(e.payload.job_state, e.payload.reason) for e in events if isinstance(e.payload, StateChanged)]
+
+
+def steps(events: list[JobEvent]) -> list[int]:
+    return [event.payload.step for event in events if isinstance(event.payload, StepDone)]
+
+
+async def test_a_job_runs_from_submit_to_its_last_event(daemon: DaemonParts, ada: Principal) -> None:
     job = await daemon.submit(ada, "first", Script(num_steps=3))
-    assert (job.job_state, job.queue_position) == (JobState.QUEUED, 1)
-    done = await daemon.until(job.job_id, JobState.SUCCEEDED)
+    assert (job.job_state, job.queue_position) == (S.QUEUED, 1)
+    done = await daemon.until(job.job_id, S.SUCCEEDED)
     assert (done.step, done.num_steps, done.attempt) == (3, 3, 1)
+    assert done.data_report["packed_rows"] == 4
     events = await daemon.events(job.job_id)
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
-    assert [event.payload.step for event in events if isinstance(event.payload, StepDone)] == [1, 2, 3]
+    assert [name for name, _ in states(events)] == ["QUEUED", "PREPARING", "STARTING", "RUNNING", "SUCCEEDED"]
+    assert steps(events) == [1, 2, 3]
     assert [event.payload.step for event in events if isinstance(event.payload, CheckpointWritten)] == [3]
     [checkpoint] = await daemon.services.jobs.checkpoints(ada, job.job_id)
     assert (checkpoint.step, checkpoint.last) == (3, True)
+    assert structlog.contextvars.get_contextvars() == {}
+
+
+async def test_the_same_request_gives_the_same_job(daemon: DaemonParts, ada: Principal) -> None:
+    request_id, jobs = str(uuid.uuid4()), daemon.services.jobs
+    first = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
+    again = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
+    assert again.job_id == first.job_id
+    with pytest.raises(RequestIdReused):
+        await jobs.submit(ada, request_id=request_id, spec=daemon.spec("other"))
+    assert len((await jobs.list(ada))[0]) == 1
+
+
+async def test_what_cannot_run_is_refused_and_leaves_nothing(daemon: DaemonParts, ada: Principal) -> None:
+    bob, eve = await daemon.user("bob"), await daemon.user("eve", role="viewer")
+    with pytest.raises(NotFound, match="chats"):
+        await daemon.submit(bob)
+    with pytest.raises(NotAllowed, match="viewer"):
+        await daemon.submit(eve)
+    with pytest.raises(DoesNotFit, match="GiB"):
+        await daemon.submit(ada, train={"tokens_per_step": 67_108_864, "sequence_length": 1024})
+    with pytest.raises(InvalidSpec, match="priority must be 0") as caught:
+        await daemon.submit(ada, priority=5)
+    assert caught.value.violations[0].field == "priority"
+    with pytest.raises(NotAllowed, match="project physics is not yours"):
+        await daemon.submit(ada, project="physics")
+    assert await daemon.services.jobs.queue() == []
+    assert (await daemon.services.jobs.plan(ada, daemon.spec()))[1].fits
+
+
+async def test_others_cannot_see_or_change_a_job(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon)
+    bob, eve = await daemon.user("bob"), await daemon.user("eve", role="viewer")
+    jobs = daemon.services.jobs
+    for call in (jobs.get, jobs.cancel, jobs.pause, jobs.resume):
+        with pytest.raises(NotFound):
+            await call(bob, job.job_id)
+    with pytest.raises(NotAllowed):
+        await jobs.cancel(eve, job.job_id)
+    assert (await jobs.get(eve, job.job_id)).job_id == job.job_id
+    assert (await jobs.list(bob))[0] == []
+    await jobs.cancel(Principal(name="root", role="admin", project="root"), job.job_id)
+    await daemon.until(job.job_id, S.CANCELLED)
+
+
+Call = Callable[[Principal, str], Awaitable[JobRecord]]
+
+
+async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobRecord:
+    """Return a job that stays in this state until something is done to it."""
+    jobs = daemon.services.jobs
+    match state:
+        case S.QUEUED:
+            await held(daemon, "ahead")
+            return await daemon.submit(ada, "waiting")
+        case S.PREPARING:  # of a length of its own, so that nothing prepared fits
+            job = await daemon.submit(ada, "preparing", train={"sequence_length": 200 + len(str(daemon.state_dir))})
+        case S.STARTING:
+            job = await daemon.submit(ada, "starting", Script(hold_at="start"))
+        case S.RUNNING:
+            job = await held(daemon)
+        case S.STOPPING:
+            job = await held(daemon, deaf=True)
+            return await jobs.pause(ada, job.job_id)
+        case S.PAUSED:
+            await held(daemon, "ahead")
+            job = await daemon.submit(ada, "parked")
+            return await jobs.pause(ada, job.job_id)
+        case S.SUCCEEDED:
+            job = await daemon.submit(ada, "done")
+        case S.FAILED:
+            job = await daemon.submit(ada, "broken", Script(fail_at=2))
+        case S.CANCELLED:
+            job = await held(daemon)
+            await jobs.cancel(ada, job.job_id)
+    return await daemon.until(job.job_id, state)
+
+
+@pytest.mark.parametrize("state", list(JobState))
+async def test_cancel_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
+    job = await in_state(daemon, ada, state)
+    answer = await daemon.services.jobs.cancel(ada, job.job_id)
+    if state in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
+        assert answer.job_state is state, "what has ended stays as it is, and the answer shows it"
+        return
+    daemon.release("held")
+    ended = await daemon.until(job.job_id, S.CANCELLED)
+    assert (ended.reason, ended.message, ended.wanted) == ("CANCELLED", "cancelled by a user", "")
+    assert ended.ended_s > 0
+    assert (await daemon.events(job.job_id))[-1].payload.job_state == "CANCELLED"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("state", list(JobState))
+async def test_pause_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
+    job = await in_state(daemon, ada, state)
+    if state in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
+        with pytest.raises(WrongJobState, match=f"is {state}"):
+            await daemon.services.jobs.pause(ada, job.job_id)
+        return
+    await daemon.services.jobs.pause(ada, job.job_id)
+    daemon.release("held")
+    paused = await daemon.until(job.job_id, S.PAUSED)
+    assert (paused.reason, paused.wanted, paused.ended_s) == ("PAUSED", "", 0.0)
+    assert (await daemon.services.jobs.pause(ada, job.job_id)).job_state is S.PAUSED
+    if state is S.RUNNING:
+        assert [c.step for c in await daemon.services.jobs.checkpoints(ada, job.job_id)] == [1]
+
+
+@pytest.mark.parametrize("state", list(JobState))
+async def test_resume_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
+    job = await in_state(daemon, ada, state)
+    if state not in (S.PAUSED, S.FAILED):
+        with pytest.raises(WrongJobState, match="only a PAUSED or FAILED job can be resumed"):
+            await daemon.services.jobs.resume(ada, job.job_id)
+        return
+    resumed = await daemon.services.jobs.resume(ada, job.job_id)
+    assert (resumed.job_state, resumed.reason, resumed.queue_position) == (S.QUEUED, "RESUMED", 1)
+    daemon.release("ahead")
+    await daemon.until(job.job_id, S.SUCCEEDED)
+
+
+async def test_a_resumed_job_continues_from_its_checkpoint(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon)
+    await daemon.services.jobs.pause(ada, job.job_id)
+    await daemon.until(job.job_id, S.PAUSED)
+    daemon.release("held")
+    await daemon.services.jobs.resume(ada, job.job_id)
+    done = await daemon.until(job.job_id, S.SUCCEEDED)
+    assert (done.attempt, steps(await daemon.events(job.job_id))) == (2, [1, 2, 3, 4])
+
+
+async def test_cancel_wins_over_pause(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon, deaf=True)
+    await daemon.services.jobs.pause(ada, job.job_id)
+    await daemon.services.jobs.cancel(ada, job.job_id)
+    await daemon.services.jobs.pause(ada, job.job_id)
+    daemon.release("held")
+    await daemon.until(job.job_id, S.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "words"),
+    [
+        (Script(die_at="start"), "WORKER_DIED", "SIGKILL"),
+        (Script(die_at=2), "WORKER_DIED", "SIGKILL"),
+        (Script(exit_at=2), "WORKER_DIED", "exit code 7"),
+        (Script(fail_at=2), "DIVERGED", "the loss is not finite"),
+    ],
+)
+async def test_a_worker_that_fails_ends_its_job_with_the_true_reason_and_the_queue_continues(
+    daemon: DaemonParts, ada: Principal, script: Script, reason: str, words: str
+) -> None:
+    job = await daemon.submit(ada, "bad", script)
+    following = await daemon.submit(ada, "following")
+    failed = await daemon.until(job.job_id, S.FAILED)
+    assert (failed.reason, failed.ended_s > 0) == (reason, True)
+    assert words in failed.message
+    await daemon.until(following.job_id, S.SUCCEEDED)
+    if script.exit_at:
+        texts = [e.payload.text for e in await daemon.events(job.job_id) if isinstance(e.payload, Message)]
+        assert "the last words of a worker" in texts[-1]
+    await daemon.services.jobs.resume(ada, job.job_id)
+    assert (await daemon.until(job.job_id, S.SUCCEEDED)).attempt == 2
+
+
+async def test_two_jobs_take_turns(daemon: DaemonParts, ada: Principal) -> None:
+    first = await held(daemon, "one")
+    second = await daemon.submit(ada, "two")
+    assert second.queue_position == 1
+    assert [job.job_id for job in await daemon.services.jobs.queue()] == [first.job_id, second.job_id]
+    assert await daemon.services.jobs.in_use(second.dataset_id) in (first.job_id, second.job_id)
+    daemon.release("one")
+    await daemon.until(second.job_id, S.SUCCEEDED)
+    assert (await daemon.job(first.job_id)).job_state is S.SUCCEEDED
+    assert await daemon.services.jobs.in_use(second.dataset_id) is None
+
+
+async def test_a_parked_job_does_not_overtake_those_who_waited(daemon: DaemonParts, ada: Principal) -> None:
+    """Park a cheap job, resume it when others wait: it goes to the end of the queue."""
+    eve = await daemon.user("eve")
+    await daemon.dataset(eve)
+    await held(daemon, "running")
+    ticket = await daemon.submit(eve, "ticket")
+    await daemon.services.jobs.pause(eve, ticket.job_id)
+    waiting = await daemon.submit(ada, "waiting")
+    resumed = await daemon.services.jobs.resume(eve, ticket.job_id)
+    later = await daemon.submit(ada, "later")
+    places = {job.job_id: job.queue_position for job in (await daemon.services.jobs.list(ada))[0] + [resumed]}
+    assert [places[job.job_id] for job in (waiting, ticket, later)] == [1, 2, 3]
+    queue = [job.job_id for job in (await daemon.services.jobs.queue())[1:]]
+    assert queue == [waiting.job_id, ticket.job_id, later.job_id]
+
+
+async def test_a_name_means_the_newest_job_of_it_and_the_start_of_an_id_the_only_one(
+    daemon: DaemonParts, ada: Principal
+) -> None:
+    await held(daemon, "running")
+    older, newer = await daemon.submit(ada, "quick"), await daemon.submit(ada, "quick")
+    jobs = daemon.services.jobs
+    assert (await jobs.get(ada, "quick")).job_id == newer.job_id
+    assert (await jobs.get(ada, older.job_id[:12])).job_id == older.job_id
+    bob = await daemon.user("bob")
+    for key in ("quick", older.job_id, older.job_id[:12], "job_", "", "\ud800"):
+        with pytest.raises(NotFound):
+            await jobs.get(bob, key)
+
+
+async def test_the_start_of_several_ids_names_them(daemon: DaemonParts, ada: Principal) -> None:
+    job = await daemon.submit(ada, "model", Script(hold_at=1))
+    for job_id in ("job_ff00aa", "job_ff00bb"):
+        copy = dataclasses.replace(job, job_id=job_id, job_state=S.QUEUED)
+        await daemon.parts.journal.create(copy, request_id=str(uuid.uuid4()))
+    with pytest.raises(InvalidSpec, match=r"several jobs.*job_ff00bb, job_ff00aa") as caught:
+        await daemon.services.jobs.get(ada, "job_ff00")
+    assert caught.value.violations[0].field == "job_id"
+    assert (await daemon.services.jobs.get(ada, "job_ff00a")).job_id == "job_ff00aa"
+
+
+async def test_logs_are_read_from_an_offset_within_reason(daemon: DaemonParts, ada: Principal) -> None:
+    job = await daemon.submit(ada, "logged")
+    await daemon.until(job.job_id, S.SUCCEEDED)
+    jobs = daemon.services.jobs
+    whole = b"".join([data async for _, data in jobs.logs(ada, job.job_id)])
+    assert b"ready" in whole
+    assert b"".join([data async for _, data in jobs.logs(ada, job.job_id, offset=5)]) == whole[5:]
+    assert [piece async for piece in jobs.logs(ada, job.job_id, offset=2**62)] == []
+    for offset in (-1, 2**63 - 10, 2**64):
+        with pytest.raises(InvalidSpec, match="offset is") as caught:
+            [piece async for piece in jobs.logs(ada, job.job_id, offset=offset)]
+        assert caught.value.violations[0].field == "offset"
+
+
+@pytest.mark.parametrize(
+    "token", ["OTk5OTk5OTk5OTk5OTk5OTk5OTk5", "OTIyMzM3MjAzNjg1NDc3NTgwOA==", "LTE=", "MA==", "x", "\ud800", "eA=="]
+)
+async def test_a_page_token_that_is_not_ours_names_its_field(daemon: DaemonParts, ada: Principal, token: str) -> None:
+    with pytest.raises(InvalidSpec, match="page_token") as caught:
+        await daemon.services.jobs.list(ada, page_token=token)
+    assert caught.value.violations[0].field == "page_token"
+
+
+async def test_pages_together_are_all_jobs(daemon: DaemonParts, ada: Principal) -> None:
+    await held(daemon, "running")
+    made = [(await daemon.submit(ada, f"job-{i}")).job_id for i in range(5)]
+    jobs, token, seen = daemon.services.jobs, "", []
+    while True:
+        page, token = await jobs.list(ada, page_size=2, page_token=token, states={S.QUEUED})
+        seen += [(job.job_id, job.queue_position) for job in page]
+        if not token:
+            break
+    assert seen == list(zip(reversed(made), [5, 4, 3, 2, 1], strict=True))
+
+
+async def test_a_watch_sees_everything_and_ends_with_the_job(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon)
+
+    async def watch(after: int) -> list[int]:
+        return [event.sequence async for event in daemon.services.jobs.watch(ada, job.job_id, after)]
+
+    watches = [asyncio.create_task(watch(after)) for after in (0, 3)]
+    daemon.release("held")
+    await daemon.until(job.job_id, S.SUCCEEDED)
+    last = (await daemon.job(job.job_id)).last_sequence
+    async with asyncio.timeout(30):
+        assert [await task for task in watches] == [list(range(1, last + 1)), list(range(4, last + 1))]
+
+
+async def test_draining_queues_the_running_job_again_and_ends_every_watch(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon)
+    waiting = await daemon.submit(ada, "waiting")
+
+    async def watch() -> None:
+        async for _ in daemon.services.jobs.watch(ada, job.job_id):
+            pass
+
+    watching = asyncio.create_task(watch())
+    await daemon.drain()
+    with pytest.raises(Draining):
+        await asyncio.wait_for(watching, 30)
+    with pytest.raises(Draining):
+        await daemon.submit(ada, "late")
+    drained = await daemon.job(job.job_id)
+    assert (drained.job_state, drained.reason, drained.queue_position) == (S.QUEUED, "DRAINED", 1)
+    assert (await daemon.job(waiting.job_id)).queue_position == 2
+    assert [c.step for c in await daemon.services.jobs.checkpoints(ada, job.job_id)] == [1]
+
+
+async def test_a_worker_that_does_not_hear_the_drain_is_killed(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon, deaf=True)
+    await daemon.drain(0.2)
+    drained = await daemon.job(job.job_id)
+    assert (drained.job_state, drained.reason) == (S.QUEUED, "DRAINED")

@@ -13,38 +13,20 @@ from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import Draining
-from horizon_server.events import JobEvent, Message, Payload
+from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
+from horizon_server.telemetry.metrics import Metrics
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d"})
-
-
-class Observer:
-    """Counts what it is told."""
-
-    def __init__(self) -> None:
-        self.states: list[tuple[str | None, str]] = []
-        self.payloads: list[Payload] = []
-
-    def on_payload(self, job: JobRecord, payload: Payload) -> None:
-        self.payloads.append(payload)
-
-    def on_job_state(self, job: JobRecord, old: str | None) -> None:
-        self.states.append((old, job.job_state.value))
-
-    def on_worker_restart(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def set_jobs(self, counts: dict[str, int]) -> None:
-        assert sum(counts.values()) == 1
 
 
 @pytest.fixture
 async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield Journal(JobStore(database, Requests()), Observer())
+    yield Journal(JobStore(database, Requests()), Metrics(), Lifecycle())
     await database.close()
 
 
@@ -86,7 +68,8 @@ async def test_closing_ends_watches_with_draining_after_what_is_stored(journal: 
     watching = asyncio.create_task(watch())
     await asyncio.wait_for(first.wait(), 5)
     await journal.append("j1", Message(level="info", text="last"))
-    journal.close()
+    journal._lifecycle.close()
+    journal.end_watches()
     with pytest.raises(Draining):
         await asyncio.wait_for(watching, 5)
     assert [event.sequence for event in seen] == [1, 2]

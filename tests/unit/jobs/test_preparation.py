@@ -43,7 +43,7 @@ class Recipe:
             target=self.target,
             evaluation=evaluation_folder(self.target, self.options),
             is_whole=is_prepared(self.target, self.options),
-            request=self._request.to_json(),
+            request=self._request.to_mapping(),
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, plan_memory
-from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, max_parameters, plan_memory
+from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import build_layout
 
 
 @pytest.fixture
@@ -71,3 +72,32 @@ def test_more_tokens_need_more_memory_and_nothing_else_changes(folder: ModelFold
     assert large.device["activations"] == 2 * small.device["activations"]
     for part in ("weights", "moments", "gradients", "staging"):
         assert large.host[part] == small.host[part]
+
+
+@pytest.mark.parametrize("gibibytes", [16, 64, 512])
+def test_the_largest_model_of_a_machine_fits_it_and_a_larger_one_does_not(gibibytes: int) -> None:
+    limit_bytes = gibibytes << 30
+    largest = max_parameters(limit_bytes, grad_bytes=4)
+
+    def planned_bytes(num_parameters: float) -> int:
+        # Layers of 12 D * D parameters, as many as a model of this size usually has.
+        num_layers = 32
+        width = int((num_parameters / num_layers / 12) ** 0.5)
+        shape = ModelShape.from_config(
+            {
+                "hidden_size": width,
+                "intermediate_size": 4 * width,
+                "num_hidden_layers": num_layers,
+                "num_attention_heads": 32,
+                "vocab_size": 32_000,
+                "tie_word_embeddings": True,
+            }
+        )
+        shapes = {"model.embed_tokens.weight": (32_000, width), "model.norm.weight": (width,)}
+        shapes |= {f"model.layers.{i}.mlp.w.weight": (12 * width, width) for i in range(num_layers)}
+        layout = build_layout(shapes, num_layers=num_layers, tied=True)
+        return plan_memory(
+            layout, model=shape, tokens_per_step=4096, sequence_length=1024, device_kind="host", grad_bytes=4
+        ).host_total_bytes
+
+    assert planned_bytes(0.75 * largest) <= limit_bytes < planned_bytes(1.25 * largest)

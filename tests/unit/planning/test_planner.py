@@ -76,6 +76,13 @@ def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Pat
     assert worker_memory(folder, spec_of(sequence_length=4096)).plan.num_parameters > 0
 
 
+def test_the_limit_of_a_model_that_calls_it_max_seq_len_counts(folder: Path) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "max_position_embeddings"}
+    (folder / "config.json").write_text(json.dumps({**config, "max_seq_len": 2048}))
+    with pytest.raises(InvalidSpec, match=r"train\.sequence_length is 2049; the model allows at most 2048 positions"):
+        worker_memory(folder, spec_of(sequence_length=2049))
+
+
 @pytest.mark.parametrize(
     ("accelerators", "device", "wanted"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from horizon_server.children.lines import Answer, Failure, encode_line
 from horizon_server.errors import WorkerFailed
 from horizon_server.planning import rates as rates_module
 from horizon_server.planning.machine import Accelerator
@@ -37,6 +38,12 @@ def fake_python(folder: Path, script: str) -> str:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def reply(folder: Path, line: bytes) -> str:
+    """A script that writes one line to the descriptor of its `-m MODULE REQUEST --events-fd N`."""
+    (folder / "line").write_bytes(line)
+    return f"cat {folder}/line > /proc/self/fd/$5"
 
 
 def test_rates_are_kept(tmp_path: Path) -> None:
@@ -84,15 +91,16 @@ def test_a_machine_says_what_it_can_compute_on() -> None:
 
 
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, "echo no such device >&2; exit 3"))
-    with pytest.raises(WorkerFailed, match=r"measuring host failed with exit code 3: no such device"):
+    monkeypatch.setattr(
+        sys, "executable", fake_python(tmp_path, reply(tmp_path, encode_line(Failure(WorkerFailed("no such device")))))
+    )
+    with pytest.raises(WorkerFailed, match="no such device"):
         await measure_rates(MACHINE, environment=os.environ)
 
 
 async def test_what_is_measured_in_a_quiet_moment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "output.json"
-    output.write_text(json.dumps(dataclasses.asdict(RATES)))
-    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, f"cat {output}"))
+    answer = encode_line(Answer(dataclasses.asdict(RATES)))
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, reply(tmp_path, answer)))
     book = RateBook(tmp_path, MACHINE)
     await IdleMeasurement(book, environment=os.environ, idle_s=0)()
     assert book.read() == {"host": RATES}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from horizon_server.errors import AlreadyExists, DiskFull, InvalidModel
@@ -26,6 +27,8 @@ from horizon_server.store.checkpoint import (
 from horizon_server.store.durable import durable_folder, remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import record_file
+from horizon_server.store.master_weights import merge
+from horizon_server.store.weight_formats import ExportDtype
 
 MakeModel = Callable[..., Path]
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
@@ -42,6 +45,21 @@ def trained_store(folder: Path) -> HostStore:
         store.tensor(place.name, "exp_avg").normal_(generator=generator)
         store.tensor(place.name, "exp_avg_sq").uniform_(generator=generator)
     return store
+
+
+def master_of(store: HostStore, name: str) -> torch.Tensor:
+    hi, lo = store.tensor(name, "hi").view(-1), store.tensor(name, "lo").view(-1)
+    master = torch.empty(hi.numel())
+    merge(hi, lo, master)
+    return master.view(store.layout.find(name)[1].shape)
+
+
+def write_ties(store: HostStore) -> None:
+    """Make a third of the masters lie half way between two bfloat16 numbers, above even ones and above odd ones."""
+    for _, place in store.layout.tensors():
+        bits = master_of(store, place.name).view(torch.int32).view(-1)
+        bits[::3] = (bits[::3] & ~0xFFFF) | 0x8000
+        store.write_master(place.name, bits.view(torch.float32).view(place.shape))
 
 
 def assert_same_planes(left: HostStore, right: HostStore) -> None:
@@ -70,22 +88,77 @@ def test_every_bit_comes_back(make_model: MakeModel, tmp_path: Path, tied: bool,
     assert is_complete(target) and read_manifest(target) == manifest
 
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 8192])
-def test_plain_transformers_loads_it(make_model: MakeModel, tmp_path: Path, tied: bool, shard_bytes: int) -> None:
-    folder = make_model(tied=tied, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", ["source", *TORCH_DTYPES])
+@pytest.mark.parametrize("source_dtype", TORCH_DTYPES.values())
+def test_plain_transformers_loads_the_masters_rounded_as_torch_rounds(
+    make_model: MakeModel, tmp_path: Path, tied: bool, shard_bytes: int, dtype: ExportDtype, source_dtype: torch.dtype
+) -> None:
+    folder = make_model(tied=tied, dtype=source_dtype)
     store = trained_store(folder)
+    write_ties(store)
     target = tmp_path / "exported"
-    export_model(store, target, source=folder, shard_bytes=shard_bytes)
+    export_model(store, target, source=folder, dtype=dtype, shard_bytes=shard_bytes)
+    wanted = TORCH_DTYPES.get(dtype, source_dtype)
     model = AutoModelForCausalLM.from_pretrained(target)
-    assert model.dtype == torch.bfloat16 and json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.dtype == wanted and json.loads((target / "config.json").read_text())["dtype"] == str(wanted)[6:]
     parameters = dict(model.named_parameters())
     assert set(parameters) == {place.name for _, place in store.layout.tensors()}
     for name, parameter in parameters.items():
-        assert torch.equal(parameter.detach(), store.tensor(name, "hi")), name
+        assert torch.equal(parameter.detach().view(torch.uint8), master_of(store, name).to(wanted).view(torch.uint8)), (
+            name
+        )
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.isfinite(model(input_ids=torch.tensor([[1, 2, 3]])).logits).all()
     assert not (target / "trainer").exists()
+
+
+@pytest.mark.parametrize("dtype", ["source", *TORCH_DTYPES])
+@pytest.mark.parametrize("source_dtype", TORCH_DTYPES.values())
+def test_every_bit_comes_back_whatever_the_format(
+    make_model: MakeModel, tmp_path: Path, dtype: ExportDtype, source_dtype: torch.dtype
+) -> None:
+    folder = make_model(dtype=source_dtype)
+    store = trained_store(folder)
+    write_ties(store)
+    save_checkpoint(store, tmp_path / "c", source=folder, trainer_state=STATE, dtype=dtype, shard_bytes=8192)
+    restored = HostStore.allocate(store.layout, num_threads=1)
+    assert load_checkpoint(restored, tmp_path / "c") == STATE
+    assert_same_planes(store, restored)
+
+
+def test_each_tensor_keeps_its_own_format(make_model: MakeModel, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(make_model(), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, source / "model.safetensors")
+    store = trained_store(source)
+    save_checkpoint(store, tmp_path / "c", source=source, trainer_state=STATE)
+    written = load_file(tmp_path / "c" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in written.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
+    restored = HostStore.allocate(store.layout, num_threads=1)
+    load_checkpoint(restored, tmp_path / "c")
+    assert_same_planes(store, restored)
+
+
+def test_a_checkpoint_of_format_1_is_still_read(make_model: MakeModel, tmp_path: Path) -> None:
+    folder, target = make_model(), tmp_path / "c"
+    store = trained_store(folder)
+    save_checkpoint(store, target, source=folder, trainer_state=STATE)
+    (target / "trainer" / "rounding.safetensors").unlink()
+    manifest = json.loads((target / "trainer" / "manifest.json").read_text())
+    manifest["format_version"] = 1
+    del manifest["files"]["trainer/rounding.safetensors"]
+    (target / "trainer" / "manifest.json").write_text(json.dumps(manifest))
+    restored = HostStore.allocate(store.layout, num_threads=1)
+    load_checkpoint(restored, target)
+    assert_same_planes(store, restored)
 
 
 def test_a_checkpoint_is_a_model_folder_too(saved: Path, tmp_path: Path) -> None:
@@ -102,20 +175,27 @@ def test_data_files_of_known_names_travel_and_no_others(make_model: MakeModel, t
         "tokenizer.json",
         "chat_template.jinja",
         "tokenizer.model",
+        "additional_chat_templates/rag.jinja",
+        "additional_chat_templates/evil.py",
+        "tekken.json",
+        "qwen.tiktoken",
+        "spm.model",
+        "sentencepiece.bpe.model",
+        "preprocessor_config.json",
+        "LICENSE",
+        "README.md",
         "modeling_evil.py",
         "pytorch_model.bin",
         "x.txt",
     ):
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     (source / "tokenizer.json").chmod(0o400)
     target = tmp_path / "checkpoint"
     manifest = save_checkpoint(trained_store(source), target, source=source, trainer_state=STATE)
-    copied = {"tokenizer.json", "chat_template.jinja", "tokenizer.model"}
-    assert {name for name in manifest.files if (source / name).is_file()} == copied | {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
+    left = {"additional_chat_templates/evil.py", "modeling_evil.py", "pytorch_model.bin", "x.txt"}
+    copied = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()} - left
+    assert {name for name in manifest.files if (source / name).is_file()} == copied
     on_disk = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
     assert on_disk == set(manifest.files) | {"trainer/manifest.json"}
     assert (target / "tokenizer.json").stat().st_mode & 0o200
@@ -135,13 +215,16 @@ def test_progress_ends_at_the_whole(make_model: MakeModel, tmp_path: Path) -> No
         store, tmp_path / "c", source=folder, trainer_state={}, on_progress=lambda *progress: seen.append(progress)
     )
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (12 * store.layout.num_parameters, 12 * store.layout.num_parameters)
+    bits = sum(-(-place.num_elements // 8) for _, place in store.layout.tensors())
+    total_bytes = 12 * store.layout.num_parameters + bits
+    assert seen[-1] == (total_bytes, total_bytes)
 
 
 FILES = [
     "config.json",
     "model.safetensors",
     "trainer/lo.safetensors",
+    "trainer/rounding.safetensors",
     "trainer/exp_avg.safetensors",
     "trainer/exp_avg_sq.safetensors",
     "trainer/trainer_state.json",
@@ -173,7 +256,7 @@ def test_a_torn_folder_is_never_complete(saved: Path, name: str, damage: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 2, "files": {}, "versions": {}}']
+    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 3, "files": {}, "versions": {}}']
 )
 def test_a_broken_manifest_makes_no_checkpoint(saved: Path, text: str) -> None:
     (saved / "trainer" / "manifest.json").write_text(text)

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.layout import (
     TENSOR_ALIGN_ELEMENTS,
     UNIT_ALIGN_ELEMENTS,
+    DecayRule,
     StoreLayout,
     build_layout,
     parameter_shapes,
     plane_sizes,
+    with_decay,
 )
 from horizon_server.store.safetensors_header import TensorHeader
 
@@ -57,10 +60,22 @@ def test_a_tied_projection_is_stored_once() -> None:
     assert layout.tied
 
 
-def test_weight_decay_spares_norms_biases_and_the_embedding() -> None:
+@pytest.mark.parametrize(
+    ("rule", "spared"),
+    [
+        ("trainer", lambda name: "norm" in name or "bias" in name),
+        ("matrices", lambda name: "norm" in name or "bias" in name or "embed" in name),
+        ("all", lambda name: False),
+    ],
+)
+def test_the_rule_decides_what_weight_decay_spares(rule: DecayRule, spared: Callable[[str], bool]) -> None:
+    layout = with_decay(build_layout(LLAMA, num_layers=12, tied=False), rule)
+    assert {tensor.name for _, tensor in layout.tensors() if not tensor.decay} == set(filter(spared, LLAMA))
+
+
+def test_the_rule_of_the_trainer_is_the_default() -> None:
     layout = build_layout(LLAMA, num_layers=12, tied=False)
-    decayed = {tensor.name for _, tensor in layout.tensors() if tensor.decay}
-    assert decayed == {name for name in LLAMA if name.endswith("q_proj.weight")} | {"lm_head.weight"}
+    assert layout == with_decay(layout, "trainer")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"[" * 100_000, "not a safetensors file"),
         ([1], "not a safetensors file"),
         (b'{"a":1,"a":2}', "a name occurs twice"),
-        ({"a": 3}, "no object"),
+        ({"a": 3}, "not an object"),
         ({"a": F32 | {"dtype": "F4"}}, "a has dtype 'F4'"),
         ({"a": F32 | {"dtype": ["F32"]}}, "a has dtype"),
         ({"a": F32 | {"shape": [-2]}}, "malformed"),
@@ -147,7 +147,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ({"a": "model.bin"}, "of the same folder"),
         ({"a": 3}, "of the same folder"),
         ({}, "names no tensor"),
-        ([], "no shard index"),
+        ([], "not a shard index"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "c is in model-1.safetensors, but it is not"),
     ],
 )

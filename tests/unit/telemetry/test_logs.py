@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from horizon_server.telemetry.logs import configure_logging, job_context
+from horizon_server.telemetry.logs import configure_logging
 
 TOKEN = "hzn_0123456789abcdef"
 
@@ -35,7 +36,7 @@ def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_a_line_carries_the_bound_job() -> None:
     stream = io.StringIO()
     configure_logging("info", True, stream)
-    with job_context("job-1", attempt=2, step=7):
+    with structlog.contextvars.bound_contextvars(job_id="job-1", attempt=2, step=7):
         structlog.get_logger("jobs").info("worker started", pid=4)
     structlog.get_logger("jobs").info("idle")
     first, second = _lines(stream)
@@ -52,6 +53,15 @@ def test_lines_below_the_level_are_dropped() -> None:
     logging.getLogger("uvicorn.error").info("chatter")
     structlog.get_logger().warning("kept")
     assert [line["event"] for line in _lines(stream)] == ["kept"]
+
+
+def test_calls_that_their_client_cut_leave_no_traceback() -> None:
+    stream = io.StringIO()
+    configure_logging("info", True, stream)
+    core = logging.getLogger("grpc._cython.cygrpc")
+    for error in (asyncio.CancelledError(), RuntimeError("RPC already finished."), KeyError("a bug")):
+        core.error("Unexpected error", exc_info=error)
+    assert ["a bug" in line["exception"] for line in _lines(stream)] == [True]
 
 
 @pytest.mark.parametrize("json_lines", [True, False])

@@ -85,7 +85,7 @@ def metrics(clock: Clock) -> Metrics:
     return Metrics(version="9.9", clock=clock)
 
 
-def _value(metrics: Metrics, name: str, **labels: str) -> float | None:
+def _value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
@@ -103,6 +103,25 @@ def test_a_step_fills_every_figure(metrics: Metrics) -> None:
     assert _value(metrics, "horizon_device_memory_planned_bytes", **job, device="host", component="weights") == 10
     assert _value(metrics, "horizon_step_duration_seconds_sum") == 2.0
     assert _value(metrics, "horizon_tokens_total", project="lab") == 64
+
+
+def test_a_job_on_the_device_has_its_names(metrics: Metrics) -> None:
+    names = {"name": "toy", "owner": "ada", "project": "lab", "model": "m", "dataset": "d"}
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    assert _value(metrics, "horizon_job_info", job_id="job-1", **names) is None
+    metrics.on_job_state(_job(JobState.PREPARING), "QUEUED")
+    assert _value(metrics, "horizon_job_info", job_id="job-1", **names) == 1
+    metrics.on_job_state(_job(JobState.SUCCEEDED), "RUNNING")
+    assert _value(metrics, "horizon_job_info", job_id="job-1", **names) is None
+
+
+def test_the_disk_and_the_certificate_are_shown(metrics: Metrics) -> None:
+    assert _value(metrics, "horizon_tls_certificate_expiry_timestamp_seconds") == 0
+    metrics.set_disk(total_bytes=1000, free_bytes=30)
+    metrics.set_certificate_expiry(NOW_S)
+    assert _value(metrics, "horizon_disk_total_bytes") == 1000
+    assert _value(metrics, "horizon_disk_free_bytes") == 30
+    assert _value(metrics, "horizon_tls_certificate_expiry_timestamp_seconds") == NOW_S
 
 
 def test_counters_add_up_over_steps_and_jobs(metrics: Metrics) -> None:

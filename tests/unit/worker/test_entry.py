@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from horizon_server.children.entry import EventWriter
-from horizon_server.events import AttemptEnded, Message, decode
-from horizon_server.worker.request import read_request
+from horizon_server.children.lines import Failure, decode_line
+from horizon_server.errors import HorizonError
+from horizon_server.events import Message, decode
+from horizon_server.worker.request import WorkerRequest
 
 REQUEST: dict[str, Any] = {
     "job_id": "job_1",
@@ -30,19 +32,17 @@ REQUEST: dict[str, Any] = {
     "device": "host",
     "device_limit_bytes": 1 << 30,
     "activation_placement": "device",
+    "trace": None,
 }
 
 
-def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "request.json"
-    path.write_text(json.dumps(REQUEST))
-    request = read_request(path)
+def test_a_request_is_read_as_it_was_written() -> None:
+    request = WorkerRequest.from_mapping(REQUEST)
     assert (request.job_id, request.attempt, request.spec.train.max_steps) == ("job_1", 2, 3)
     assert (request.evaluation, request.resume_from) == (None, Path("/checkpoints/step-00000002"))
     assert request.planes == {"hi": 7, "lo": 8}
     assert request.trace is None
-    path.write_text(json.dumps(REQUEST | {"trace": True}))
-    assert read_request(path).trace == tmp_path / "trace.json"
+    assert WorkerRequest.from_mapping(REQUEST | {"trace": "/jobs/trace.json"}).trace == Path("/jobs/trace.json")
 
 
 def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:
@@ -59,8 +59,8 @@ def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:
     os.close(write_fd)
 
 
-def run_worker(request: Path) -> tuple[int, AttemptEnded, str]:
-    """Run the worker's entry; returns exit code, its last event and what it logged."""
+def run_worker(request: Path) -> tuple[int, HorizonError, str]:
+    """Run the worker's entry; returns exit code, the error that it reports and what it logged."""
     read_fd, write_fd = os.pipe()
     try:
         done = subprocess.run(
@@ -75,9 +75,9 @@ def run_worker(request: Path) -> tuple[int, AttemptEnded, str]:
     finally:
         os.close(write_fd)
     with os.fdopen(read_fd, "rb") as stream:
-        last = decode(stream.read().splitlines(keepends=True)[-1])
-    assert isinstance(last, AttemptEnded)
-    return done.returncode, last, done.stderr
+        last = decode_line(stream.read().splitlines(keepends=True)[-1])
+    assert isinstance(last, Failure)
+    return done.returncode, last.error, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def run_worker(request: Path) -> tuple[int, AttemptEnded, str]:
 def test_a_worker_that_fails_says_why(tmp_path: Path, change: dict[str, Any], reason: str, words: str) -> None:
     path = tmp_path / "request.json"
     path.write_text(json.dumps({**REQUEST, **change}))
-    code, ended, logged = run_worker(path)
-    assert (code, ended.outcome, ended.reason) == (1, "failed", reason)
-    assert words in ended.message
+    code, error, logged = run_worker(path)
+    assert (code, error.reason) == (1, reason)
+    assert words in error.message
     assert "Traceback" in logged

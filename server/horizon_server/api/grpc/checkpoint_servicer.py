@@ -10,8 +10,8 @@ from typing import Any
 from horizon_proto.v1 import checkpoint_pb2, checkpoint_pb2_grpc
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.services import JobsPort
 from horizon_server.errors import FieldViolation, InvalidSpec, NotFound
+from horizon_server.services.jobs import JobService
 
 PIECE_BYTES = 2**20
 
@@ -19,7 +19,7 @@ PIECE_BYTES = 2**20
 class CheckpointServicer(checkpoint_pb2_grpc.CheckpointServiceServicer):
     """Lists, reads and deletes checkpoints."""
 
-    def __init__(self, jobs: JobsPort) -> None:
+    def __init__(self, jobs: JobService) -> None:
         self._jobs = jobs
 
     async def ListCheckpoints(

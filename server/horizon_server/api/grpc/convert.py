@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -44,8 +45,8 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 """Field of a message, or of one message (`Job.state`), to the attribute of the record."""
 _COMPUTED: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
-        "Dataset.state": lambda record: "READY" if record.ready else "UPLOADING",
-        "Model.state": lambda record: "READY" if record.ready else "UPLOADING",
+        "Dataset.state": attrgetter("state"),
+        "Model.state": attrgetter("state"),
         "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
     }
 )

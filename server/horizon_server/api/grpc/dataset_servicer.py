@@ -10,11 +10,11 @@ from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.grpc.wire_blob import find_missing, from_files, query_status, to_files, write_blob
 from horizon_server.api.grpc.wire_preview import from_preview, preview_options
 from horizon_server.api.grpc.wire_time import to_timestamp
-from horizon_server.api.services import PreviewsPort
 from horizon_server.blobs.uploads import Uploads
 from horizon_server.errors import InvalidSpec
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.services.datasets import DatasetService
+from horizon_server.services.previews import Previews
 
 _AUTO = "auto"
 
@@ -22,7 +22,7 @@ _AUTO = "auto"
 class DatasetServicer(dataset_pb2_grpc.DatasetServiceServicer):
     """Takes, lists, shows and deletes datasets."""
 
-    def __init__(self, datasets: DatasetService, previews: PreviewsPort, uploads: Uploads) -> None:
+    def __init__(self, datasets: DatasetService, previews: Previews, uploads: Uploads) -> None:
         self._datasets = datasets
         self._previews = previews
         self._uploads = uploads

@@ -9,20 +9,18 @@ from typing import Any
 from horizon_proto.v1 import job_pb2, job_pb2_grpc
 from horizon_server.api.grpc.convert import enum_text, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.grpc.open_streams import closing
-from horizon_server.api.services import JobsPort
+from horizon_server.api.open_streams import closing
 from horizon_server.errors import InvalidSpec, NotAvailableYet
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.services.jobs import JobService
 from horizon_server.services.lookup import page_limit
 from horizon_server.spec import JobSpec, parse_job_spec
-
-_PIECE_BYTES = 2**20
 
 
 class JobServicer(job_pb2_grpc.JobServiceServicer):
     """Submits, shows, steers and watches jobs."""
 
-    def __init__(self, jobs: JobsPort) -> None:
+    def __init__(self, jobs: JobService) -> None:
         self._jobs = jobs
 
     async def SubmitJob(self, request: job_pb2.SubmitJobRequest, context: Any) -> job_pb2.SubmitJobResponse:
@@ -75,9 +73,7 @@ class JobServicer(job_pb2_grpc.JobServiceServicer):
         )
         async with closing(pieces):
             async for offset, data in pieces:
-                for start in range(0, len(data), _PIECE_BYTES):
-                    piece = data[start : start + _PIECE_BYTES]
-                    yield job_pb2.GetJobLogsResponse(data=piece, offset=offset + start)
+                yield job_pb2.GetJobLogsResponse(data=data, offset=offset)
 
 
 def _spec(message: job_pb2.JobSpec) -> JobSpec:
@@ -98,5 +94,4 @@ def _state(index: int, number: int) -> JobState:
 
 def _require_natural(field: str, value: int) -> None:
     if value < 0:
-        sentence = f"{field} is {value}; it must be 0 or more"
-        raise InvalidSpec.of(field, sentence)
+        raise InvalidSpec.of(field, f"{field} is {value}; it must be 0 or more")

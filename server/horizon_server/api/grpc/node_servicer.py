@@ -8,13 +8,13 @@ from typing import Any
 from horizon_proto.v1 import node_pb2, node_pb2_grpc
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.services import NodePort
+from horizon_server.jobs.node import NodeFacts
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """Describes the machine."""
 
-    def __init__(self, node: NodePort) -> None:
+    def __init__(self, node: NodeFacts) -> None:
         self._node = node
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.GetNodeResponse:

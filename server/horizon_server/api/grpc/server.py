@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -29,10 +28,11 @@ from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
 from horizon_server.api.grpc.job_servicer import JobServicer
 from horizon_server.api.grpc.model_servicer import ModelServicer
 from horizon_server.api.grpc.node_servicer import NodeServicer
-from horizon_server.api.grpc.open_streams import OpenStreams
+from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.errors import BadSetting
 from horizon_server.network import is_loopback, parse_address
+from horizon_server.tls import ServerCertificate
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_CALLS = 1024
@@ -66,26 +66,17 @@ _OPTIONS = (
 )
 
 
-class TlsFiles(Protocol):
-    """PEM files of the server's certificate (with its chain) and key; `tls.ServerCertificate` is one."""
-
-    @property
-    def certificate(self) -> Path: ...  # noqa: D102
-    @property
-    def key(self) -> Path: ...  # noqa: D102
-
-
 def _ignore_call(service: str, method: str, code: str, seconds: float, /) -> None:
     """Observe nothing."""
 
 
 async def start_grpc_server(
-    services: Services, *, address: str, tls: TlsFiles | None, observe: Observe = _ignore_call
+    services: Services, *, address: str, tls: ServerCertificate | None, observe: Observe = _ignore_call
 ) -> GrpcServer:
     """Start to serve on `address` (HOST:PORT, port 0 picks a free one).
 
     Raises:
-        BadSetting: when the address cannot be listened on, or lies beyond loopback without TLS.
+        BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
     credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
     if credentials is None and not is_loopback(parse_address("grpc", address).host):
@@ -94,7 +85,7 @@ async def start_grpc_server(
         )
     streams = OpenStreams()
     server = grpc.aio.server(
-        interceptors=(CallInterceptor(services.accounts, streams=streams, observe=observe),),
+        interceptors=(CallInterceptor(services, streams=streams, observe=observe),),
         options=_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
@@ -120,7 +111,7 @@ async def start_grpc_server(
     return started
 
 
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+def _credentials(tls: ServerCertificate) -> grpc.ServerCredentials:
     try:
         return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
     except OSError as error:
@@ -137,7 +128,7 @@ class GrpcServer:
         self.port = port
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell health checks whether new work is taken: no, while draining. Calls are answered all the same."""
+        """Set what health checks answer: whether new work is taken, which is not so while draining. Calls are answered all the same."""
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in ("", *SERVICE_NAMES):

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Depends, FastAPI, Response
 
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
-from horizon_server.api.http.caller import authenticated
-from horizon_server.api.http.edge import Edge
+from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.page import load_page
-from horizon_server.api.http.ports import HttpServices
 from horizon_server.api.http.problems import install_handlers
 from horizon_server.api.http.routes import router
+from horizon_server.api.http.security import Edge, authenticated
+from horizon_server.api.open_streams import OpenStreams
+from horizon_server.api.services import Services
+from horizon_server.telemetry.metrics import Metrics
 from horizon_server.version import VERSION
 
 
-class MetricsPort(Protocol):
-    """What HTTP needs from the metrics."""
-
-    def on_http(self, method: str, route: str, code: int | str, seconds: float) -> None:
-        """Count one finished request."""
-        ...
-
-    def render(self) -> tuple[bytes, str]:
-        """Return the exposition and its content type."""
-        ...
-
-
 def make_app(
-    services: HttpServices,
-    metrics: MetricsPort,
+    services: Services,
+    metrics: Metrics,
     *,
     metrics_open: bool,
-    health_open: bool = True,
     version: str = VERSION,
     ready: Callable[[], str | None],
 ) -> FastAPI:
@@ -43,39 +31,41 @@ def make_app(
 
     Args:
         services: what it reads from.
-        metrics: rendered at /metrics, and told of every request.
+        metrics: rendered at /metrics, and counts every request.
         metrics_open: whether /metrics answers without a token.
-        health_open: whether /healthz and /readyz answer without a token.
         version: shown at /version.
-        ready: says in one sentence why the daemon takes no work, or None.
+        ready: returns why the daemon takes no work, or None.
     """
     app = FastAPI(
         title="horizon",
         version=version,
         description="Status of a horizon daemon. Everything that changes something goes through gRPC.",
-        docs_url=None,  # these pages load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
     app.state.services = services
-    app.state.closing = asyncio.Event()
+    app.state.streams = OpenStreams()
+    app.state.curves = Curves()
     app.add_middleware(Edge, on_http=metrics.on_http)
     install_handlers(app)
-    _add_health(app, [] if health_open else [Depends(authenticated)], ready)
+    _add_health(app, ready)
     _add_metrics(app, [] if metrics_open else [Depends(authenticated)], metrics)
     _add_front(app, version)
     app.include_router(router)
     return app
 
 
-def _add_health(app: FastAPI, guards: list[Any], ready: Callable[[], str | None]) -> None:
-    @app.get("/healthz", dependencies=guards)
+def _add_health(app: FastAPI, ready: Callable[[], str | None]) -> None:
+    """Without a token everywhere: probes and load balancers have none, and the answers show nothing of the daemon's work."""
+
+    @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         """Say that the process answers."""
         return {"status": "ok"}
 
-    @app.get("/readyz", dependencies=guards, responses={503: {"model": ReadyBody}})
+    @app.get("/readyz", responses={503: {"model": ReadyBody}})
     async def readyz(response: Response) -> ReadyBody:
         """Say whether the daemon takes work; 503 and why not while it starts or drains."""
         why_not = ready()
@@ -85,7 +75,7 @@ def _add_health(app: FastAPI, guards: list[Any], ready: Callable[[], str | None]
         return ReadyBody(ready=False, message=why_not)
 
 
-def _add_metrics(app: FastAPI, guards: list[Any], metrics: MetricsPort) -> None:
+def _add_metrics(app: FastAPI, guards: list[Any], metrics: Metrics) -> None:
     exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @app.get("/metrics", dependencies=guards, response_class=Response, responses=exposition)

@@ -1,16 +1,27 @@
-"""The JSON bodies of REST and how records become them. Times are ISO 8601 in UTC, sizes are bytes, unknown is null."""
+"""The JSON bodies of REST: the records themselves, by field name. Times are ISO 8601 in UTC, sizes are bytes, unknown is null.
+
+`body_of` makes the response model of a record from its dataclass: fields, types and docstrings. What differs from the record (other
+names, computed fields, fields that stay inside) is in the tables below.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
+import textwrap
+import types
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from functools import cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from horizon_server.datasets.preview.request import DatasetPreview
-from horizon_server.events import StepDone
 from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
@@ -18,6 +29,133 @@ from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import may_see
+
+PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
+    {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
+)
+"""Attribute of a record to its JSON name, where they differ."""
+COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
+    {
+        JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
+        JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
+        CheckpointRecord: ("size_bytes",),
+        DatasetRecord: ("state", "size_bytes"),
+        ModelRecord: ("state", "size_bytes"),
+        DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
+    }
+)
+"""Properties of a record, or of a record within it, that its body has as fields."""
+INSIDE: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
+    {
+        JobRecord: {
+            "model_id": "may be a folder of the node, whose path is private; the spec names the model",
+            "dataset_id": "an internal reference; the spec names the dataset",
+            "eval_dataset_id": "an internal reference; the spec names the dataset",
+        },
+        DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+        ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+        DatasetPreview: {"options": "its fields stand at the top"},
+    }
+)
+"""Fields of a record that its body leaves out, and why."""
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with numbers that JSON cannot write (nan, inf) as None, however deep."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def _time(unix_s: float) -> datetime | None:
+    return datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None
+
+
+Number = Annotated[float | None, BeforeValidator(finite)]
+Time = Annotated[datetime | None, BeforeValidator(_time)]
+
+
+class Body(BaseModel):
+    """Read from a record's attributes."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+@cache
+def body_of(kind: Any) -> type[BaseModel]:
+    """Return the body of a record: all its fields and what `COMPUTED` adds, less what stays `INSIDE`."""
+    shown = [field.name for field in dataclasses.fields(kind) if field.name not in INSIDE.get(kind, {})]
+    described = _descriptions(kind)
+    fields: dict[str, Any] = {}
+    for path in (*shown, *COMPUTED.get(kind, ())):
+        attribute = path.rpartition(".")[2]
+        public = PUBLIC_NAMES.get(attribute, attribute)
+        hint = Time if public.endswith("_time") else _json_type(_type_of(kind, path))
+        fields[public] = (
+            hint,
+            Field(validation_alias=AliasPath(*path.split(".")), description=described.get(attribute)),
+        )
+    body: type[BaseModel] = create_model(kind.__name__, __base__=Body, __doc__=inspect.getdoc(kind), **fields)
+    return body
+
+
+def _type_of(kind: Any, path: str) -> Any:
+    for name in path.split("."):
+        hints = get_type_hints(kind)
+        kind = hints[name] if name in hints else get_type_hints(inspect.getattr_static(kind, name).fget)["return"]
+    return kind
+
+
+def _json_type(hint: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is float:
+        return Number
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_json_type(one) for one in arguments)]  # noqa: UP007  # built while running
+    if origin is tuple:
+        return list[_json_type(arguments[0])]  # type: ignore[misc]  # built while running
+    return body_of(cast(Any, hint)) if dataclasses.is_dataclass(hint) else hint
+
+
+def _descriptions(kind: type[Any]) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def page_of(name: str, items: str, kind: Any) -> type[BaseModel]:
+    """Return the body of one page of a list."""
+    fields: dict[str, Any] = {
+        items: (list[body_of(kind)], ...),  # type: ignore[misc]  # built while running
+        "next_page_token": (str, Field(description="Empty on the last page.")),
+    }
+    page: type[BaseModel] = create_model(name, __doc__=f"A page of {items}, newest first.", **fields)
+    return page
+
+
+JobBody = body_of(JobRecord)
+JobPage = page_of("JobPage", "jobs", JobRecord)
+DatasetPage = page_of("DatasetPage", "datasets", DatasetRecord)
+ModelPage = page_of("ModelPage", "models", ModelRecord)
+NodeBody = body_of(NodeStatus)
+PreviewBody = body_of(DatasetPreview)
+CheckpointBody = body_of(CheckpointRecord)
+
+
+class CheckpointList(BaseModel):
+    """The complete checkpoints of a job, oldest first."""
+
+    checkpoints: list[CheckpointBody]  # type: ignore[valid-type]  # made above
 
 
 class ViolationBody(BaseModel):
@@ -56,127 +194,8 @@ class ReadyBody(BaseModel):
     message: str = Field("", description="Why not, in one sentence.")
 
 
-class AcceleratorBody(BaseModel):
-    """One GPU."""
-
-    index: int
-    name: str
-    memory_bytes: int
-
-
-class NodeBody(BaseModel):
-    """The machine the daemon runs on, and the caller as the daemon knows them."""
-
-    hostname: str
-    version: str
-    host_memory_limit_bytes: int
-    host_memory_available_bytes: int
-    num_cpus: int
-    accelerators: list[AcceleratorBody]
-    disk_free_bytes: int
-    num_jobs: dict[str, int] = Field(description="Jobs of all users by state.")
-    draining: bool
-    user: str
-    role: str
-
-
-class TransferBody(BaseModel):
-    """One direction of the link over a step."""
-
-    bytes: int
-    busy_s: float | None
-    exposed_s: float | None = Field(description="Seconds compute stood idle waiting for it.")
-
-
-class StepBody(BaseModel):
-    """One finished optimizer step."""
-
-    step: int
-    num_steps: int
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    epoch: float | None
-    num_input_tokens_seen: int
-    num_tokens: int
-    tokens_per_second: float | None
-    duration_s: float | None
-    h2d: TransferBody
-    d2h: TransferBody
-    compute_s: float | None
-    optimizer_s: float | None
-    optimizer_exposed_s: float | None
-    overlap_ratio: float | None
-    model_flops: float | None
-    host_memory_bytes: dict[str, int]
-    device_memory_bytes: dict[str, int]
-    skipped: str
-    eta_s: float | None
-
-
-class PredictionBody(BaseModel):
-    """What an optimizer step is expected to take, from the node's measured speed."""
-
-    step_s: float
-    tokens_per_second: float
-    bound: str = Field(description="What takes the most of it: compute, h2d, d2h or host memory.")
-    total_s: float | None = Field(
-        description="Null where the number of steps is not known before the data is prepared."
-    )
-    peak_flops_per_s: float = Field(description="Of the device's matrix products, as measured.")
-
-
-class PlanBody(BaseModel):
-    """The memory ledger of a job, and how fast it is expected to be."""
-
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
-    host_total_bytes: int
-    device_total_bytes: int
-    host_limit_bytes: int
-    device_limit_bytes: int
-    num_parameters: int
-    device: str
-    fits: bool
-    message: str
-    prediction: PredictionBody | None = Field(description="Null while the node's speed has not been measured.")
-
-
-class JobBody(BaseModel):
-    """One job as it stands."""
-
-    job_id: str
-    name: str
-    project: str
-    owner: str
-    state: str
-    reason: str
-    message: str
-    step: int
-    num_steps: int = Field(description="0 while unknown.")
-    progress: float = Field(description="0 to 1.")
-    attempt: int
-    queue_position: int = Field(description="From 1 while queued, else 0.")
-    create_time: datetime | None
-    start_time: datetime | None
-    end_time: datetime | None
-    eta_s: float | None
-    last_sequence: int = Field(description="Number of the newest event.")
-    last_step: StepBody | None
-    plan: PlanBody | None
-    data_report: dict[str, int] = Field(description="Counts of the data preparation; empty until prepared.")
-    spec: dict[str, Any] = Field(description="The job spec with every default filled in.")
-
-
-class JobPage(BaseModel):
-    """A page of jobs, newest first."""
-
-    jobs: list[JobBody]
-    next_page_token: str = Field(description="Empty on the last page.")
-
-
 class QueueEntry(BaseModel):
-    """One place in the queue. What the caller may not see of others' jobs is null."""
+    """One place in the queue. What the caller may not see of other users' jobs is null."""
 
     job_id: str
     owner: str
@@ -188,6 +207,15 @@ class QueueEntry(BaseModel):
     step: int | None = None
     num_steps: int | None = None
 
+    @classmethod
+    def seen_by(cls, principal: Principal, job: JobRecord) -> Self:
+        """Return the entry of a job: everything for those who may see it, who and where for the others."""
+        entry = cls(job_id=job.job_id, owner=job.owner, state=job.job_state.value, position=job.queue_position)
+        if not may_see(principal, job.owner):
+            return entry
+        shown = {"name": job.spec.name, "project": job.spec.project, "priority": job.spec.priority}
+        return entry.model_copy(update={**shown, "step": job.step, "num_steps": job.num_steps})
+
 
 class QueueBody(BaseModel):
     """Everybody's waiting and running jobs in the order of their turn."""
@@ -195,24 +223,24 @@ class QueueBody(BaseModel):
     jobs: list[QueueEntry]
 
 
-class CurvePoint(BaseModel):
+class CurvePoint(Body):
     """One step of the loss curve."""
 
     step: int
-    loss: float | None
-    learning_rate: float | None
-    grad_norm: float | None
-    tokens_per_second: float | None
+    loss: Number
+    learning_rate: Number
+    grad_norm: Number
+    tokens_per_second: Number
 
 
-class EvalPoint(BaseModel):
+class EvalPoint(Body):
     """One evaluation."""
 
     step: int
-    eval_loss: float | None
+    eval_loss: Number
 
 
-class CurveBody(BaseModel):
+class CurveBody(Body):
     """The loss curve of a job: at most 2000 points, every `every_steps`-th step and the last one."""
 
     job_id: str
@@ -220,223 +248,3 @@ class CurveBody(BaseModel):
     every_steps: int
     points: list[CurvePoint]
     evals: list[EvalPoint]
-
-
-class CheckpointFileBody(BaseModel):
-    """One file of a checkpoint."""
-
-    path: str
-    sha256: str
-    size_bytes: int
-
-
-class CheckpointBody(BaseModel):
-    """One complete checkpoint."""
-
-    job_id: str
-    step: int
-    size_bytes: int
-    create_time: datetime | None
-    eval_loss: float | None
-    last: bool
-    best: bool
-    files: list[CheckpointFileBody]
-
-
-class CheckpointList(BaseModel):
-    """The complete checkpoints of a job, oldest first."""
-
-    checkpoints: list[CheckpointBody]
-
-
-class DatasetBody(BaseModel):
-    """One pushed dataset."""
-
-    dataset_id: str
-    name: str
-    owner: str
-    format: str
-    state: str = Field(description="UPLOADING or READY.")
-    num_rows: int
-    size_bytes: int
-    create_time: datetime | None
-    digest: str
-
-
-class DatasetPage(BaseModel):
-    """A page of datasets, newest first."""
-
-    datasets: list[DatasetBody]
-    next_page_token: str = Field(description="Empty on the last page.")
-
-
-class PreviewSpanBody(BaseModel):
-    """A piece of a rendered row."""
-
-    text: str
-    trained: bool
-
-
-class PreviewRowBody(BaseModel):
-    """One row as a model would see it."""
-
-    file: str
-    unit: str = Field(description="What `number` counts: line, row, or piece of a plain text.")
-    number: int
-    spans: list[PreviewSpanBody]
-    num_tokens: int
-    num_trained_tokens: int
-    num_cut_tokens: int = Field(description="Tokens beyond the sequence length, neither trained on nor shown.")
-    num_documents: int = Field(description="Documents that it is trained as.")
-    clipped: bool = Field(description="Whether the spans end before the row does, to keep the answer small.")
-    problems: list[str] = Field(description="Why nothing of it is trained, where that is so.")
-
-
-class PreviewBody(BaseModel):
-    """Some rows of a dataset as a model would see them, and the options they were rendered with."""
-
-    rows: list[PreviewRowBody]
-    num_rows: int = Field(description="Rows of the dataset.")
-    format: str
-    method: str
-    train_on: str
-    sequence_length: int
-    offset: int
-
-
-class ModelBody(BaseModel):
-    """One pushed model."""
-
-    model_id: str
-    name: str
-    owner: str
-    state: str = Field(description="UPLOADING or READY.")
-    architecture: str
-    num_parameters: int
-    size_bytes: int
-    create_time: datetime | None
-    digest: str
-
-
-class ModelPage(BaseModel):
-    """A page of models, newest first."""
-
-    models: list[ModelBody]
-    next_page_token: str = Field(description="Empty on the last page.")
-
-
-def finite(value: Any) -> Any:
-    """Return plain data with numbers that JSON cannot write (nan, inf) as None, however deep."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return value
-
-
-def node_body(node: NodeStatus) -> NodeBody:
-    """Return the body of the node."""
-    return NodeBody.model_validate(dataclasses.asdict(node))
-
-
-def job_body(job: JobRecord) -> JobBody:
-    """Return the body of a job."""
-    step = job.last_step
-    return JobBody(
-        job_id=job.job_id,
-        name=job.spec.name,
-        project=job.spec.project,
-        owner=job.owner,
-        state=job.job_state.value,
-        reason=job.reason,
-        message=job.message,
-        step=job.step,
-        num_steps=job.num_steps,
-        progress=min(1.0, job.step / job.num_steps) if job.num_steps > 0 else 0.0,
-        attempt=job.attempt,
-        queue_position=job.queue_position,
-        create_time=_time(job.created_s),
-        start_time=_time(job.started_s),
-        end_time=_time(job.ended_s),
-        eta_s=finite(job.eta_s),
-        last_sequence=job.last_sequence,
-        last_step=_step_body(step) if step is not None else None,
-        plan=_plan_body(job.plan) if job.plan is not None else None,
-        data_report=job.data_report,
-        spec=finite(job.spec.to_mapping()),
-    )
-
-
-def queue_entry(job: JobRecord, principal: Principal) -> QueueEntry:
-    """Return a place in the queue: everything for those who may see the job, who and where for the others."""
-    entry = QueueEntry(job_id=job.job_id, owner=job.owner, state=job.job_state.value, position=job.queue_position)
-    if not may_see(principal, job.owner):
-        return entry
-    spec = job.spec
-    shown = {"name": spec.name, "project": spec.project, "priority": spec.priority}
-    return entry.model_copy(update={**shown, "step": job.step, "num_steps": job.num_steps})
-
-
-def checkpoint_body(checkpoint: CheckpointRecord) -> CheckpointBody:
-    """Return the body of a checkpoint."""
-    return CheckpointBody(
-        job_id=checkpoint.job_id,
-        step=checkpoint.step,
-        size_bytes=checkpoint.size_bytes,
-        create_time=_time(checkpoint.created_s),
-        eval_loss=finite(checkpoint.eval_loss),
-        last=checkpoint.last,
-        best=checkpoint.best,
-        files=[CheckpointFileBody.model_validate(dataclasses.asdict(entry)) for entry in checkpoint.files],
-    )
-
-
-def dataset_body(dataset: DatasetRecord) -> DatasetBody:
-    """Return the body of a dataset."""
-    return DatasetBody(
-        dataset_id=dataset.dataset_id,
-        name=dataset.name,
-        owner=dataset.owner,
-        format=dataset.format,
-        state="READY" if dataset.ready else "UPLOADING",
-        num_rows=dataset.num_rows,
-        size_bytes=dataset.size_bytes,
-        create_time=_time(dataset.created_s),
-        digest=dataset.digest,
-    )
-
-
-def preview_body(preview: DatasetPreview) -> PreviewBody:
-    """Return the body of a preview."""
-    plain = dataclasses.asdict(preview)
-    return PreviewBody.model_validate({**plain.pop("options"), **plain})
-
-
-def model_body(model: ModelRecord) -> ModelBody:
-    """Return the body of a model."""
-    return ModelBody(
-        model_id=model.model_id,
-        name=model.name,
-        owner=model.owner,
-        state="READY" if model.ready else "UPLOADING",
-        architecture=model.architecture,
-        num_parameters=model.num_parameters,
-        size_bytes=model.size_bytes,
-        create_time=_time(model.created_s),
-        digest=model.digest,
-    )
-
-
-def _step_body(step: StepDone) -> StepBody:
-    return StepBody.model_validate(finite(dataclasses.asdict(step)))
-
-
-def _plan_body(plan: JobPlan) -> PlanBody:
-    totals = {"host_total_bytes": plan.host_total_bytes, "device_total_bytes": plan.device_total_bytes}
-    return PlanBody.model_validate({**dataclasses.asdict(plan), **totals, "fits": plan.fits})
-
-
-def _time(unix_s: float) -> datetime | None:
-    return datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None

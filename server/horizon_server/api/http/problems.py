@@ -13,10 +13,19 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from horizon_server.api.http.bodies import ErrorBody, ErrorDetail, ViolationBody
-from horizon_server.api.http.headers import SECURITY_HEADERS
-from horizon_server.api.status import http_status
+from horizon_server.api.status import status_of
 from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec
 
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+}
+"""A route that sets one of them itself wins: the page has a policy of its own."""
 _HTTP_REASONS = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}
 _LONGEST_INPUT = 80
 
@@ -30,7 +39,7 @@ def error_body(error: HorizonError) -> ErrorBody:
 def error_response(error: HorizonError) -> JSONResponse:
     """Return the answer to a domain error."""
     headers: dict[str, str] = {}
-    status = http_status(error)
+    status = status_of(error).http
     if status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:

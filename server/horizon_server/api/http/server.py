@@ -27,7 +27,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """End the event streams, let other requests finish for a few seconds, and close. May be called twice."""
-        self._app.state.closing.set()
+        self._app.state.streams.end()
         self._server.should_exit = True
         await self._serving
 
@@ -45,7 +45,7 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         ws="none",
         lifespan="off",
         log_config=None,
-        access_log=False,  # the metrics count requests, and a log would hold every path that somebody tried
+        access_log=False,  # the metrics count requests, and a log would hold every path that was tried
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=tls.certificate if tls else None,
@@ -85,7 +85,7 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise BadSetting(f"http: {host}:{port} is no address to listen on: {error}") from error
+        raise BadSetting(f"http: {host}:{port} is not a valid listen address: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

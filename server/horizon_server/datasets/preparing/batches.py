@@ -20,12 +20,13 @@ from horizon_formats.files import Container, DataFile, Row
 from horizon_formats.formats import check_field_map, columns_of
 from horizon_formats.problems import FieldViolation
 from horizon_formats.rows import JsonLine, parse_json_lines, read_text, split_json_lines
+from horizon_server.children.entry import end_with_parent
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.documents import Document, TextSplitter, text_blocks
 from horizon_server.datasets.tokens.normalise import is_held_out
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, TokenizedRow
-from horizon_server.errors import WorkerFailed
+from horizon_server.errors import WorkerDied
 from horizon_server.store.prepared import DocumentColumns
 
 RowOrLine = TypeVar("RowOrLine", Row, JsonLine)
@@ -77,7 +78,7 @@ def token_batches(
 ) -> Iterator[TokenBatch]:
     """Yield what becomes of every row of the files.
 
-    Raises: InvalidFile where a file cannot be read as rows, WorkerFailed when a process is killed.
+    Raises: InvalidFile where a file cannot be read as rows, WorkerDied when a process is killed.
     """
     for file in files:
         dataset_format, container = resolve_format(file, options.format, options.field_map)
@@ -162,7 +163,7 @@ _function: Callable[[Any], Any] | None = None
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_processes: int) -> Iterator[Result]:
     """Yield `function(item)` for each item in order; one process is the caller's own.
 
-    The others are forked, so that they share what the function has loaded. Raises: WorkerFailed when one of them is killed.
+    The others are forked, so that they share what the function has loaded. Raises: WorkerDied when one of them is killed.
     Thread: to be called while this is the only one.
     """
     if num_processes == 1:
@@ -179,8 +180,8 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise WorkerFailed(
-            "a process of the data preparation was killed: by hand, or by the kernel for lack of memory"
+        raise WorkerDied(
+            "a process of the data preparation was killed, by hand or by the kernel for lack of memory"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -192,6 +193,8 @@ def _adopt(function: Callable[[Any], Any]) -> None:
     _function = function
     # The parent ends its processes; its own handler would run in them with its cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Where the parent is killed, nothing else ends them.
+    end_with_parent()
 
 
 def _apply(item: Any) -> Any:

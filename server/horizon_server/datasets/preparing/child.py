@@ -1,29 +1,22 @@
-"""The preparation child: one request in, one prepared folder out, progress on the way.
-
-`python -m horizon_server.datasets.preparing.child --events-fd N [REQUEST.json]` reads the request from the file or from stdin and writes
-events to descriptor N (stdout without it): progress with rows done and total and at last the report, then how it ended, with a detail for
-every bad row. Exit code 0 or 1.
-"""
+"""The child that prepares data: one request in, one prepared folder out, progress on the way."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from horizon_formats.formats import check_field_map
 from horizon_formats.problems import ViolationTally
+from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.preparing.batches import token_batches
 from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.sandbox import MAX_MEMORY_BYTES, limit_memory
-from horizon_server.errors import HorizonError, InvalidData
-from horizon_server.events import AttemptEnded, PrepareProgress, encode
+from horizon_server.errors import InvalidData
+from horizon_server.events import PrepareProgress
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.prepared import PreparedFolder
 
@@ -35,46 +28,22 @@ _MAX_PROCESSES = 16
 """One process reads and writes for all; it cannot keep more than about this many busy."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one request and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.preparing.child", description=__doc__)
-    parser.add_argument("request", nargs="?", type=Path, help="file with the request; stdin without it")
-    parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write events to")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=min(available_cpus(), _MAX_PROCESSES),
-        help="number of processes that tokenise; default: one per core",
-    )
-    options = parser.parse_args(arguments)
-    # An orderly end, so that partially written files are removed.
+def work(plain: Any, events: EventWriter) -> dict[str, Any]:
+    """Prepare the folder that the request describes; returns the counts of the report."""
+    # An orderly end, so that partial files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    limit_memory()
-    events = _EventLines(options.events_fd)
-    try:
-        text = options.request.read_bytes() if options.request else sys.stdin.buffer.read()
-        request = PrepareRequest.from_json(text)
-        report = prepare(
-            request,
-            on_progress=lambda done: events.progress(done, request.num_rows),
-            num_processes=options.processes,
-        )
-    except HorizonError as error:
-        details = tuple(violation.description for violation in error.violations)
-        events.write(AttemptEnded(outcome="failed", reason=error.reason, message=error.message, details=details))
-        return 1
-    except MemoryError:
-        message = f"a row takes more than {MAX_MEMORY_BYTES // 2**30} GiB of memory to render; is the model's chat template right?"
-        events.write(AttemptEnded(outcome="failed", reason=InvalidData.reason, message=message))
-        return 1
-    except BrokenPipeError:
-        return 1  # the daemon that asked is gone
-    except OSError as error:
-        events.write(AttemptEnded(outcome="failed", reason="IO_ERROR", message=str(error)))
-        return 1
-    events.write(PrepareProgress(done_rows=report.rows, total_rows=report.rows, report=report.counts()))
-    events.write(AttemptEnded(outcome="succeeded"))
-    return 0
+    num_processes = plain.pop("num_processes", None) or min(available_cpus(), _MAX_PROCESSES)
+    request = PrepareRequest.from_mapping(plain)
+    next_progress_s = 0.0
+
+    def on_progress(done: int) -> None:
+        nonlocal next_progress_s
+        now_s = time.monotonic()
+        if now_s >= next_progress_s:
+            next_progress_s = now_s + _PROGRESS_EVERY_S
+            events.send(PrepareProgress(done_rows=done, total_rows=request.num_rows))
+
+    return prepare(request, on_progress=on_progress, num_processes=num_processes).counts()
 
 
 def prepare(request: PrepareRequest, *, on_progress: OnProgress, num_processes: int = 1) -> PrepareReport:
@@ -138,25 +107,5 @@ def _refuse_empty_sides(folder: PreparedFolder, names: str, eval_fraction: float
     )
 
 
-class _EventLines:
-    """JSON lines on a descriptor; progress is thinned out."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._next_progress_s = 0.0
-
-    def progress(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_progress_s:
-            return
-        self._next_progress_s = now_s + _PROGRESS_EVERY_S
-        self.write(PrepareProgress(done_rows=done, total_rows=total))
-
-    def write(self, event: PrepareProgress | AttemptEnded) -> None:
-        line = memoryview(encode(event).encode() + b"\n")
-        while line:
-            line = line[os.write(self._descriptor, line) :]
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(work, who="the data preparation"))

@@ -1,24 +1,21 @@
-"""The rendering child of a preview: one request in, some rows out.
+"""The child that renders a preview: one request in, some rows out.
 
-`python -m horizon_server.datasets.preview.child --events-fd N REQUEST.json` writes the rows to the request's answer file and how it ended
-to descriptor N. The chat template that it runs came with a model and is not trusted: this process bounds its own memory, processor time
-and files, and the daemon bounds how long it lives.
+The chat template that it runs came with a model and is not trusted: the daemon limits memory, processor time, files and time.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import itertools
-import os
-import resource
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 from horizon_formats.file_check import read_rows, resolve_format
 from horizon_formats.files import Container, DataFile, Skip
 from horizon_formats.formats import columns_of
 from horizon_formats.rows import read_text
+from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.preview.request import (
     MAX_CHARACTERS,
     MAX_PROBLEMS,
@@ -27,34 +24,24 @@ from horizon_server.datasets.preview.request import (
     PreviewRequest,
     PreviewRow,
     PreviewSpan,
-    rows_to_json,
 )
 from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.documents import Document, TextSplitter, text_blocks
-from horizon_server.datasets.tokens.sandbox import MAX_MEMORY_BYTES, limit_memory
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, ShownRow, TextSpan
 from horizon_server.errors import HorizonError
-from horizon_server.events import AttemptEnded, encode
 
-MAX_PROCESSOR_S = 60
-_MAX_FILE_BYTES = 64 * 2**20
 _LONGEST_MESSAGE = 2000
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one request and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m horizon_server.datasets.preview.child", description=__doc__)
-    parser.add_argument("request", type=Path, help="file with the request")
-    parser.add_argument("--events-fd", type=int, default=1, help="descriptor to write the end to")
-    options = parser.parse_args(arguments)
-    limit_memory()
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_PROCESSOR_S, MAX_PROCESSOR_S))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
-    request = PreviewRequest.from_json(options.request.read_bytes())
-    ended = _answer(request)
-    os.write(options.events_fd, encode(ended).encode() + b"\n")
-    return 0 if ended.outcome == "succeeded" else 1
+def work(plain: Any, _: EventWriter) -> list[dict[str, Any]]:
+    """Return the rows as plain data."""
+    request = PreviewRequest.from_mapping(plain)
+    try:
+        return [dataclasses.asdict(row) for row in render(request)]
+    except HorizonError as error:
+        message = error.message.replace(str(request.model_dir), "the model's folder")
+        raise type(error)(message[:_LONGEST_MESSAGE]) from error
 
 
 def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
@@ -67,21 +54,6 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
         codec = TextCodec.from_folder(request.model_dir)
         shown = itertools.islice(_shown(request, codec), request.options.num_rows)
         return tuple(room.clip(file, unit, row) for file, unit, row in shown)
-
-
-def _answer(request: PreviewRequest) -> AttemptEnded:
-    try:
-        request.answer_file.write_text(rows_to_json(render(request)), "utf-8")
-    except HorizonError as error:
-        message = error.message.replace(str(request.model_dir), "the model's folder")
-        return AttemptEnded(outcome="failed", reason=error.reason, message=message[:_LONGEST_MESSAGE])
-    except MemoryError:
-        message = f"rendering these rows takes more than {MAX_MEMORY_BYTES // 2**30} GiB of memory; is the chat template right?"
-        return AttemptEnded(outcome="failed", reason="INVALID_MODEL", message=message)
-    except OSError as error:
-        message = f"a file of the dataset or the model could not be read: {error.strerror}"
-        return AttemptEnded(outcome="failed", reason="IO_ERROR", message=message)
-    return AttemptEnded(outcome="succeeded")
 
 
 def _shown(request: PreviewRequest, codec: TextCodec) -> Iterator[tuple[DataFile, str, ShownRow]]:
@@ -154,4 +126,4 @@ class _Room:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(work, who="the preview"))

@@ -6,7 +6,7 @@ Free of torch, transformers and tokenizers, as the daemon imports it.
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,10 @@ class DatasetPreview:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRequest:
-    """One call of the rendering child; the answer goes to `answer_file`."""
+    """One call of the rendering child."""
 
     dataset_files: tuple[StoredFile, ...]
     model_dir: Path
-    answer_file: Path
     format: str
     field_map: dict[str, str]
     options: PreviewOptions
@@ -118,38 +117,39 @@ class PreviewRequest:
             train_on=self.options.train_on,
         )
 
-    def to_json(self) -> str:
+    def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        return json.dumps(dataclasses.asdict(self), default=str)
+        return {
+            "dataset_files": [{"path": str(file.path), "name": file.name} for file in self.dataset_files],
+            "model_dir": str(self.model_dir),
+            "format": self.format,
+            "field_map": self.field_map,
+            "options": dataclasses.asdict(self.options),
+        }
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> PreviewRequest:
-        """Return the request in `text`, which `to_json` has written."""
-        plain = json.loads(text)
-        files = tuple(StoredFile.at(Path(file["path"]), name=file["name"]) for file in plain.pop("dataset_files"))
+    def from_mapping(cls, plain: Mapping[str, Any]) -> PreviewRequest:
+        """Return the request that `to_mapping` has made plain."""
         return cls(
-            dataset_files=files,
-            model_dir=Path(plain.pop("model_dir")),
-            answer_file=Path(plain.pop("answer_file")),
-            options=PreviewOptions(**plain.pop("options")),
-            **plain,
+            dataset_files=tuple(
+                StoredFile.at(Path(file["path"]), name=file["name"]) for file in plain["dataset_files"]
+            ),
+            model_dir=Path(plain["model_dir"]),
+            format=plain["format"],
+            field_map=plain["field_map"],
+            options=PreviewOptions(**plain["options"]),
         )
 
 
-def rows_to_json(rows: tuple[PreviewRow, ...]) -> str:
-    """Return rows as the child writes them."""
-    return json.dumps([dataclasses.asdict(row) for row in rows])
+def rows_from_answer(answer: Any) -> tuple[PreviewRow, ...]:
+    """Return the rows that the child answered with, each as `dataclasses.asdict` makes it plain.
 
-
-def rows_from_json(text: str | bytes) -> tuple[PreviewRow, ...]:
-    """Return the rows that the child wrote.
-
-    Raises: WorkerFailed when it wrote something else, as the child runs a template that came with a model.
+    Raises: WorkerFailed when it answered something else: the child runs a template that came with a model.
     """
     try:
-        return tuple(_row(plain) for plain in json.loads(text))
+        return tuple(_row(plain) for plain in answer)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WorkerFailed("the rendering child did not write any rows") from error
+        raise WorkerFailed("the preview answered with something that is not rows") from error
 
 
 def _row(plain: dict[str, Any]) -> PreviewRow:

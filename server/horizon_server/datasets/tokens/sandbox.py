@@ -1,19 +1,16 @@
 """The dialect of Jinja that chat templates are written in, run in a sandbox: templates come with models from anywhere.
 
-Also the limits of a process that runs them: memory, and processor time.
+Also the limit on their processor time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,22 +20,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_MEMORY_BYTES = 4 * 2**30
-"""Memory of one process that renders, apart from mapped files. A row of 16 MiB takes about half of it to tokenise."""
-
 OPEN_MARK, CLOSE_MARK = "_generation_begins", "_generation_ends"
 """Variables that are printed before and after each generation block: nothing, unless they are given."""
-
-
-def limit_memory() -> None:
-    """Bound this process, and let the kernel end it before the daemon or a worker if memory runs out all the same.
-
-    Mapped files do not count: libraries map many and use little of them.
-    """
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", "ascii")
 
 
 @contextmanager

@@ -61,10 +61,11 @@ class HostDevice(QueuedDevice):
         )
         self._link_bytes_per_s = link_bytes_per_s
         self._workspace_bytes: dict[Hashable, int] = {}
+        # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a product inside attention
+        # would be summed in another order once torch has given them a count.
+        self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
         self.h2d = HostQueue("h2d", num_threads=1, **self._queue_options())
         self.d2h = HostQueue("d2h", num_threads=1, **self._queue_options())
-        # Last, because MKL has one thread count for the whole process: the one that was set last.
-        self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
 
     @property
     def generator(self) -> torch.Generator:

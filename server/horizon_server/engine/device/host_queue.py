@@ -139,5 +139,6 @@ class HostQueue:
 
 def _start_thread(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    # A thread's count is fixed at its first look, from the last value any thread has set: look now, while it is ours.
+    # torch gives a thread its counts (OpenMP's and MKL's, both per thread) when the thread first asks, from the last value that any thread
+    # has set: ask now, while that value is this thread's own.
     torch.get_num_threads()

@@ -51,19 +51,24 @@ async def test_a_model_becomes_a_folder_of_links(world: Any) -> None:
 
 
 async def test_a_deleted_model_leaves_nothing(world: Any) -> None:
-    model = await world.ann.push_model("tiny", folder())
-    delete = model_pb2.DeleteModelRequest(name="tiny")
-    world.jobs.users_of[model.model_id] = "job_9"
-    with pytest.raises(grpc.aio.AioRpcError, match="job_9"):
-        await world.ann.call("models", "DeleteModel", delete)
-    world.jobs.users_of.clear()
-    await world.ann.call("models", "DeleteModel", delete)
+    await world.ann.push_model("tiny", folder())
+    await world.ann.call("models", "DeleteModel", model_pb2.DeleteModelRequest(name="tiny"))
     left = [
         path for name in ("blobs", "models", "uploads") for path in (world.root / name).rglob("*") if path.is_file()
     ]
     assert left == []
     listed = await world.ann.call("models", "ListModels", model_pb2.ListModelsRequest())
     assert list(listed.models) == []
+
+
+async def test_a_model_that_a_job_needs_stays(world: Any, chats: bytes) -> None:
+    await world.ann.push("chats", {"a.jsonl": chats})
+    files = {path.name: path.read_bytes() for path in world.daemon.model_folder.iterdir()}
+    await world.ann.push_model("tiny", files)
+    job = await world.daemon.submit(world.principal("ann"), model="tiny")
+    with pytest.raises(grpc.aio.AioRpcError, match=f"needed by job {job.job_id}") as caught:
+        await world.ann.call("models", "DeleteModel", model_pb2.DeleteModelRequest(name="tiny"))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_a_folder_that_cannot_be_trained_is_refused_and_can_be_repaired(world: Any) -> None:

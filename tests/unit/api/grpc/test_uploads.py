@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import random
 import uuid
@@ -15,7 +16,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from horizon_proto.v1 import blob_pb2, dataset_pb2, dataset_pb2_grpc
+from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
+from horizon_server.blobs.uploads import Uploads
+from horizon_server.db.blobs import BlobReferences
 from horizon_server.records.blob import BlobRef
 
 CONTENT = random.Random(1).randbytes(2 * 2**20 + 11)
@@ -49,18 +53,18 @@ async def test_a_dataset_goes_from_announced_to_ready(world: Any, chats: bytes) 
     assert ready.size_bytes == len(chats)
     got = await world.ann.call("datasets", "GetDataset", dataset_pb2.GetDatasetRequest(name="chats"))
     assert got.dataset == ready
-    assert world.uploads_seen == [(len(chats), "stored")]
+    assert world.stored_bytes == len(chats)
 
 
 async def test_a_push_is_repeatable_and_sends_nothing_the_second_time(world: Any, chats: bytes) -> None:
     first = await world.ann.push("chats", {"a.jsonl": chats})
-    sent = len(world.uploads_seen)
+    sent = world.stored_bytes
     assert await world.ann.push("chats", {"a.jsonl": chats}) == first
     explicit = await world.ann.push("chats", {"a.jsonl": chats}, format=dataset_pb2.DATASET_FORMAT_MESSAGES)
     assert explicit == first
     other_name = await world.ann.push("chats-2", {"b.jsonl": chats})
     assert other_name.dataset_id != first.dataset_id
-    assert len(world.uploads_seen) == sent
+    assert world.stored_bytes == sent
 
 
 CUTS = [0, 1, 1000, 2**16 - 1, 2**16, 2**19, 2**20 - 1, 2**20, 2**20 + 1, 2 * 2**20, len(CONTENT) - 1, len(CONTENT)]
@@ -87,7 +91,7 @@ async def test_an_upload_that_was_cut_goes_on(world: Any, cut: int) -> None:
         assert status.committed_bytes <= cut
         rest = CONTENT[status.committed_bytes :]
         status = await world.ann.write(rest, status.committed_bytes, ref=REF)
-    assert world.store.path(REF.sha256).read_bytes() == CONTENT
+    assert world.blob(CONTENT).read_bytes() == CONTENT
 
 
 async def test_corrupt_bytes_are_refused_and_can_be_sent_again(world: Any) -> None:
@@ -155,15 +159,32 @@ async def opened(caller: Any, offset: int = 0) -> Any:
     return call
 
 
-async def test_a_full_disk_is_told_and_the_upload_goes_on_when_there_is_room(world: Any) -> None:
-    world.disk.room = 2**20
-    with pytest.raises(grpc.aio.AioRpcError, match="disk is full") as caught:
-        await world.ann.write(CONTENT)
-    assert reason(caught) == ("RESOURCE_EXHAUSTED", "DISK_FULL")
-    assert detail(caught.value, error_details_pb2.RetryInfo).retry_delay.seconds > 0
-    world.disk.room = None
-    committed = (await world.ann.status(CONTENT)).committed_bytes
-    assert (await world.ann.write(CONTENT[committed:], committed, ref=REF)).complete
+class RoomDisk(SystemDisk):
+    """The real disk, with room for a number of bytes where `room` is set."""
+
+    room: int | None = None
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.room is not None:
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(descriptor, data)
+
+
+async def test_a_full_disk_is_reported_and_the_upload_continues_when_there_is_room(base_world: Any, serve: Any) -> None:
+    disk = RoomDisk()
+    disk.room = 2**20
+    store = BlobStore(base_world.root, disk=disk)
+    uploads = Uploads(store, BlobReferences(base_world.daemon.database), max_blob_bytes=2**30)
+    async with serve(base_world, blobs=uploads) as world:
+        with pytest.raises(grpc.aio.AioRpcError, match="disk is full") as caught:
+            await world.ann.write(CONTENT)
+        assert reason(caught) == ("RESOURCE_EXHAUSTED", "DISK_FULL")
+        assert detail(caught.value, error_details_pb2.RetryInfo).retry_delay.seconds > 0
+        disk.room = None
+        committed = (await world.ann.status(CONTENT)).committed_bytes
+        assert (await world.ann.write(CONTENT[committed:], committed, ref=REF)).complete
 
 
 async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
@@ -217,7 +238,7 @@ async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, cha
     assert own.dataset_id != theirs.dataset_id
     assert len(list((world.root / "blobs").glob("*/*"))) == 1
     await world.ann.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="chats"))
-    assert world.store.path(hashlib.sha256(chats).hexdigest()).exists(), "bob's is made of it too"
+    assert world.blob(chats).exists(), "bob's is made of it too"
     await world.bob.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="chats"))
     assert list((world.root / "blobs").glob("*/*")) == []
 
@@ -378,9 +399,9 @@ async def test_announced_sizes_are_bounded(world: Any) -> None:
 
 
 async def test_a_dataset_that_a_job_needs_stays(world: Any, chats: bytes) -> None:
-    dataset = await world.ann.push("chats", {"a.jsonl": chats})
-    world.jobs.users_of[dataset.dataset_id] = "job_7"
-    with pytest.raises(grpc.aio.AioRpcError, match="needed by job job_7") as caught:
+    await world.ann.push("chats", {"a.jsonl": chats})
+    job = await world.job()
+    with pytest.raises(grpc.aio.AioRpcError, match=f"needed by job {job.job_id}") as caught:
         await world.ann.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="chats"))
     assert reason(caught) == ("FAILED_PRECONDITION", "IN_USE")
 
@@ -437,4 +458,4 @@ async def test_unfinished_announcements_and_their_halves_expire(world: Any, chat
     assert await world.services.blobs.sweep(-1) == 1
     listed = await world.ann.call("datasets", "ListDatasets", dataset_pb2.ListDatasetsRequest())
     assert [dataset.dataset_id for dataset in listed.datasets] == [ready.dataset_id]
-    assert world.store.path(hashlib.sha256(chats + chats).hexdigest()).exists()
+    assert world.blob(chats + chats).exists()

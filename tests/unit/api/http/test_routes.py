@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import math
+import uuid
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -11,9 +15,13 @@ import pytest
 from fastapi import FastAPI
 
 from horizon_server.api.http.app import make_app
+from horizon_server.api.http.bodies import JobBody
 from horizon_server.errors import Draining
-from horizon_server.records.job import CheckpointRecord, JobState
-from horizon_server.telemetry.metrics import Metrics
+from horizon_server.planning.machine import Accelerator
+from horizon_server.records.blob import BlobFile
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.spec import parse_job_spec
 
 _OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]
 GUARDED = [*_OF_A_JOB, "node", "queue", "jobs", "datasets", "datasets/chats/preview", "models"]
@@ -25,10 +33,10 @@ async def test_every_resource_asks_for_a_token(connect: Any, path: str) -> None:
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["reason"] == "UNAUTHENTICATED"
-    assert (await connect("token-stolen").get(f"/horizon/v1/{path}")).status_code == 401
+    assert (await connect("hzn_stolen").get(f"/horizon/v1/{path}")).status_code == 401
 
 
-@pytest.mark.parametrize("header", ["token-ada", "Basic token-ada", "Bearer", "Bearer "])
+@pytest.mark.parametrize("header", ["hzn_x", "Basic hzn_x", "Bearer", "Bearer "])
 async def test_only_bearer_tokens_count(connect: Any, header: str) -> None:
     answer = await connect().get("/horizon/v1/node", headers={"Authorization": header})
     assert answer.status_code == 401
@@ -39,11 +47,12 @@ async def test_open_on_loopback(connect: Any, path: str) -> None:
     assert (await connect().get(path)).status_code == 200
 
 
-async def test_metrics_and_health_can_be_put_behind_a_token(connect: Any, services: Any, metrics: Metrics) -> None:
-    app = make_app(services, metrics, metrics_open=False, health_open=False, ready=lambda: None)
-    for path in ("/metrics", "/healthz", "/readyz"):
-        assert (await connect(None, app).get(path)).status_code == 401
-        assert (await connect("token-eve", app).get(path)).status_code == 200
+async def test_metrics_can_be_put_behind_a_token_and_health_never_needs_one(connect: Any, world: Any) -> None:
+    app = make_app(world.services, world.metrics, metrics_open=False, ready=lambda: None)
+    assert (await connect(None, app).get("/metrics")).status_code == 401
+    assert (await connect("eve", app).get("/metrics")).status_code == 200
+    for path in ("/healthz", "/readyz"):
+        assert (await connect(None, app).get(path)).status_code == 200
 
 
 async def test_readiness_says_why_not(connect: Any, readiness: list[str]) -> None:
@@ -55,76 +64,86 @@ async def test_readiness_says_why_not(connect: Any, readiness: list[str]) -> Non
     assert (await connect().get("/healthz")).status_code == 200
 
 
-async def test_version_and_node(ada: httpx.AsyncClient) -> None:
-    assert (await ada.get("/version")).json() == {"version": "9.9"}
-    node = (await ada.get("/horizon/v1/node")).json()
-    assert (node["hostname"], node["user"], node["role"]) == ("box", "ada", "user")
+async def test_version_and_node(ann: httpx.AsyncClient, world: Any) -> None:
+    assert (await ann.get("/version")).json() == {"version": "9.9"}
+    node = (await ann.get("/horizon/v1/node")).json()
+    assert (node["user"], node["role"], node["draining"], node["accelerators"]) == ("ann", "user", False, [])
+    assert node["num_jobs"]["RUNNING"] == 0
+    assert node["disk_free_bytes"] > 0
+    world.services.node._accelerators = (Accelerator(index=0, name="GPU", memory_bytes=8),)
+    node = (await ann.get("/horizon/v1/node")).json()
     assert node["accelerators"] == [{"index": 0, "name": "GPU", "memory_bytes": 8}]
 
 
-async def test_a_job_in_full(ada: httpx.AsyncClient, services: Any, make_job: Any, make_step: Any) -> None:
-    services.jobs.add(dataclasses.replace(make_job(), last_step=make_step(5, math.nan)))
-    job = (await ada.get("/horizon/v1/jobs/j-1")).json()
-    assert (job["job_id"], job["name"], job["state"], job["progress"]) == ("j-1", "name-of-j-1", "RUNNING", 0.5)
-    assert job["create_time"] == "2001-09-09T01:46:40Z"
+async def test_a_job_in_full(ann: httpx.AsyncClient, world: Any, make_step: Any) -> None:
+    made = await world.job(state=JobState.RUNNING)
+    await world.append(made, make_step(5, math.nan))
+    job = (await ann.get(f"/horizon/v1/jobs/{made.job_id}")).json()
+    assert (job["job_id"], job["name"], job["state"], job["progress"]) == (made.job_id, "job", "RUNNING", 0.5)
+    assert job["create_time"] == datetime.fromtimestamp(made.created_s, UTC).isoformat().replace("+00:00", "Z")
     assert job["end_time"] is None
     assert job["eta_s"] == 2.5
     assert job["last_step"]["loss"] is None  # JSON has no NaN
     assert job["last_step"]["grad_norm"] == 0.5
-    assert job["plan"]["host_total_bytes"] == 5
+    assert job["last_step"]["h2d"] == {"bytes": 7, "busy_s": 0.5, "exposed_s": 0.125}
+    assert job["plan"]["host_total_bytes"] == sum(job["plan"]["host_bytes"].values()) > 0
     assert job["plan"]["fits"] is True
-    assert job["plan"]["prediction"]["tokens_per_second"] == 500.0
     assert job["spec"]["train"]["learning_rate"] == 1e-5
+    assert str(world.root) not in str(job)
+    queued = await world.job()
+    assert (await ann.get(f"/horizon/v1/jobs/{queued.job_id}")).json()["last_step"] is None
 
 
-async def test_before_the_first_step_the_plan_tells_the_time_left(
-    ada: httpx.AsyncClient, services: Any, make_job: Any
-) -> None:
-    services.jobs.add(make_job())
-    assert (await ada.get("/horizon/v1/jobs/j-1")).json()["eta_s"] == 10 * 2.0
+def test_before_the_first_step_the_plan_gives_the_time_left() -> None:
+    prediction = StepPrediction(step_s=2.0, tokens_per_second=5.0, bound="h2d", peak_flops_per_s=1e12)
+    plan = JobPlan(
+        host_bytes={}, device_bytes={}, host_limit_bytes=1, device_limit_bytes=0, num_parameters=1, device="host",
+        prediction=prediction,
+    )  # fmt: skip
+    spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d"})
+    job = JobRecord(
+        job_id="j", owner="ann", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="", plan=plan, num_steps=10,
+        job_state=JobState.RUNNING,
+    )  # fmt: skip
+    assert job_json(job)["eta_s"] == 10 * 2.0
+    assert job_json(job)["plan"]["prediction"]["tokens_per_second"] == 5.0
+    ended = job_json(dataclasses.replace(job, job_state=JobState.FAILED, ended_s=1e9 + 90))
+    assert (ended["eta_s"], ended["end_time"]) == (None, "2001-09-09T01:48:10Z")
 
 
-async def test_a_job_that_has_ended_has_no_time_left(
-    ada: httpx.AsyncClient, services: Any, make_job: Any, make_step: Any
-) -> None:
-    services.jobs.add(
-        dataclasses.replace(make_job(job_state=JobState.FAILED), last_step=make_step(5), ended_s=1e9 + 90)
-    )
-    job = (await ada.get("/horizon/v1/jobs/j-1")).json()
-    assert job["eta_s"] is None
-    assert job["end_time"] == "2001-09-09T01:48:10Z"
+def job_json(job: JobRecord) -> Any:
+    return JobBody.model_validate(job).model_dump(mode="json")
 
 
-async def test_strangers_learn_nothing(connect: Any, services: Any, make_job: Any) -> None:
-    services.jobs.add(make_job())
+async def test_other_users_learn_nothing(connect: Any, world: Any) -> None:
+    job = await world.job()
     for path in _OF_A_JOB:
-        theirs = await connect("token-bob").get(f"/horizon/v1/{path}")
-        nobodys = await connect("token-bob").get(f"/horizon/v1/{path.replace('j-1', 'j-2')}")
-        assert (theirs.status_code, nobodys.status_code) == (404, 404)
-        assert theirs.json()["error"]["message"].replace("j-1", "j-2") == nobodys.json()["error"]["message"]
-    for token in ("token-root", "token-eve"):
-        assert (await connect(token).get("/horizon/v1/jobs/j-1")).status_code == 200
+        anns = await connect("bob").get(f"/horizon/v1/{path.replace('j-1', job.job_id)}")
+        nobodys = await connect("bob").get(f"/horizon/v1/{path}")
+        assert (anns.status_code, nobodys.status_code) == (404, 404)
+        assert anns.json()["error"]["reason"] == nobodys.json()["error"]["reason"] == "NOT_FOUND"
+    for user in ("root", "eve"):
+        assert (await connect(user).get(f"/horizon/v1/jobs/{job.job_id}")).status_code == 200
 
 
-async def test_pages_of_jobs(ada: httpx.AsyncClient, services: Any, make_job: Any) -> None:
-    for number in range(5):
-        services.jobs.add(make_job(f"j-{number}"))
+async def test_pages_of_jobs(ann: httpx.AsyncClient, world: Any) -> None:
+    made = [(await world.job(name=f"j-{number}")).job_id for number in range(5)]
     seen, token = [], ""
     while True:
-        page = (await ada.get("/horizon/v1/jobs", params={"page_size": 2, "page_token": token})).json()
+        page = (await ann.get("/horizon/v1/jobs", params={"page_size": 2, "page_token": token})).json()
         seen += [job["job_id"] for job in page["jobs"]]
         token = page["next_page_token"]
         if not token:
             break
-    assert seen == ["j-4", "j-3", "j-2", "j-1", "j-0"]
+    assert seen == made[::-1]
 
 
-async def test_jobs_by_state(ada: httpx.AsyncClient, services: Any, make_job: Any) -> None:
-    for job_state in (JobState.RUNNING, JobState.QUEUED, JobState.FAILED):
-        services.jobs.add(make_job(f"j-{job_state}", job_state=job_state))
-    answer = await ada.get("/horizon/v1/jobs?state=RUNNING&state=QUEUED")
+async def test_jobs_by_state(ann: httpx.AsyncClient, world: Any) -> None:
+    for state in (JobState.RUNNING, JobState.QUEUED, JobState.SUCCEEDED):
+        await world.job(state=state)
+    answer = await ann.get("/horizon/v1/jobs?state=RUNNING&state=QUEUED")
     assert {job["state"] for job in answer.json()["jobs"]} == {"RUNNING", "QUEUED"}
-    refused = await ada.get("/horizon/v1/jobs?state=ASLEEP")
+    refused = await ann.get("/horizon/v1/jobs?state=ASLEEP")
     assert refused.status_code == 422
     (violation,) = refused.json()["error"]["violations"]
     assert violation["field"] == "state.0"
@@ -132,94 +151,122 @@ async def test_jobs_by_state(ada: httpx.AsyncClient, services: Any, make_job: An
     assert "QUEUED" in violation["description"]
 
 
-@pytest.mark.parametrize("query", ["page_size=0", "page_size=1001", "page_size=many", f"page_token={'x' * 201}"])
-async def test_malformed_parameters_are_named(ada: httpx.AsyncClient, query: str) -> None:
-    answer = await ada.get(f"/horizon/v1/jobs?{query}")
+@pytest.mark.parametrize(
+    "query", ["page_size=0", "page_size=1001", "page_size=many", f"page_token={'x' * 201}", "page_token=%3F"]
+)
+async def test_malformed_parameters_are_named(ann: httpx.AsyncClient, query: str) -> None:
+    answer = await ann.get(f"/horizon/v1/jobs?{query}")
     assert answer.status_code == 422
     error = answer.json()["error"]
     assert error["reason"] == "INVALID_SPEC"
     assert error["violations"][0]["field"] == query.split("=")[0]
 
 
-async def test_a_wrong_page_token_is_the_services_refusal(ada: httpx.AsyncClient) -> None:
-    answer = await ada.get("/horizon/v1/jobs?page_token=bad")
+async def test_a_wrong_page_token_is_the_services_refusal(ann: httpx.AsyncClient) -> None:
+    answer = await ann.get("/horizon/v1/jobs?page_token=bad")
     assert answer.status_code == 400
     assert "next_page_token" in answer.json()["error"]["message"]
 
 
-async def test_binary_input_is_never_echoed(ada: httpx.AsyncClient) -> None:
-    answer = await ada.get("/horizon/v1/jobs?page_size=%00%FF%FE%1B%5B31m")
+async def test_binary_input_is_never_echoed(ann: httpx.AsyncClient) -> None:
+    answer = await ann.get("/horizon/v1/jobs?page_size=%00%FF%FE%1B%5B31m")
     assert answer.status_code == 422
     description = answer.json()["error"]["violations"][0]["description"]
     assert description.isprintable()
     assert "31m" not in description
 
 
-async def test_the_queue_shows_strangers_jobs_without_detail(connect: Any, services: Any, make_job: Any) -> None:
-    services.jobs.add(make_job("j-1", owner="bob"))
-    services.jobs.add(dataclasses.replace(make_job("j-2", job_state=JobState.QUEUED), queue_position=1))
-    theirs, mine = (await connect("token-ada").get("/horizon/v1/queue")).json()["jobs"]
-    shown = {name for name, value in theirs.items() if value is not None}
-    assert shown == {"job_id", "owner", "state", "position"}
-    assert (mine["name"], mine["position"], mine["num_steps"]) == ("name-of-j-2", 1, 10)
-    assert "name-of-j-1" in (await connect("token-eve").get("/horizon/v1/queue")).text
+async def test_the_queue_shows_other_users_jobs_without_detail(connect: Any, world: Any) -> None:
+    await world.job(name="first")
+    queued = await world.job(name="second")
+    theirs = dataclasses.replace(queued, job_id="job_bobs", owner="bob")
+    await world.journal.create(theirs, request_id=str(uuid.uuid4()))
+    first, second, bobs = (await connect("ann").get("/horizon/v1/queue")).json()["jobs"]
+    assert {name for name, value in bobs.items() if value is not None} == {"job_id", "owner", "state", "position"}
+    assert (bobs["owner"], bobs["position"], first["position"]) == ("bob", 3, 1)
+    assert (second["name"], second["position"], second["num_steps"]) == ("second", 2, 0)
+    everything = (await connect("eve").get("/horizon/v1/queue")).json()["jobs"]
+    assert [entry["name"] for entry in everything] == ["first", "second", "second"]
 
 
-async def test_checkpoints(ada: httpx.AsyncClient, services: Any, make_job: Any, checkpoint: CheckpointRecord) -> None:
-    services.jobs.add(make_job())
-    services.jobs.kept.append(checkpoint)
-    (listed,) = (await ada.get("/horizon/v1/jobs/j-1/checkpoints")).json()["checkpoints"]
-    assert (listed["step"], listed["size_bytes"], listed["last"], listed["best"]) == (10, 9, True, False)
-    assert listed["files"] == [{"path": "model.safetensors", "sha256": "f" * 64, "size_bytes": 9}]
+async def test_checkpoints(ann: httpx.AsyncClient, world: Any) -> None:
+    job = await world.job()
+    world.write_checkpoint(job, 10, {"model.safetensors": b"123456789"})
+    (listed,) = (await ann.get(f"/horizon/v1/jobs/{job.job_id}/checkpoints")).json()["checkpoints"]
+    assert (listed["step"], listed["size_bytes"], listed["last"], listed["eval_loss"]) == (10, 9, True, None)
+    digest = hashlib.sha256(b"123456789").hexdigest()
+    assert listed["files"] == [{"path": "model.safetensors", "sha256": digest, "size_bytes": 9}]
 
 
-async def test_datasets_and_models(ada: httpx.AsyncClient, connect: Any) -> None:
-    (dataset,) = (await ada.get("/horizon/v1/datasets")).json()["datasets"]
-    assert (dataset["name"], dataset["state"], dataset["num_rows"], dataset["size_bytes"]) == ("chats", "READY", 3, 7)
-    (model,) = (await ada.get("/horizon/v1/models")).json()["models"]
-    assert (model["name"], model["state"]) == ("tiny", "UPLOADING")
-    assert (await connect("token-bob").get("/horizon/v1/datasets")).json()["datasets"] == []
+async def test_datasets_and_models(ann: httpx.AsyncClient, connect: Any, world: Any) -> None:
+    (dataset,) = (await ann.get("/horizon/v1/datasets")).json()["datasets"]
+    assert (dataset["name"], dataset["state"], dataset["num_rows"], dataset["format"]) == (
+        "chats",
+        "READY",
+        8,
+        "messages",
+    )
+    assert dataset["size_bytes"] > 0
+    files = [BlobFile(path=path, sha256="ab" * 32, size_bytes=7) for path in ("config.json", "model.safetensors")]
+    ann_herself = world.principal("ann")
+    await world.services.models.create(ann_herself, request_id=str(uuid.uuid4()), name="tiny", files=files)
+    (model,) = (await ann.get("/horizon/v1/models")).json()["models"]
+    assert (model["name"], model["state"], model["size_bytes"]) == ("tiny", "UPLOADING", 14)
+    assert (await connect("bob").get("/horizon/v1/datasets")).json()["datasets"] == []
 
 
 @pytest.mark.parametrize(
     "path", ["/nowhere", "/v1/models", "/api/v1/jobs", "/horizon/v1/job", "/docs", "/horizon/v1/jobs/"]
 )
 async def test_unknown_routes_are_json(connect: Any, path: str) -> None:
-    answer = await connect("token-ada").get(path)
+    answer = await connect("ann").get(path)
     assert answer.status_code == 404
     assert answer.json()["error"]["reason"] == "NOT_FOUND"
     assert path in answer.json()["error"]["message"]
 
 
-async def test_nothing_can_be_written(ada: httpx.AsyncClient) -> None:
-    answer = await ada.post("/horizon/v1/jobs", json={"name": "x"})
+async def test_nothing_can_be_written(ann: httpx.AsyncClient) -> None:
+    answer = await ann.post("/horizon/v1/jobs", json={"name": "x"})
     assert answer.status_code == 405
     assert answer.json()["error"]["reason"] == "METHOD_NOT_ALLOWED"
     assert "gRPC" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("length", ["65537", "-1", "9" * 40, "many"])
-async def test_large_bodies_are_refused_unread(ada: httpx.AsyncClient, length: str) -> None:
-    answer = await ada.request("GET", "/horizon/v1/node", headers={"Content-Length": length})
+async def test_large_bodies_are_refused_unread(ann: httpx.AsyncClient, length: str) -> None:
+    answer = await ann.request("GET", "/horizon/v1/node", headers={"Content-Length": length})
     assert answer.status_code == 413
     assert answer.json()["error"]["reason"] == "TOO_LARGE"
 
 
-async def test_a_bug_shows_nothing_of_the_inside(ada: httpx.AsyncClient, services: Any, metrics: Metrics) -> None:
-    services.jobs.bug = RuntimeError("/secret/path exploded")
-    answer = await ada.get("/horizon/v1/jobs/j-1")
+@pytest.fixture
+def failing(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make every look at a job fail."""
+
+    def fail(error: Exception) -> None:
+        async def raising(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(world.journal.store, "get", raising)
+
+    return fail
+
+
+async def test_a_bug_shows_nothing_of_the_inside(ann: httpx.AsyncClient, failing: Any, world: Any) -> None:
+    failing(RuntimeError("/secret/path exploded"))
+    answer = await ann.get("/horizon/v1/jobs/j-1")
     assert answer.status_code == 500
     assert answer.json()["error"]["reason"] == "INTERNAL"
     assert "secret" not in answer.text
     assert "Traceback" not in answer.text
     assert answer.headers["x-content-type-options"] == "nosniff"
     labels = {"method": "GET", "route": "/horizon/v1/jobs/{job_id}", "code": "500"}
-    assert metrics.registry.get_sample_value("http_request_duration_seconds_count", labels) == 1
+    assert world.metrics.registry.get_sample_value("http_request_duration_seconds_count", labels) == 1
 
 
-async def test_a_domain_error_says_when_to_come_back(ada: httpx.AsyncClient, services: Any) -> None:
-    services.jobs.bug = Draining("the daemon is shutting down", retry_after_s=1.5)
-    answer = await ada.get("/horizon/v1/jobs/j-1")
+async def test_a_domain_error_says_when_to_come_back(ann: httpx.AsyncClient, failing: Any) -> None:
+    failing(Draining("the daemon is shutting down", retry_after_s=1.5))
+    answer = await ann.get("/horizon/v1/jobs/j-1")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "2"
     assert answer.json() == {
@@ -228,8 +275,8 @@ async def test_a_domain_error_says_when_to_come_back(ada: httpx.AsyncClient, ser
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/horizon/v1/node", "/nowhere"])
-async def test_security_headers_are_everywhere(ada: httpx.AsyncClient, path: str) -> None:
-    headers = (await ada.get(path)).headers
+async def test_security_headers_are_everywhere(ann: httpx.AsyncClient, path: str) -> None:
+    headers = (await ann.get(path)).headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["x-frame-options"] == "DENY"
     assert "default-src 'none'" in headers["content-security-policy"]
@@ -237,10 +284,10 @@ async def test_security_headers_are_everywhere(ada: httpx.AsyncClient, path: str
     assert headers["cache-control"] == "no-store"
 
 
-async def test_requests_are_measured_by_route(ada: httpx.AsyncClient, metrics: Metrics) -> None:
+async def test_requests_are_measured_by_route(ann: httpx.AsyncClient, world: Any) -> None:
     for path in ("/horizon/v1/jobs/a", "/horizon/v1/jobs/b", "/nowhere", "/elsewhere", "/version"):
-        await ada.get(path)
-    count = metrics.registry.get_sample_value
+        await ann.get(path)
+    count = world.metrics.registry.get_sample_value
     name = "http_request_duration_seconds_count"
     assert count(name, {"method": "GET", "route": "/horizon/v1/jobs/{job_id}", "code": "404"}) == 2
     assert count(name, {"method": "GET", "route": "unmatched", "code": "404"}) == 2
@@ -250,7 +297,7 @@ async def test_requests_are_measured_by_route(ada: httpx.AsyncClient, metrics: M
 async def test_metrics_are_shown_as_text(connect: Any) -> None:
     answer = await connect().get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert 'horizon_build_info{version="9.9"} 1.0' in answer.text
+    assert "horizon_build_info{version=" in answer.text
 
 
 async def test_the_schema_documents_every_route_and_error(app: FastAPI, connect: Any) -> None:
@@ -263,27 +310,35 @@ async def test_the_schema_documents_every_route_and_error(app: FastAPI, connect:
     for path in (path for path in schema["paths"] if path.startswith("/horizon")):
         operation = schema["paths"][path]["get"]
         assert operation["security"] == [{"HTTPBearer": []}], path
+        if "page_token" in {parameter["name"] for parameter in operation.get("parameters", ())}:
+            assert "400" in operation["responses"], path
         refusal = operation["responses"]["422"]["content"]["application/json"]["schema"]
         assert refusal == {"$ref": "#/components/schemas/ErrorBody"}, path
 
 
-async def test_a_preview_in_full(ada: httpx.AsyncClient) -> None:
-    query = {"model": "tiny", "n": "2", "offset": "4", "train_on": "all", "sequence_length": "64"}
-    preview = (await ada.get("/horizon/v1/datasets/chats/preview", params=query)).json()
-    assert len(preview["rows"]) == 2
-    assert preview["rows"][0] == {
-        "file": "a.jsonl", "unit": "line", "number": 1, "spans": [{"text": "tiny 4", "trained": True}], "num_tokens": 2,
-        "num_trained_tokens": 1, "num_cut_tokens": 0, "num_documents": 0, "clipped": False, "problems": [],
-    }  # fmt: skip
+async def test_a_preview_in_full(ann: httpx.AsyncClient, world: Any) -> None:
+    query = {
+        "model": str(world.daemon.model_folder),
+        "n": "2",
+        "offset": "4",
+        "train_on": "all",
+        "sequence_length": "64",
+    }
+    answer = await ann.get("/horizon/v1/datasets/chats/preview", params=query)
+    preview = answer.json()
+    assert [row["number"] for row in preview["rows"]] == [5, 6], preview
+    assert (preview["rows"][0]["file"], preview["rows"][0]["unit"]) == ("chats.jsonl", "line")
+    assert preview["rows"][0]["num_trained_tokens"] > 0
+    assert {span["trained"] for span in preview["rows"][0]["spans"]} >= {True}
     options = {
-        "num_rows": 50,
+        "num_rows": 8,
         "format": "messages",
         "method": "sft",
         "train_on": "all",
         "sequence_length": 64,
         "offset": 4,
     }
-    assert {name: preview[name] for name in options} == options
+    assert {name: value for name, value in preview.items() if name != "rows"} == options
 
 
 @pytest.mark.parametrize(
@@ -297,16 +352,23 @@ async def test_a_preview_in_full(ada: httpx.AsyncClient) -> None:
         ("model=tiny&sequence_length=7", 400, "8 to 1048576"),
     ],
 )
-async def test_a_preview_out_of_range_is_refused(ada: httpx.AsyncClient, query: str, code: int, words: str) -> None:
-    answer = await ada.get(f"/horizon/v1/datasets/chats/preview?{query}")
+async def test_a_preview_out_of_range_is_refused(ann: httpx.AsyncClient, query: str, code: int, words: str) -> None:
+    answer = await ann.get(f"/horizon/v1/datasets/chats/preview?{query}")
     assert answer.status_code == code
     assert words in answer.json()["error"]["message"] + str(answer.json()["error"]["violations"])
 
 
-async def test_anothers_dataset_is_previewed_like_none(connect: Any) -> None:
-    anothers = await connect("token-bob").get("/horizon/v1/datasets/chats/preview?model=tiny")
-    none = await connect("token-bob").get("/horizon/v1/datasets/other/preview?model=tiny")
-    assert (anothers.status_code, none.status_code) == (404, 404)
-    assert anothers.json() == {
-        "error": {**none.json()["error"], "message": "dataset chats does not exist, or is not yours"}
-    }
+async def test_the_dataset_of_another_user_is_previewed_like_none(connect: Any) -> None:
+    anns = await connect("bob").get("/horizon/v1/datasets/chats/preview?model=tiny")
+    none = await connect("bob").get("/horizon/v1/datasets/other/preview?model=tiny")
+    assert (anns.status_code, none.status_code) == (404, 404)
+    assert anns.json()["error"]["message"].replace("chats", "other") == none.json()["error"]["message"]
+
+
+async def test_refused_tokens_leave_one_line_a_minute(connect: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            await connect("hzn_guessed").get("/horizon/v1/node")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "refused 1 wrong" in line
+    assert "guessed" not in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import ssl
 from pathlib import Path
@@ -32,31 +33,37 @@ async def test_it_serves_and_stops(app: FastAPI) -> None:
             await client.get(f"http://127.0.0.1:{server.port}/healthz")
 
 
-async def test_open_event_streams_do_not_hold_up_the_shutdown(
-    app: FastAPI, services: Any, make_job: Any, make_step: Any
+async def test_open_event_streams_do_not_hold_up_the_shutdown_and_leave_no_traceback(
+    app: FastAPI, world: Any, make_step: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    services.jobs.add(make_job())
-    services.jobs.tell("j-1", make_step(1))
+    job = await world.job()
     server = await start_http_server(app, "127.0.0.1", 0)
-    headers = {"Authorization": "Bearer token-ada"}
-    async with (
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", headers=headers) as client,
-        client.stream("GET", "/horizon/v1/jobs/j-1/events") as answer,
-    ):
-        pieces = answer.aiter_text()
-        seen = ""
-        while "id: 1" not in seen:
-            seen += await anext(pieces)
-        services.jobs.tell("j-1", make_step(2))
-        while "id: 2" not in seen:
-            seen += await anext(pieces)
-        async with asyncio.timeout(3):
-            await server.stop()
-        assert [piece async for piece in pieces] == []
-    assert services.jobs.num_watching == 0
+    base_url, headers = f"http://127.0.0.1:{server.port}", {"Authorization": f"Bearer {world.tokens['ann']}"}
+    path = f"/horizon/v1/jobs/{job.job_id}/events"
+    with caplog.at_level(logging.INFO):
+        async with httpx.AsyncClient(base_url=base_url, headers=headers) as gone, gone.stream("GET", path) as answer:
+            await anext(answer.aiter_text())
+        async with (
+            httpx.AsyncClient(base_url=base_url, headers=headers) as client,
+            client.stream("GET", path) as answer,
+        ):
+            pieces = answer.aiter_text()
+            seen = ""
+            while "id: 1" not in seen:
+                seen += await anext(pieces)
+            await world.append(job, make_step(2))
+            while "id: 2" not in seen:
+                seen += await anext(pieces)
+            async with asyncio.timeout(4):
+                await server.stop()
+            rest = "".join([piece async for piece in pieces])
+            assert "event: problem" in rest
+            assert "DRAINING" in rest
+    assert world.num_watching(job) == 0
+    assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING] == []
 
 
-async def test_a_taken_port_is_a_sentence(app: FastAPI) -> None:
+async def test_a_taken_port_is_named(app: FastAPI) -> None:
     server = await start_http_server(app, "127.0.0.1", 0)
     try:
         with pytest.raises(BadSetting, match=rf"cannot listen on 127\.0\.0\.1:{server.port}.*--http"):

@@ -1,14 +1,18 @@
-"""Local files about to be pushed: which they are, their sha256, and whether they stayed the same meanwhile. Knows no format."""
+"""Local files to push: their size, their sha256, and whether they have changed since they were read."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_client.errors import BadFile
-from horizon_client.progress import PIECE_BYTES, OnProgress, Progress, in_pieces
+from horizon_client.transfer.reporter import Progress, Reporter
+
+PIECE_BYTES = 4 * 2**20
+"""Local files are read in pieces of this size, so that an interrupt is noticed between two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +26,10 @@ class SourceFile:
 
     @classmethod
     def of(cls, source: Path, path: str) -> SourceFile:
-        """Look at `source`.
+        """Return the file at `source`, which will be `path` on the server.
 
         Raises:
-            BadFile: when it is not a readable file with something in it.
+            BadFile: when it cannot be read or is empty.
         """
         try:
             status = source.stat()
@@ -38,28 +42,28 @@ class SourceFile:
         return cls(source=source, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def require_unchanged(self) -> None:
-        """Refuse to go on with a file that was written to since it was looked at.
+        """Refuse a file that was written to in the meantime.
 
         Raises:
-            BadFile: when its size or time differ.
+            BadFile: when its size or modification time differs.
         """
         try:
             status = self.source.stat()
         except OSError as error:
-            raise BadFile(f"cannot read {self.source} any more: {error.strerror}") from error
+            raise BadFile(f"cannot read {self.source}: {error.strerror}") from error
         if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
             raise BadFile(f"{self.source} was changed while it was being pushed; run the same command again")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HashedFile:
-    """A local file with the name of its content."""
+    """A local file and the sha256 of its content."""
 
     file: SourceFile
     sha256: str
 
 
-async def hash_files(files: Sequence[SourceFile], on_progress: OnProgress) -> list[HashedFile]:
+async def hash_files(files: Sequence[SourceFile], reporter: Reporter) -> list[HashedFile]:
     """Return the files with their sha256, reading each once."""
     total = sum(file.size_bytes for file in files)
     done = 0
@@ -70,7 +74,7 @@ async def hash_files(files: Sequence[SourceFile], on_progress: OnProgress) -> li
         def report(num_bytes: int, name: str = file.path) -> None:
             nonlocal done
             done += num_bytes
-            on_progress(Progress(phase="hash", name=name, done_bytes=done, total_bytes=total))
+            reporter.progress(Progress(phase="hash", name=name, done_bytes=done, total_bytes=total))
 
         await in_pieces(_hashing(file.source, digest.update), report)
         file.require_unchanged()
@@ -79,9 +83,15 @@ async def hash_files(files: Sequence[SourceFile], on_progress: OnProgress) -> li
 
 
 def content_digest(files: Sequence[HashedFile], *qualifiers: str) -> str:
-    """Return one short-enough name for the content of all files."""
+    """Return one hash over the paths and contents of all files."""
     lines = [f"{file.file.path}\0{file.sha256}" for file in files]
     return hashlib.sha256("\n".join([*qualifiers, *sorted(lines)]).encode()).hexdigest()
+
+
+async def in_pieces(steps: Iterator[int], on_bytes: Callable[[int], None]) -> None:
+    """Run a generator that yields the bytes it has processed, each step in a thread, so that the event loop runs in between."""
+    while (num_bytes := await asyncio.to_thread(next, steps, None)) is not None:
+        on_bytes(num_bytes)
 
 
 def _hashing(source: Path, update: Callable[[bytes], object]) -> Iterator[int]:

@@ -1,7 +1,6 @@
-"""Sends contents to the blob calls of a service: only what is missing, from the committed offset on, again after every cut.
+"""Uploads the contents of files: only what the server does not have, from the committed offset, and again after every cut.
 
-Several contents travel at once, each on a stream of its own. Knows files and offsets, not what they mean; `datasets` and `models` lend it
-their four calls.
+Several contents are sent at once, each on its own stream.
 """
 
 from __future__ import annotations
@@ -15,44 +14,49 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection
-from horizon_client.errors import BadFile, DeadlineExceeded, HorizonClientError, ServerFailed, Unavailable
-from horizon_client.local_files import HashedFile
-from horizon_client.progress import OnNotice, OnProgress, Progress
-from horizon_client.rpc_errors import from_rpc, lost_status
+from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection, pause_after
+from horizon_client.errors import (
+    BadFile,
+    DeadlineExceeded,
+    HorizonClientError,
+    InvalidUpload,
+    ServerFailed,
+    Unavailable,
+)
+from horizon_client.rpc_errors import from_rpc, is_lost_status
+from horizon_client.transfer.files import HashedFile
+from horizon_client.transfer.reporter import Progress, Reporter
 from horizon_proto.v1 import blob_pb2
 
 CHUNK_BYTES = 2**20
-"""At most so much travels twice after a cut."""
+"""The most that is sent twice after a cut."""
 STREAMS_AT_ONCE = 4
-_BLOBS_PER_QUESTION = 500
+_BLOBS_PER_QUERY = 500
 _LONGEST_LISTEN_S = 1.0
-_UPLOAD_REFUSED = "INVALID_UPLOAD"
-"""Also said when an older stream of the same upload was still writing, so the offset is asked for again before giving up."""
 
 
 class _StatusLost(Unavailable):
-    """The server ended the upload and gave a reason that did not get through; the next try listens for it."""
+    """The server ended the upload with a reason that did not arrive; the next attempt waits for it before it sends data."""
 
 
 class BlobCalls(Protocol):
     """The blob calls of one service."""
 
     async def find_missing(self, blobs: Sequence[blob_pb2.BlobRef]) -> list[blob_pb2.BlobStatus]:
-        """Return the contents to send, with what has arrived of each."""
+        """Return the contents to send, with the number of bytes that have arrived of each."""
 
     async def query(self, blob: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
-        """Return how far one content is."""
+        """Return how much of one content has arrived."""
 
     def open_write(self) -> Any:
         """Open the upload stream: an aio stream-unary call."""
 
     def write_request(self) -> Any:
-        """Return an empty request of that stream; its `chunk` is filled in place, since a message that is passed on is copied."""
+        """Return an empty request of that stream; its `chunk` is filled in place, because assigning a message copies it."""
 
 
-class _Tally:
-    """Bytes over all contents of one push: `done_bytes` are there or on their way, `sent_bytes` were sent by us."""
+class _Totals:
+    """Bytes over all contents of one push: `done_bytes` have arrived or are being sent, `sent_bytes` were sent by this push."""
 
     def __init__(self, total_bytes: int, missing: Sequence[blob_pb2.BlobStatus]) -> None:
         self.total_bytes = total_bytes
@@ -60,49 +64,47 @@ class _Tally:
         self.sent_bytes = 0
         self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
 
-    def stands_at(self, sha256: str, position: int) -> None:
-        """One content is at `position` now: what was sent while it travels, what the server says after a cut."""
+    def set_position(self, sha256: str, position: int) -> None:
+        """Set how much of one content is done: what was sent, or after a cut what the server has."""
         self.done_bytes += position - self._positions[sha256]
         self._positions[sha256] = position
 
     def progress(self, file: HashedFile) -> Progress:
-        """Return how far all contents are, while `file` is sent."""
+        """Return the progress of all contents, while `file` is sent."""
         return Progress(phase="upload", name=file.file.path, done_bytes=self.done_bytes, total_bytes=self.total_bytes)
 
 
 class BlobUpload:
     """One push: the contents of its files, each at most once."""
 
-    def __init__(
-        self, connection: Connection, calls: BlobCalls, *, on_progress: OnProgress, on_notice: OnNotice
-    ) -> None:
+    def __init__(self, connection: Connection, calls: BlobCalls, reporter: Reporter) -> None:
         self._connection = connection
         self._calls = calls
-        self._on_progress = on_progress
-        self._on_notice = on_notice
+        self._reporter = reporter
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
-        """Send what the server lacks and return how many bytes of data travelled.
+        """Send what the server does not have and return the number of bytes sent.
 
         Raises:
-            HorizonClientError: when the server refuses a content, or stays away for too long.
-            BadFile: when a file changes meanwhile.
+            HorizonClientError: when the server refuses a content, or cannot be reached for too long.
+            BadFile: when a file changes in the meantime.
         """
         by_sha = {file.sha256: file for file in files}
         refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.file.size_bytes) for sha, file in by_sha.items()]
         missing: list[blob_pb2.BlobStatus] = []
-        for start in range(0, len(refs), _BLOBS_PER_QUESTION):
-            missing += await self._calls.find_missing(refs[start : start + _BLOBS_PER_QUESTION])
+        for start in range(0, len(refs), _BLOBS_PER_QUERY):
+            missing += await self._calls.find_missing(refs[start : start + _BLOBS_PER_QUERY])
         for status in missing:
             if status.blob.sha256 not in by_sha:
-                raise ServerFailed(f"the server asks for a content that was not announced: {status.blob.sha256[:64]}")
-        tally = _Tally(sum(ref.size_bytes for ref in refs), missing)
-        waiting = deque(sorted(missing, key=_left_bytes, reverse=True))  # the longest first, so that all end together
+                raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
+        totals = _Totals(sum(ref.size_bytes for ref in refs), missing)
+        # the longest first, so that all streams end at about the same time
+        waiting = deque(sorted(missing, key=_left_bytes, reverse=True))
 
         async def one_after_another() -> None:
             while waiting:
                 status = waiting.popleft()
-                await self._send(by_sha[status.blob.sha256], status, tally)
+                await self._send(by_sha[status.blob.sha256], status, totals)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -110,73 +112,67 @@ class BlobUpload:
                     group.create_task(one_after_another())
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return tally.sent_bytes
+        return totals.sent_bytes
 
-    async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally) -> None:
-        """Send one content until the server has all of it; after a failure ask where to go on."""
+    async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals) -> None:
+        """Send one content until the server has all of it; after a failure ask for the offset to continue from."""
         backoff = Backoff(self._connection.stream_retry)
         listen_s = 0.0
         while not status.complete:
             start = status.committed_bytes
             problem: HorizonClientError = Unavailable(f"the server has only part of {file.file.path}")
             try:
-                status = await self._write(file, status, tally, listen_s)
+                status = await self._write(file, status, totals, listen_s)
             except HorizonClientError as error:
-                if not isinstance(error, Unavailable | DeadlineExceeded) and error.reason != _UPLOAD_REFUSED:
+                # InvalidUpload also means that an older stream of this upload was still writing, so ask for the offset once more
+                if not isinstance(error, Unavailable | DeadlineExceeded | InvalidUpload):
                     raise
                 problem = error
                 asked_at = time.monotonic()
                 status = await self._calls.query(status.blob)
                 round_trip_s = time.monotonic() - asked_at
                 if status.committed_bytes > start:
-                    listen_s = 0.0  # what moved was not refused
+                    listen_s = 0.0  # data was accepted, so nothing was refused
                 if listen_s or isinstance(error, _StatusLost):
                     listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
-            tally.stands_at(file.sha256, status.committed_bytes)
+            totals.set_position(file.sha256, status.committed_bytes)
             if status.committed_bytes > start:
                 backoff.succeeded()
-            elif status.committed_bytes == start and problem.reason == _UPLOAD_REFUSED:
-                raise problem  # asking again would send the same bytes from the same place
+            elif status.committed_bytes == start and isinstance(problem, InvalidUpload):
+                raise problem  # a retry would send the same bytes from the same offset
             if not status.complete:
-                await self._pause(backoff, problem, file)
-
-    async def _pause(self, backoff: Backoff, problem: HorizonClientError, file: HashedFile) -> None:
-        wait_s = backoff.wait_s(problem)
-        if wait_s is None:
-            raise problem
-        self._on_notice(f"the upload of {file.file.path} was cut ({problem.message}); going on in {wait_s:.1f} s")
-        await asyncio.sleep(wait_s)
+                await pause_after(problem, backoff, self._reporter, f"the upload of {file.file.path}")
 
     async def _write(
-        self, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally, listen_s: float
+        self, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals, listen_s: float
     ) -> blob_pb2.BlobStatus:
-        """Send from the committed offset on; with `listen_s`, wait so long for a refusal before the first data."""
+        """Send from the committed offset; wait `listen_s` for a refusal before the first data."""
         file.file.require_unchanged()
         call = self._calls.open_write()
         try:
-            await self._feed(call, file, status, tally, listen_s)
+            await self._feed(call, file, status, totals, listen_s)
             async with asyncio.timeout(FINALIZE_DEADLINE_S):
                 answer: blob_pb2.BlobStatus = (await call).status
         except grpc.aio.AioRpcError as error:
-            told = from_rpc(error, self._connection.endpoint.server)
-            raise (_StatusLost(told.message) if lost_status(error) else told) from None
+            problem = from_rpc(error, self._connection.endpoint.server)
+            raise (_StatusLost(problem.message) if is_lost_status(error) else problem) from None
         except TimeoutError:
             stall_s = self._connection.stream_retry.stall_s
-            raise Unavailable(f"the upload of {file.file.path} stood still for {stall_s:g} s") from None
+            raise Unavailable(f"the upload of {file.file.path} made no progress for {stall_s:g} s") from None
         finally:
             call.cancel()
         return answer
 
     async def _feed(
-        self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, tally: _Tally, listen_s: float
+        self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals, listen_s: float
     ) -> None:
-        """Write all chunks, or stop early when the server has ended the call: its answer then says why."""
+        """Write all chunks, or stop early when the server has ended the call: its answer says why."""
         offset = status.committed_bytes
         request = self._calls.write_request()
         request.chunk.blob.CopyFrom(status.blob)
         request.chunk.offset = offset
         if listen_s:
-            await self._knock(call, request, listen_s)
+            await self._await_refusal(call, request, listen_s)
             request = self._calls.write_request()
         sent_to = offset
         async with aclosing(_pieces(file, offset)) as pieces:
@@ -189,14 +185,14 @@ class BlobUpload:
                     return
                 request = self._calls.write_request()
                 sent_to += len(data)
-                tally.sent_bytes += len(data)
-                tally.stands_at(file.sha256, sent_to)
-                self._on_progress(tally.progress(file))
+                totals.sent_bytes += len(data)
+                totals.set_position(file.sha256, sent_to)
+                self._reporter.progress(totals.progress(file))
         file.file.require_unchanged()
         await call.done_writing()
 
-    async def _knock(self, call: Any, request: Any, listen_s: float) -> None:
-        """Name the content without data, which no window can hold up, and wait a little for a refusal."""
+    async def _await_refusal(self, call: Any, request: Any, listen_s: float) -> None:
+        """Name the content without data, which flow control cannot delay, and wait `listen_s` for a refusal."""
         with suppress(TimeoutError, asyncio.InvalidStateError):
             async with asyncio.timeout(listen_s):
                 await call.write(request)
@@ -208,7 +204,7 @@ def _left_bytes(status: blob_pb2.BlobStatus) -> int:
 
 
 async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
-    """Yield the file from `offset` on, read one piece ahead; an empty remainder gives one empty piece, so that the server hears of it."""
+    """Yield the file from `offset`, read one piece ahead; an empty remainder gives one empty piece, so that the server completes it."""
     loop = asyncio.get_running_loop()
     try:
         with file.file.source.open("rb", buffering=0) as source:
@@ -223,12 +219,12 @@ async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
             finally:
                 await asyncio.wait([ahead])  # the file must not be closed under its reader
                 if not ahead.cancelled():
-                    ahead.exception()  # seen, where nobody waits for this piece any more
+                    ahead.exception()  # retrieved, or asyncio would log it as lost
     except OSError as error:
         raise BadFile(f"cannot read {file.file.source}: {error.strerror}") from error
 
 
 async def _done(reading: asyncio.Future[bytes]) -> bytes:
-    """Wait for a read, which goes on when the waiting is cancelled."""
+    """Wait for a read, which continues when the waiting is cancelled."""
     await asyncio.wait([reading])
     return reading.result()

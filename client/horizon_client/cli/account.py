@@ -1,4 +1,4 @@
-"""`horizon login` and `horizon profile`."""
+"""`horizon login`, `horizon logout` and `horizon profile`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from horizon_client.cli.output import View, output_option, print_list, print_one
+from horizon_client.cli.root import Commands
 from horizon_client.cli.text import clean
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, read_token_file
 from horizon_client.errors import BadConfig
@@ -38,16 +39,20 @@ Example:
 )
 @click.argument("server", metavar="HOST:PORT")
 @click.option(
-    "--token-file", metavar="FILE", help="File that holds your token; '-' reads stdin. Asked for when left out."
+    "--token-file",
+    type=click.Path(allow_dash=True),
+    metavar="FILE",
+    help="File that contains your token, or '-' for stdin. Without it you are asked for the token.",
 )
 @click.option(
-    "--ca", metavar="FILE", help="CA file of the daemon, or the word 'system'. Not needed on this machine itself."
+    "--ca",
+    type=click.Path(),
+    metavar="FILE",
+    help="The daemon's CA file, or 'system' for a public certificate. Not needed for a daemon on this machine.",
 )
-@click.option(
-    "--profile", "profile_name", metavar="NAME", default="default", show_default=True, help="Name to remember it by."
-)
+@click.option("--profile", "profile_name", metavar="NAME", default="default", show_default=True, help="Profile name.")
 def login(server: str, token_file: str | None, ca: str | None, profile_name: str) -> None:
-    """Log in to a daemon: check the token, then remember it as the profile in use."""
+    """Log in to a daemon: check the token, then save it as the profile in use."""
     token = _read_token(token_file)
     ca_file = None if ca is None else Path(ca) if ca == SYSTEM_CA else Path(ca).expanduser().absolute()
     endpoint = Endpoint(server=server, token=token, ca_file=ca_file)
@@ -61,9 +66,26 @@ def login(server: str, token_file: str | None, ca: str | None, profile_name: str
     )
 
 
-@click.group()
+@click.command(
+    epilog="""\b
+Example:
+  horizon logout
+  horizon logout --profile gpubox"""
+)
+@click.option("--profile", "profile_name", metavar="NAME", help="Profile to log out of. Default: the one in use.")
+@output_option
+def logout(profile_name: str | None, output: str) -> None:
+    """Forget a daemon: remove its profile with the token from this machine."""
+    name = profile_name or ProfileFile().current_name()
+    if name is None:
+        raise BadConfig("you are not logged in; nothing to do")
+    _remove(name, output, "logged out of {server}; the profile {name} and its token are removed from this machine")
+    click.echo("the token stays valid until an admin revokes it with: horizond token revoke", err=True)
+
+
+@click.group(cls=Commands)
 def profile() -> None:
-    """List the daemons you logged in to, and choose one."""
+    """List, choose and remove the daemons you logged in to."""
 
 
 @profile.command(name="list", epilog="\b\nExample:\n  horizon profile list")
@@ -83,11 +105,30 @@ def use(name: str, output: str) -> None:
     print_one(next(p for p in file.summaries() if p.name == name), _VIEW, output)
 
 
+@profile.command(epilog="\b\nExample:\n  horizon profile remove gpubox")
+@click.argument("name")
+@output_option
+def remove(name: str, output: str) -> None:
+    """Remove a profile and its token from this machine."""
+    _remove(name, output, "removed the profile {name} of {server} and its token")
+
+
+def _remove(name: str, output: str, message: str) -> None:
+    file = ProfileFile()
+    file.get(name)  # with its own error for an unknown name
+    gone = next(profile for profile in file.summaries() if profile.name == name)
+    file.remove(name)
+    if output == "table":
+        click.echo(message.format(name=gone.name, server=gone.server))
+    else:
+        print_one(gone, _VIEW, output)
+
+
 def _read_token(token_file: str | None) -> str:
     if token_file == "-":  # noqa: S105 - the usual name of stdin
         return sys.stdin.read().strip()
     if token_file is not None:
         return read_token_file(Path(token_file).expanduser())
     if not sys.stdin.isatty():
-        raise BadConfig("pass the file that holds your token with --token-file FILE")
+        raise BadConfig("pass the file that contains your token with --token-file FILE")
     return str(click.prompt("token", hide_input=True)).strip()

@@ -1,19 +1,15 @@
-"""How streams end: in order when nobody wants the rest, and at once when the daemon shuts down, so that clients reconnect."""
+"""Streams of both faces end in order when the caller leaves, and at once when the daemon shuts down, so that clients reconnect."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import Generic, TypeVar
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from horizon_server.errors import Draining
 
 ItemT = TypeVar("ItemT")
-
-_READ_OUT_S = 2.0
-_SILENCE_S = 0.25
-_REFUSED_SILENCE_S = 0.015
 
 
 @asynccontextmanager
@@ -26,37 +22,8 @@ async def closing(items: AsyncIterator[ItemT]) -> AsyncIterator[AsyncIterator[It
             await items.aclose()
 
 
-class RequestStream(Generic[ItemT]):
-    """What a client sends, with a way to end it in order.
-
-    A `grpc.aio` client whose write is under way when the answer arrives reports an internal error instead of the answer. Two things
-    help: initial metadata sent before (a bare status is lost nearly always, one that follows metadata nearly never), and reading out
-    what is on its way first.
-    """
-
-    def __init__(self, requests: AsyncIterator[ItemT]) -> None:
-        self._requests = requests
-        self._num_read = 0
-
-    def __aiter__(self) -> RequestStream[ItemT]:
-        return self
-
-    async def __anext__(self) -> ItemT:
-        request = await anext(self._requests)
-        self._num_read += 1
-        return request
-
-    async def read_out(self, *, refused: bool) -> None:
-        """Drop what still comes, until it ends or pauses. One that was refused at its first message may be waiting for just that."""
-        silence_s = _REFUSED_SILENCE_S if refused and self._num_read <= 1 else _SILENCE_S
-        with suppress(TimeoutError, StopAsyncIteration):
-            async with asyncio.timeout(_READ_OUT_S):
-                while True:
-                    await asyncio.wait_for(anext(self), silence_s)
-
-
 class OpenStreams:
-    """Thread: one event loop."""
+    """The streams that are open now. Thread: one event loop."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()

@@ -1,0 +1,107 @@
+"""An event loop on a thread of its own, in which the blocking `Client` runs the calls of the async classes.
+
+It makes the client usable in scripts and notebooks alike, and an interrupt cancels the call in progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar, cast
+
+ValueT = TypeVar("ValueT")
+
+_UNWIND_S = 5.0
+"""How long cancelled work may take to clean up before it is abandoned."""
+
+
+class LoopThread:
+    """An event loop on a daemon thread; stopped by `close`, or when the last reference to it is gone."""
+
+    def __init__(self) -> None:
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(_ignore_shared_poller)
+        thread = threading.Thread(target=_run_loop, args=(loop,), name="horizon-client", daemon=True)
+        thread.start()
+        self._loop = loop
+        self._finalizer = weakref.finalize(self, _stop_loop, loop, thread)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether work can still be run."""
+        return self._finalizer.alive
+
+    def run(self, work: Coroutine[Any, Any, ValueT]) -> ValueT:
+        """Run `work` and return its result; an interrupt cancels it and is raised to the caller."""
+        if not self.is_open:
+            work.close()
+            raise RuntimeError("this client is closed")
+        unwound = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_then_set(work, unwound), self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            unwound.wait(_UNWIND_S)
+            raise
+
+    def iterate(self, items: AsyncIterator[ValueT]) -> Iterator[ValueT]:
+        """Yield what an async generator yields, and close it when the caller stops."""
+        end = object()
+
+        async def advance() -> object:
+            return await anext(items, end)
+
+        try:
+            while (item := self.run(advance())) is not end:
+                yield cast("ValueT", item)
+        finally:
+            if self.is_open:
+                self.run(_close(items))
+
+    def close(self) -> None:
+        """Cancel the work in progress and stop the thread. May be called twice."""
+        self._finalizer()
+
+
+async def _then_set(work: Coroutine[Any, Any, ValueT], unwound: threading.Event) -> ValueT:
+    try:
+        return await work
+    finally:
+        unwound.set()
+
+
+async def _close(items: AsyncIterator[Any]) -> None:
+    aclose: Callable[[], Coroutine[Any, Any, None]] | None = getattr(items, "aclose", None)
+    if aclose is not None:
+        await aclose()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if threading.current_thread() is thread:  # the garbage collector may run anywhere; a thread cannot join itself
+        loop.stop()
+        return
+    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout=_UNWIND_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(timeout=_UNWIND_S)
+    loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Ignore the error that grpc logs when two event loops of one process share its wake-up socket; it is harmless."""
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

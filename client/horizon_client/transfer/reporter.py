@@ -1,0 +1,32 @@
+"""What a running call reports: how far a transfer is, and messages for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a transfer is. `finalize` has no bytes: the server checks what has arrived."""
+
+    phase: Literal["check", "hash", "upload", "finalize", "download"]
+    name: str
+    done_bytes: int
+    total_bytes: int
+
+
+class Reporter:
+    """Receives progress and notices and does nothing with them; override what you want to show.
+
+    Thread: called in the event loop of the client; for the blocking `Client` that is a thread of its own.
+    """
+
+    def progress(self, progress: Progress) -> None:
+        """A transfer has advanced."""
+
+    def notice(self, message: str) -> None:
+        """Something happened that a person may want to know, such as that a connection was cut and is being restored."""
+
+
+SILENT = Reporter()

@@ -1,0 +1,84 @@
+"""Where unreferenced files go before they are removed: a database that was lost, or put back from a backup, must not cost anybody's data.
+
+`trash/<date>/blobs/<aa>/<sha256>` and `trash/<date>/models/<model_id>` in the state folder. What the database knows again is taken back
+by the next sweep; the rest is removed after `trash_days`. Everything in there may be removed by hand at any time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+_MAX_NAMED = 20
+
+
+class Trash:
+    """The trash of one state folder. Every move is a rename on the same file system: it takes no space and no time.
+
+    Thread: called from threads; callers see to it that the same file is never moved by two.
+    """
+
+    def __init__(self, state_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._state_dir = state_dir
+        self._root = state_dir / "trash"
+        self._clock = clock
+
+    def put(self, paths: Iterable[Path]) -> int:
+        """Move files and folders of the state folder here, and log their names; return how many were moved."""
+        moved, num_bytes = [], 0
+        for path in paths:
+            place = self._root / self._day(self._clock()) / path.relative_to(self._state_dir)
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if place.is_dir():
+                shutil.rmtree(place)  # the same folder, put here earlier today
+            num_bytes += _size_of(path)
+            path.replace(place)
+            moved.append(str(path.relative_to(self._state_dir)))
+        if moved:
+            log.warning(
+                "moved to the trash, as nothing in the database refers to it",
+                num_files=len(moved), num_bytes=num_bytes, names=moved[:_MAX_NAMED], trash=str(self._root),
+            )  # fmt: skip
+        return len(moved)
+
+    def take_back(self, paths: Iterable[Path]) -> int:
+        """Return to their places those of `paths` that are here and not there; return how many."""
+        days = sorted(self._root.iterdir(), reverse=True) if self._root.is_dir() else []
+        if not days:
+            return 0
+        taken = []
+        for path in paths:
+            inner = path.relative_to(self._state_dir)
+            found = next((day / inner for day in days if (day / inner).exists()), None)
+            if found is not None and not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                found.replace(path)
+                taken.append(str(inner))
+        if taken:
+            log.warning("taken back from the trash", num_files=len(taken), names=taken[:_MAX_NAMED])
+        return len(taken)
+
+    def expire(self, max_age_s: float) -> int:
+        """Remove what was put here on days that ended longer ago than that; return how many days."""
+        last_kept = self._day(self._clock() - max_age_s)
+        old = [day for day in self._root.glob("????-??-??") if day.name < last_kept]
+        for day in old:
+            log.warning("emptied from the trash", day=day.name, num_bytes=_size_of(day))
+            shutil.rmtree(day)
+        return len(old)
+
+    @staticmethod
+    def _day(time_s: float) -> str:
+        return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d")
+
+
+def _size_of(path: Path) -> int:
+    files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
+    return sum(file.stat().st_size for file in files)

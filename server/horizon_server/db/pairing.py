@@ -1,0 +1,61 @@
+"""Whether the database is the one that belongs to the state folder: what the sweeps ask before they take its word for what is unused.
+
+The database and the file `state-id` carry the same id and a number that both raise at each check, the database first. So a database that
+was made anew has another id, and one that was put back from a backup has a lower number than the folder has seen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import exists, select
+
+from horizon_server.db.database import Database
+from horizon_server.db.tables import DatasetRow, ModelRow, StateFolderRow
+
+STATE_ID_FILE = "state-id"
+
+
+class Pairing:
+    """The bond between one database and one state folder."""
+
+    def __init__(self, database: Database, state_dir: Path) -> None:
+        self._database = database
+        self._state_dir = state_dir
+        self._file = state_dir / STATE_ID_FILE
+
+    async def problem(self) -> str | None:
+        """Return why the database may be the wrong one and what to do about it, or None after making the bond, or renewing it."""
+        async with self._database.session() as session:
+            row = (await session.scalars(select(StateFolderRow))).one()
+            knows = await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
+            why = self._doubt(row, knows_something=bool(knows))
+            if why is not None:
+                accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
+                return (
+                    f"{why}; put the right horizon.db back and start again, or accept this one, which gives up what it does not know, "
+                    f"with: {accept}"
+                )
+            row.num_checks += 1
+            state_id, num_checks = row.state_id, row.num_checks
+        # After the commit: a crash in between leaves the database ahead of the folder, which is harmless.
+        partial = self._file.with_name(f"{STATE_ID_FILE}.partial")
+        partial.write_text(f"{state_id} {num_checks}\n", "ascii")
+        partial.replace(self._file)
+        return None
+
+    def _doubt(self, row: StateFolderRow, *, knows_something: bool) -> str | None:
+        try:
+            state_id, _, number = self._file.read_text("ascii").strip().partition(" ")
+            num_checks = int(number)
+        except FileNotFoundError:
+            if knows_something or not any((self._state_dir / "blobs").glob("*/*")):
+                return None
+            return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
+        except ValueError:
+            return f"{self._file} cannot be read"
+        if state_id != row.state_id:
+            return f"the database does not belong to {self._state_dir}: it was made anew, or comes from another folder"
+        if num_checks > row.num_checks:
+            return f"the database is older than the contents of {self._state_dir}: a backup was put back"
+        return None

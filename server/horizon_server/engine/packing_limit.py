@@ -1,0 +1,170 @@
+"""How long a packed row may be before its documents are no longer independent of each other.
+
+Some architectures change how they count positions once a row is long: the rotary factors of the whole row depend on its longest
+document, or attention gets a temperature by the position in the row. The trial on the real weights runs short documents, so it
+cannot see that. Everything a model derives from positions alone costs next to nothing, so here it is computed for rows of any length.
+
+Owns that trial. Must not know weights, streaming or what is done about the limit.
+Shapes: T = tokens of the trial.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
+
+from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
+
+CallsOf = Callable[[Tensor], list[LayerCall]]
+"""Computes the calls of all layers for a row of these positions."""
+
+_MAX_ROW_TOKENS = 1 << 24
+_DOCUMENT_TOKENS = 16
+_TOLERANCE = 1e-5
+
+
+def find_packing_limit(
+    calls_of: CallsOf,
+    layers: Sequence[tuple[nn.Module, LayerCall]],
+    *,
+    hidden_size: int,
+    max_document_tokens: int | None,
+) -> int | None:
+    """The most tokens a packed row may have, or None where no length changes anything. `layers` are one of each kind, with a call.
+
+    What already differs in short rows is not judged here: the trial on the real weights runs those.
+    """
+    trials: list[Callable[[int], bool]] = [_OwnPositions(*layer, hidden_size=hidden_size).agree for layer in layers]
+    trials.append(_LayerCalls(calls_of, max_document_tokens=max_document_tokens).agree)
+
+    def differs(num_tokens: int) -> bool:
+        return not all(agree(num_tokens) for agree in trials)
+
+    if not differs(_MAX_ROW_TOKENS):
+        return None
+    lengths = range(_DOCUMENT_TOKENS, _MAX_ROW_TOKENS)
+    return lengths[bisect.bisect_left(lengths, True, key=differs)] - 1
+
+
+class _LayerCalls:
+    """What the model calls its layers with for a short document, alone and after a long one."""
+
+    def __init__(self, calls_of: CallsOf, *, max_document_tokens: int | None) -> None:
+        self._calls_of = calls_of
+        self._max_document_tokens = max_document_tokens or _MAX_ROW_TOKENS
+        self._short = torch.arange(min(_DOCUMENT_TOKENS, self._max_document_tokens))
+        self._alone = _tensors(calls_of(self._short))
+        self._alike = self._equal_after(self._short) or set()
+
+    def agree(self, num_tokens: int) -> bool:
+        """Whether the short document's part is the same after a document of so many tokens."""
+        # A row this long need not be run: the end of the long document alone has its greatest position.
+        longest = min(num_tokens, self._max_document_tokens)
+        equal = self._equal_after(self._short + longest - len(self._short))
+        return equal is not None and equal >= self._alike
+
+    def _equal_after(self, before: Tensor) -> set[object] | None:
+        try:
+            packed = _tensors(self._calls_of(torch.cat([before, self._short])))
+        except RUN_ERRORS:
+            return None
+        return {path for path, alone in self._alone.items() if path in packed and _same_end(packed[path], alone)}
+
+
+class _OwnPositions:
+    """What a layer computes from positions that it counts by itself, from the row's first token."""
+
+    def __init__(self, layer: nn.Module, call: LayerCall, *, hidden_size: int) -> None:
+        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta")
+        self._layer = layer
+        self._args, self._kwargs = call.without_storage().with_hidden(hidden_1TD)
+        self._first = self._derived(1)
+        self._short = self._derived(_DOCUMENT_TOKENS)
+
+    def agree(self, num_tokens: int) -> bool:
+        """Whether it is still what it is in a short row."""
+        long = self._derived(num_tokens)
+        # Numbers that differ in short rows too are not temperatures but, say, indices of tokens.
+        return all(
+            torch.equal(late, early)
+            for late, early, first in zip(long, self._short, self._first, strict=False)
+            if torch.equal(early, first)
+        )
+
+    def _derived(self, num_tokens: int) -> list[Tensor]:
+        counted = _CountedPositions(torch.linspace(0, num_tokens - 1, NUM_TRIAL_TOKENS, dtype=torch.float64).long())
+        try:
+            with torch.no_grad(), counted:
+                self._layer(*self._args, **self._kwargs)
+        except RUN_ERRORS:
+            pass  # Without storage, some layers run only so far (experts are chosen by values).
+        return counted.used
+
+
+class _CountedPositions(TorchFunctionMode):
+    """Gives a layer without storage other positions where it counts the row's tokens, and keeps what it makes of them."""
+
+    def __init__(self, positions_T: Tensor) -> None:
+        super().__init__()
+        self._positions_T = positions_T
+        self._derived: dict[int, Tensor] = {}
+        self.used: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.arange:
+            counted: Tensor = func(*args, **{**named, "device": "cpu"})
+            if counted.shape == self._positions_T.shape:
+                return self._keep(self._positions_T.to(counted.dtype))
+            return func(*args, **named)
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        derived = [tensor for tensor in tensors if id(tensor) in self._derived]
+        if derived and len(derived) == len(tensors):
+            result = func(*args, **named)
+            if not any(leaf.is_meta for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+                return tree_map_only(Tensor, self._keep, result)
+        self.used.extend(derived)
+        args, named = tree_map_only(Tensor, self._without_values, (args, named))
+        return func(*args, **named)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._derived[id(tensor)] = tensor
+        return tensor
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        return tensor.to("meta") if id(tensor) in self._derived else tensor
+
+
+def _tensors(calls: Sequence[LayerCall]) -> dict[object, Tensor]:
+    return {
+        (index, path): leaf
+        for index, call in enumerate(calls)
+        for path, leaf in tree_leaves_with_path((call.args, dict(call.kwargs)))
+        if isinstance(leaf, Tensor)
+    }
+
+
+def _same_end(packed: Tensor, alone: Tensor) -> bool:
+    """Whether the last part of `packed`, along every dim in which it is longer, is `alone`."""
+    if packed.dim() != alone.dim():
+        return False
+    for dim, (longer, length) in enumerate(zip(packed.shape, alone.shape, strict=True)):
+        if longer < length:
+            return False
+        packed = packed.narrow(dim, longer - length, length)
+    if not alone.is_floating_point() and not alone.is_complex():
+        return torch.equal(packed, alone)
+    return torch.allclose(packed, alone, rtol=_TOLERANCE, atol=_TOLERANCE)

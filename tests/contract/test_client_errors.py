@@ -1,0 +1,37 @@
+"""Every error that the server answers is a class of the same name in the client, found by its reason."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc.aio import AioRpcError, Metadata
+
+import horizon_client
+from horizon_client import HorizonClientError
+from horizon_client.rpc_errors import from_rpc
+from horizon_server.api.status import STATUS, status_of
+from horizon_server.errors import HorizonError
+
+
+@pytest.mark.parametrize("kind", [*STATUS], ids=lambda kind: str(kind.__name__))
+def test_a_server_error_arrives_under_its_own_name(kind: type[HorizonError]) -> None:
+    code = grpc.StatusCode[status_of(kind("it failed")).grpc]
+    status = status_pb2.Status(code=code.value[0], message="it failed")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind.reason, domain="horizon"))
+    trailing = Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    arrived = from_rpc(
+        AioRpcError(code, Metadata(), trailing, details="it failed", debug_error_string=None), "gpubox:7171"
+    )
+    ours = getattr(horizon_client, kind.__name__)
+    assert issubclass(ours, HorizonClientError)
+    assert (type(arrived), arrived.reason, arrived.message) == (ours, kind.reason, "it failed")
+    assert ours.reason == kind.reason
+
+
+def test_damaged_details_still_give_an_error() -> None:
+    trailing = Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
+    error = AioRpcError(
+        grpc.StatusCode.NOT_FOUND, Metadata(), trailing, details="no such thing", debug_error_string=None
+    )
+    assert isinstance(from_rpc(error, "gpubox:7171"), horizon_client.NotFound)

@@ -1,0 +1,125 @@
+"""Rows beyond the lengths at which some architectures change how they count positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horizon_server.engine.micro_batch import MicroBatch
+
+from .test_gradients import worst_error
+
+if TYPE_CHECKING:
+    from tests.golden.conftest import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+
+THRESHOLD = 40
+_LONG_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": THRESHOLD,
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+        "original_max_position_embeddings": THRESHOLD,
+    },
+}
+COUNTS_ROW_POSITIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", _LONG_ROPE),
+    "phimoe": (
+        "phimoe",
+        {
+            **_LONG_ROPE,
+            "rope_parameters": {**_LONG_ROPE["rope_parameters"], "short_mscale": 1.1, "long_mscale": 1.3},
+        },
+    ),
+    "minicpm3": ("minicpm3", _LONG_ROPE),
+    "llama4": (
+        "llama4_text",
+        {"floor_scale": THRESHOLD, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1], "max_position_embeddings": 256},
+    ),
+}
+DYNAMIC_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 32,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS_ROW_POSITIONS)
+def test_documents_on_both_sides_of_a_threshold_train_as_if_alone(
+    name: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model_type, changes = COUNTS_ROW_POSITIONS[name]
+    model = tiny_model(model_type, **changes)
+    rows = [documents(60, 30), documents(12, 20, 25, seed=1), documents(9, 14, seed=2)]
+    run = start(model)
+
+    run.trainer.train_step([pack(row) for row in rows])
+
+    reference = model.reference()
+    num_targets = sum(pack(row).num_targets for row in rows)
+    for document in (document for row in rows for document in row):
+        torch.autograd.backward(plain_loss(reference, pack([document])) / num_targets)
+    error, parameter = worst_error(run, reference)
+    assert error <= 5e-6, f"gradient of {parameter} is off by {error:.1e}"
+
+
+def test_a_rotary_table_that_grows_with_the_row_is_the_same_in_every_step(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model("llama", **DYNAMIC_ROPE)
+    rows = [pack([document]) for document in documents(32, 32, 32)]
+    run = start(model, head_chunk_tokens=100, learning_rate=0.0)
+
+    for _ in range(2):
+        run.trainer.train_step(rows)
+
+    reference = model.reference()
+    num_targets = sum(row.num_targets for row in rows)
+    for row in rows:
+        torch.autograd.backward(plain_loss(reference, row) / num_targets)
+    error, parameter = worst_error(run, reference)
+    assert error <= 5e-6, f"gradient of {parameter} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["phi3", "dynamic"])
+def test_a_step_leaves_the_modules_as_they_were(
+    name: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model_type, changes = COUNTS_ROW_POSITIONS.get(name, ("llama", DYNAMIC_ROPE))
+    model = tiny_model(model_type, **changes)
+    run = start(model, head_chunk_tokens=100)
+    rows = [pack([document]) for document in documents(*([32] * 3 if name == "dynamic" else [60, 30]))]
+    modules = list(model.template._model.modules())
+    before = [_state_of(module) for module in modules]
+
+    run.trainer.train_step(rows)
+    run.trainer.evaluate(rows)
+
+    assert [_state_of(module) for module in modules] == before
+
+
+def _state_of(module: nn.Module) -> dict[str, object]:
+    buffers = {name: buffer.tolist() for name, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    return {**plain, **buffers, "names": sorted(name for name in vars(module) if name != "training")}

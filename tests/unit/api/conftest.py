@@ -1,0 +1,127 @@
+"""A real daemon for the tests of both faces. Its queue does not run, so jobs stay where a test puts them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.daemon_parts import DaemonParts, chat_rows, daemon_parts
+
+from horizon_server.events import Payload, StepDone
+from horizon_server.figures import TransferFigures
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.store.manifest import Manifest, record_file, write_manifest
+
+USERS = {"ann": "user", "bob": "user", "root": "admin", "eve": "viewer"}
+NUM_ROWS = 8
+_PATH = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.SUCCEEDED)
+
+
+class World:
+    """The daemon, its users' tokens, and short ways to make jobs and what jobs leave behind."""
+
+    def __init__(self, daemon: DaemonParts, tokens: dict[str, str]) -> None:
+        self.daemon = daemon
+        self.tokens = tokens
+        self.services = daemon.services
+        self.journal = daemon.parts.journal
+        self.metrics = daemon.parts.metrics
+        self.root = daemon.state_dir
+
+    def principal(self, name: str) -> Principal:
+        return Principal(name=name, role=USERS[name], project=name)
+
+    async def job(self, *payloads: Payload, name: str = "job", state: JobState = JobState.QUEUED) -> JobRecord:
+        """Submit a job of ann's, and move it on to `state` by way of the others; `payloads` happen before the last move."""
+        job = await self.daemon.submit(self.principal("ann"), name)
+        for step in _PATH if state is not JobState.QUEUED else ():
+            if step is state:
+                await self.append(job, *payloads)
+            job = await self.journal.move(job, step, attempt=1)
+            if step is state:
+                return job
+        return await self.append(job, *payloads)
+
+    async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
+        for payload in payloads:
+            fields: dict[str, Any] = {}
+            if isinstance(payload, StepDone):
+                fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
+            await self.journal.append(job.job_id, payload, **fields)
+        return await self.daemon.job(job.job_id)
+
+    def num_watching(self, job: JobRecord) -> int:
+        return len(self.journal._watchers.get(job.job_id, ()))
+
+    async def until_unwatched(self, job: JobRecord) -> None:
+        async with asyncio.timeout(10):
+            while self.num_watching(job):  # noqa: ASYNC110  # nothing announces it
+                await asyncio.sleep(0.005)
+
+    def write_log(self, job: JobRecord, content: bytes) -> None:
+        folder = self.root / "jobs" / job.job_id / f"attempt-{job.attempt}"
+        folder.mkdir(parents=True)
+        (folder / "worker.log").write_bytes(content)
+
+    def write_checkpoint(self, job: JobRecord, step: int, files: dict[str, bytes]) -> Path:
+        folder = self.root / "jobs" / job.job_id / "checkpoints" / f"step-{step:08d}"
+        for path, content in {"trainer/trainer_state.json": b"{}", **files}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        write_manifest(folder, Manifest(files={path: record_file(folder / path) for path in files}, versions={}))
+        return folder
+
+
+async def _make_state(folder: Path, model_folder: Path, *, with_chats: bool) -> dict[str, str]:
+    async with daemon_parts(folder, model_folder=model_folder, queue=False) as daemon:
+        principals = {name: await daemon.user(name, role=role) for name, role in USERS.items()}
+        if with_chats:
+            await daemon.dataset(principals["ann"], "chats", chat_rows(NUM_ROWS))
+        return {name: await daemon.token(name) for name in USERS}
+
+
+@pytest.fixture(scope="session")
+def state_of_users(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, dict[str, str]]:
+    """A state folder with users and nothing else, and their tokens."""
+    folder = tmp_path_factory.mktemp("users") / "state"
+    return folder, asyncio.run(_make_state(folder, model_folder, with_chats=False))
+
+
+@pytest.fixture(scope="session")
+def state_with_chats(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, dict[str, str]]:
+    """A state folder with users and ann's dataset `chats`, and the tokens."""
+    folder = tmp_path_factory.mktemp("chats") / "state"
+    return folder, asyncio.run(_make_state(folder, model_folder, with_chats=True))
+
+
+@pytest.fixture
+def state(state_of_users: tuple[Path, dict[str, str]]) -> tuple[Path, dict[str, str]]:
+    """What the daemon of a test starts with; tests of jobs override it with `state_with_chats`."""
+    return state_of_users
+
+
+@pytest_asyncio.fixture
+async def base_world(state: tuple[Path, dict[str, str]], tmp_path: Path, model_folder: Path) -> AsyncIterator[World]:
+    shutil.copytree(state[0], tmp_path / "state")
+    async with daemon_parts(tmp_path / "state", model_folder=model_folder, queue=False) as daemon:
+        yield World(daemon, state[1])
+
+
+@pytest.fixture
+def make_step() -> Any:
+    """Make a finished step."""
+
+    def make(step: int, loss: float = 1.0, **figures: Any) -> StepDone:
+        return StepDone(
+            step=step, num_steps=10, loss=loss, grad_norm=0.5, learning_rate=1e-4, epoch=0.5, eta_s=2.5,
+            num_input_tokens_seen=step, num_tokens=1, tokens_per_second=3.0, duration_s=0.5,
+            h2d=TransferFigures(bytes=7, busy_s=0.5, exposed_s=0.125), **figures,
+        )  # fmt: skip
+
+    return make

@@ -1,0 +1,79 @@
+"""Modules are put back as they were."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from horizon_server.engine.module_state import ModuleState
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("scale", torch.ones(2), persistent=False)
+        self.longest = 3
+
+    def forward(self, num_tokens: int) -> torch.Tensor:
+        if num_tokens > self.longest:
+            self.register_buffer("table", torch.arange(float(num_tokens)), persistent=False)
+            self.register_buffer("extra", torch.ones(1), persistent=False)
+            self.longest = num_tokens
+            self.cache = "new"
+        scale = self.scale
+        assert isinstance(scale, torch.Tensor)
+        scale.mul_(2)
+        table = self.table
+        assert isinstance(table, torch.Tensor)
+        return table.sum() * scale[0]
+
+
+def test_every_call_starts_from_the_same_state() -> None:
+    module = Growing()
+    state = ModuleState([module])
+    answers = []
+    for _ in range(3):
+        with state.restored():
+            answers.append(float(module(5)))
+
+    assert answers == [20.0, 20.0, 20.0]
+    assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == {"table": [0, 1, 2], "scale": [1, 1]}
+    assert module.longest == 3
+    assert not hasattr(module, "cache")
+
+
+def test_what_backward_needs_is_not_overwritten() -> None:
+    module = Growing()
+    leaf = torch.ones(2, requires_grad=True)
+    with ModuleState([module]).restored():
+        module(1)
+        scale = module.scale
+        assert isinstance(scale, torch.Tensor)
+        product = (leaf * scale).sum()
+    product.backward()  # type: ignore[no-untyped-call]
+
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2]
+
+
+def test_placed_buffers_are_what_is_restored() -> None:
+    module = Growing()
+    state = ModuleState([module])
+    state.place(lambda tensor: tensor.double())
+    for _ in range(2):
+        with state.restored():
+            module(7)
+
+    table = module.get_buffer("table")
+    assert (table.dtype, table.tolist()) == (torch.float64, [0, 1, 2])
+
+
+def test_the_training_mode_is_not_part_of_it() -> None:
+    module = Growing()
+    state = ModuleState([module])
+    module.train(False)
+    with state.restored():
+        pass
+
+    assert not module.training

@@ -1,0 +1,164 @@
+"""1,500 queued jobs of one user and 200 calls at once: a running job's journal lands, and other users are served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event, text
+from tests.daemon_parts import DaemonParts
+from tests.unit.jobs.conftest import ADA, held
+
+from horizon_server.errors import TooManyCalls
+from horizon_server.events import Message
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
+
+EVE = Principal(name="eve", role="user", project="eve")
+NUM_QUEUED = 1500
+
+
+async def fill_queue(daemon: DaemonParts, template: JobRecord, num_jobs: int) -> list[str]:
+    """Copy a queued job of ada's into many of eve's; return their ids in queue order."""
+    copied = "name, spec, model_id, dataset_id, eval_dataset_id, job_state, reason, message, wanted, step, num_steps, attempt"
+    copied += ", created_s, started_s, ended_s, last_step, plan, data_report, last_sequence"
+    async with daemon.database.session() as session:
+        await session.execute(
+            text(
+                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < :num) "
+                f"INSERT INTO jobs (job_id, owner, queue_order, {copied}) "
+                f"SELECT printf('job_eve%05d', i), 'eve', 1000 + i, {copied} FROM n JOIN jobs ON job_id = :template"
+            ),
+            {"num": num_jobs, "template": template.job_id},
+        )
+    return [f"job_eve{i:05d}" for i in range(1, num_jobs + 1)]
+
+
+async def append(daemon: DaemonParts, job_id: str, num_events: int) -> float:
+    """Write events one after the other as an attempt does; return the seconds of the slowest."""
+    slowest_s = 0.0
+    for i in range(num_events):
+        started_s = time.monotonic()
+        await daemon.parts.journal.append(job_id, Message(level="info", text=str(i)))
+        slowest_s = max(slowest_s, time.monotonic() - started_s)
+    return slowest_s
+
+
+async def test_reads_of_one_user_neither_fail_nor_starve_the_journal_of_another(daemon: DaemonParts) -> None:
+    running = await held(daemon)
+    template = await daemon.submit(ADA, "waiting")
+    ids = await fill_queue(daemon, template, NUM_QUEUED)
+    jobs = daemon.services.jobs
+    answers: dict[str, int] = {"ok": 0, "refused": 0}
+    over = False
+
+    async def poll(number: int) -> None:
+        while not over:
+            try:
+                job = await jobs.get(EVE, ids[number * 7])
+                assert job.queue_position == number * 7 + 2
+                answers["ok"] += 1
+            except TooManyCalls as error:
+                assert error.retry_after_s
+                answers["refused"] += 1
+                await asyncio.sleep(0.25)
+
+    pollers = [asyncio.create_task(poll(number)) for number in range(200)]
+    await asyncio.sleep(0)
+    others_s = []
+    for _ in range(5):
+        assert await append(daemon, running.job_id, 20) < 20, "an event waits for no reader"
+        started_s = time.monotonic()
+        assert (await jobs.get(ADA, running.job_id)).job_state is JobState.RUNNING
+        others_s.append(time.monotonic() - started_s)
+    over = True
+    await asyncio.gather(*pollers)
+    assert answers["ok"] > 100
+    assert answers["refused"] > 0, "a user has at most so many calls under way"
+    assert max(others_s) < 20
+    written = await daemon.parts.journal.store.events_after(running.job_id, 0, 1000)
+    assert [e.payload.text for e in written if isinstance(e.payload, Message)][-100:] == [*map(str, range(20))] * 5
+    daemon.release("held")
+    await daemon.until(running.job_id, JobState.SUCCEEDED)
+
+
+class Statements:
+    """Counts statements, and rows that they bring."""
+
+    def __init__(self, daemon: DaemonParts) -> None:
+        self.num = 0
+        for engine in (daemon.database._reader, daemon.database._writer):
+            event.listen(engine.sync_engine, "before_cursor_execute", self._count)
+
+    def _count(self, *_: object) -> None:
+        self.num += 1
+
+    def taken(self) -> int:
+        num, self.num = self.num, 0
+        return num
+
+
+async def test_submit_and_get_cost_the_same_whatever_waits(
+    daemon: DaemonParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from horizon_server.db import jobs as table
+
+    num_parsed = 0
+    parse = table.parse_job_spec
+
+    def counted(plain: object) -> object:
+        nonlocal num_parsed
+        num_parsed += 1
+        return parse(plain)
+
+    monkeypatch.setattr(table, "parse_job_spec", counted)
+    running = await held(daemon)
+    template = await daemon.submit(ADA, "waiting")
+    statements, jobs = Statements(daemon), daemon.services.jobs
+
+    async def cost() -> list[tuple[int, int]]:
+        nonlocal num_parsed
+        costs = []
+        for call in (
+            lambda: jobs.get(ADA, template.job_id),
+            lambda: jobs.submit(ADA, request_id=str(uuid.uuid4()), spec=daemon.spec("more")),
+            lambda: jobs.in_use(template.dataset_id),
+            lambda: jobs.list(ADA, page_size=2),
+        ):
+            statements.taken()
+            num_parsed = 0
+            await call()
+            costs.append((statements.taken(), num_parsed))
+        return costs
+
+    before = await cost()
+    await fill_queue(daemon, template, NUM_QUEUED)
+    after = await cost()
+    assert after == before, "statements and parsed specs of get, submit, in_use and list"
+    assert before[2][1] == 0
+    assert (await jobs.get(ADA, running.job_id)).queue_position == 0
+
+
+async def test_the_bound_is_each_users_own(tmp_path: Path) -> None:
+    from horizon_server.services.turns import UserTurns
+
+    turns, entered, release = UserTurns(at_once=1, max_calls=2), asyncio.Event(), asyncio.Event()
+
+    async def call(user: str) -> str:
+        async with turns.of(user):
+            entered.set()
+            await release.wait()
+        return user
+
+    first, second = asyncio.create_task(call("eve")), asyncio.create_task(call("eve"))
+    await asyncio.wait_for(entered.wait(), 10)
+    with pytest.raises(TooManyCalls, match="eve has 2 calls under way"):
+        await call("eve")
+    other = asyncio.create_task(call("ada"))
+    second.cancel()
+    release.set()
+    assert await asyncio.wait_for(asyncio.gather(first, other), 10) == ["eve", "ada"]
+    assert turns._users == {}
