@@ -250,7 +250,7 @@ def _rows(vocab_size: int, point: Point) -> list[MicroBatch]:
 
 def hardware_flops_of(template: Template, *, model_flops: float, num_tokens: int) -> float:
     """What is really computed: layers once more than the model's own operations, but for the products that their recompute leaves out."""
-    not_recomputed = template.vocab_size * template.hidden_size + template.num_unseen_parameters
+    not_recomputed = template.vocab_size * template.hidden_size + template.num_skipped_parameters
     return model_flops * 4 / 3 - 2 * not_recomputed * num_tokens
 
 

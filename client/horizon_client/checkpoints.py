@@ -55,8 +55,12 @@ class AsyncCheckpoints:
         files = [f for f in checkpoint.files if with_trainer or not f.path.startswith(TRAINER_PREFIX)]
         folder = _folder(to)
 
-        def read_file(path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
-            return self._read_file(checkpoint, path, offset)
+        async def read_file(path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
+            request = checkpoint_pb2.ReadCheckpointFileRequest(
+                job_id=checkpoint.job_id, step=checkpoint.step, path=path, offset=offset
+            )
+            async for piece in self._connection.stream(self._stub().ReadCheckpointFile, request):
+                yield piece.offset, piece.data
 
         download = CheckpointDownload(read_file, folder, retry=self._connection.stream_retry, reporter=reporter)
         received_bytes = await download.fetch(files, force=force)
@@ -68,13 +72,6 @@ class AsyncCheckpoints:
         """Delete one checkpoint."""
         request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
         await self._connection.unary(self._stub().DeleteCheckpoint, request, idempotent=False)
-
-    async def _read_file(self, checkpoint: Checkpoint, path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
-        request = checkpoint_pb2.ReadCheckpointFileRequest(
-            job_id=checkpoint.job_id, step=checkpoint.step, path=path, offset=offset
-        )
-        async for piece in self._connection.stream(self._stub().ReadCheckpointFile, request):
-            yield piece.offset, piece.data
 
     def _stub(self) -> CheckpointServiceAsyncStub:
         return cast("CheckpointServiceAsyncStub", self._connection.stub(CheckpointServiceStub))

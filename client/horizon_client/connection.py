@@ -82,6 +82,7 @@ class Backoff:
         if self._failures == 0:
             self._first_failure_at = now
         self._failures += 1
+        # the jitter keeps clients from returning all at once when a daemon has restarted
         wait_s = min(self._policy.first_wait_s * 2 ** (self._failures - 1), self._policy.longest_wait_s)
         wait_s = max(wait_s * random.uniform(0.75, 1.25), problem.retry_after_s or 0.0)
         out_of_time = now - self._first_failure_at + wait_s > self._policy.max_elapsed_s
@@ -159,7 +160,7 @@ class Connection:
         except TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
-            running.cancel()
+            running.cancel()  # the caller may have stopped early, and the server would continue to send
 
     async def followed(
         self,
@@ -248,10 +249,12 @@ async def all_pages(
 
 def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
     return [
+        # a laptop that changes networks gets no reset; only pings notice that the connection is dead
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # shorter than the retries above, so that each of them is a new attempt to connect
         ("grpc.initial_reconnect_backoff_ms", 250),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),

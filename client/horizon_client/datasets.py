@@ -12,6 +12,7 @@ from horizon_client.conversion import from_message
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import FieldViolation, InvalidRequest, NotFound
 from horizon_client.job_spec import enum_choices
+from horizon_client.models import AsyncModels
 from horizon_client.near_names import suggested
 from horizon_client.resources import Dataset, DatasetPreview, DatasetPush
 from horizon_client.transfer.files import HashedFile, hash_files
@@ -105,8 +106,8 @@ class AsyncDatasets:
         try:
             answer = await self._connection.unary(call, request, deadline_s=PREVIEW_DEADLINE_S)
         except NotFound as problem:
-            if not problem.message.startswith("dataset "):
-                raise
+            if problem.message.startswith("model "):
+                raise await suggested(problem, "model", model, AsyncModels(self._connection).names) from None
             raise await suggested(problem, "dataset", name, self.names) from None
         return from_message(DatasetPreview, answer)
 

@@ -23,6 +23,7 @@ class LoopThread:
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
         loop.set_exception_handler(_ignore_shared_poller)
+        # a daemon thread, so that a program which forgets `close` can still exit
         thread = threading.Thread(target=_run_loop, args=(loop,), name="horizon-client", daemon=True)
         thread.start()
         self._loop = loop
@@ -44,7 +45,7 @@ class LoopThread:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
-            unwound.wait(_UNWIND_S)
+            unwound.wait(_UNWIND_S)  # streams are closed by now, so the next call finds a clean connection
             raise
 
     def iterate(self, items: AsyncIterator[ValueT]) -> Iterator[ValueT]:

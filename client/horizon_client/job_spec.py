@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from horizon_client.errors import FieldViolation, InvalidRequest
+from horizon_client.errors import FieldViolation, InvalidSpec
 from horizon_client.near_names import did_you_mean
 from horizon_proto.v1 import job_pb2
 
@@ -38,13 +38,12 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     """Return the wire form of a job spec.
 
     Raises:
-        InvalidRequest: with one violation for each key that is unknown, missing or of the wrong type.
+        InvalidSpec: with one violation for each key that is unknown, missing or of the wrong type.
     """
     if not isinstance(mapping, Mapping):
-        raise InvalidRequest(
-            f"the job spec must be a mapping of fields such as {', '.join(REQUIRED)}, not {_kind_of(mapping)}",
-            reason="INVALID_SPEC",
-        )
+        kind = "nothing" if mapping is None else type(mapping).__name__
+        fields = ", ".join(REQUIRED)
+        raise InvalidSpec(f"the job spec must be a mapping of fields such as {fields}, not {kind}")
     spec = job_pb2.JobSpec()
     violations: list[FieldViolation] = []
     _fill(spec, mapping, "", violations)
@@ -56,7 +55,7 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     ]
     if violations:
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise InvalidRequest(f"{violations[0].description}{more}", reason="INVALID_SPEC", violations=violations)
+        raise InvalidSpec(f"{violations[0].description}{more}", violations=violations)
     return spec
 
 
@@ -197,10 +196,6 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _known_keys(descriptor: Any) -> list[str]:
     return [field.name for field in descriptor.fields if field.name != _CLIPPING_OFF]
-
-
-def _kind_of(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
 
 
 def _shown(value: object) -> str:

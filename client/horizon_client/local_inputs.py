@@ -83,7 +83,8 @@ class LocalInputs:
         return mapping
 
     async def _is_pushed(self, value: object, get: Callable[[str], Awaitable[object]]) -> bool:
-        if not isinstance(value, str) or _looks_like_path(value):
+        # only a bare word can be the name of something pushed
+        if not isinstance(value, str) or "/" in value or os.sep in value or value.startswith((".", "~")):
             return False
         try:
             await get(value)
@@ -117,7 +118,7 @@ async def _push_named(push: Callable[[str], Awaitable[str]], source: Path, diges
     """Push under the source's name without its endings, with part of the content's hash appended where that name is taken."""
     name = valid_name(source)
     try:
-        return await push(name)
+        return await push(name)  # the same content under this name is not an error, it is the same dataset
     except AlreadyExists:
         return await push(f"{name[: _MAX_NAME - 9]}-{digest[:8]}")
 
@@ -142,7 +143,3 @@ def local_sources(value: object, folders: Sequence[Path], *, many: bool) -> list
     path = Path(value).expanduser()
     found = next((folder / path for folder in folders if (folder / path).exists()), None)
     return [found] if found is not None else []
-
-
-def _looks_like_path(value: str) -> bool:
-    return "/" in value or os.sep in value or value.startswith((".", "~"))

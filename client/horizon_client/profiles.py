@@ -92,6 +92,7 @@ class ProfileFile:
         content = self._read()
         ca_file = profile.ca_file
         if ca_file is not None and str(ca_file) != SYSTEM_CA:
+            # a copy, because the original is often in a download folder
             ca_file = self.folder / f"ca-{profile.name}.pem"
             _write_private(ca_file, read_ca_file(profile.ca_file or ca_file))
         entry = {"server": profile.server, "token": profile.token, "ca_file": str(ca_file) if ca_file else None}
@@ -146,6 +147,7 @@ class ProfileFile:
             return {"current": None, "profiles": {}}
         except OSError as error:
             raise BadConfig(f"cannot read {self.path}: {error.strerror}") from error
+        # as ssh does with keys: refuse rather than leak
         if os.name == "posix" and self.path.stat().st_mode & 0o077:
             raise BadConfig(f"{self.path} contains tokens and other users can read it; run: chmod 600 {self.path}")
         try:

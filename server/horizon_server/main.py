@@ -38,6 +38,7 @@ from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
@@ -102,12 +103,13 @@ async def _serve(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, grpc_address, http_address)
+    found = await find_accelerators()
     async with _database(settings.database_path) as database:
         parts = await wire(
             settings,
             database,
-            found=await find_accelerators(),
-            usable=await usable_accelerators(child_environment()),
+            found=found,
+            usable=await usable_accelerators(found, child_environment()),
         )
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
         _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
@@ -187,6 +189,7 @@ async def wire(
         num_threads=num_threads,
         accelerators=usable,
         rates=rates.read,
+        layer_memory=LayerProbe(child_environment()),
     )
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers

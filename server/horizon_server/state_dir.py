@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, InUse
 
 
@@ -47,6 +48,4 @@ def held_state_dir(path: Path) -> Iterator[Path]:
 def write_endpoints(path: Path, *, grpc: str, http: str, authority: Path | None) -> None:
     """Say where the running daemon listens, for scripts and for the other horizond commands."""
     document = {"grpc": grpc, "http": http, "authority": str(authority) if authority else None, "pid": os.getpid()}
-    half = path / "endpoints.json.half"
-    half.write_text(json.dumps(document) + "\n", "utf-8")
-    half.replace(path / "endpoints.json")
+    replace_file(path / "endpoints.json", json.dumps(document) + "\n")

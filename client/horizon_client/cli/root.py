@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from horizon_client.cli.text import clean
-from horizon_client.errors import FieldViolation, HorizonClientError
+from horizon_client.errors import HorizonClientError
 from horizon_client.near_names import did_you_mean
 
 MAX_VIOLATIONS = 100
@@ -121,15 +121,12 @@ def show_error(error: HorizonClientError) -> None:
     click.echo(f"Error: {message}", err=True)
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
-        click.echo(f"  {_line(violation)}", err=True)
+        field, description = clean(violation.field), clean(violation.description)
+        # many descriptions begin with their place already
+        line = description if description.startswith((field, "line ")) else f"{field}: {description}"
+        click.echo(f"  {line}", err=True)
     if len(more) > MAX_VIOLATIONS:
         click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)
-
-
-def _line(violation: FieldViolation) -> str:
-    """Return the description, after the field's name where it does not begin with a place of its own."""
-    field, description = clean(violation.field), clean(violation.description)
-    return description if description.startswith((field, "line ")) else f"{field}: {description}"
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:

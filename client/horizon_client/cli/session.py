@@ -61,7 +61,7 @@ def open_async_client(ctx: click.Context) -> AsyncClient:
     from horizon_client.async_client import AsyncClient
     from horizon_client.connection import RetryPolicy
 
-    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))
+    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))  # a user waits at the TAB key
 
 
 def _arguments(ctx: click.Context) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class PlainView(Reporter):
             self._release()
             self._print(event_line(event, on_device=self._on_device))
             return
+        # a line for each of ten steps a second would only hide the other events
         if event.skipped or self._clock() >= self._next_at:
             self._held = None
             self._next_at = self._clock() + _PLAIN_INTERVAL_S

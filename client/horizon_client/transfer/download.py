@@ -73,6 +73,7 @@ class CheckpointDownload:
         Raises:
             ServerFailed: when it would be outside the folder.
         """
+        # the same on every system: a Windows path is refused on Linux too, and the other way round
         pure = PurePosixPath(listed)
         parts = listed.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and not any(c in listed for c in "\\\0:")
@@ -101,13 +102,14 @@ class CheckpointDownload:
         resumed = part.exists()
         received, digest = await self._fill_part(entry, part)
         if digest != entry.sha256 and resumed:
+            # the job may have written this checkpoint again since then, so one download from the start is tried
             part.unlink()
             self._reporter.notice(f"the partial download of {entry.path} is from another file; starting it again")
             self._done_bytes -= entry.size_bytes
             again, digest = await self._fill_part(entry, part)
             received += again
         if digest != entry.sha256:
-            part.unlink()
+            part.unlink()  # or the next pull would continue from damaged bytes
             raise CorruptDownload(
                 f"{entry.path} arrived damaged: its sha256 is {digest[:12]}, not {entry.sha256[:12]}; pull it again"
             )
@@ -127,7 +129,9 @@ class CheckpointDownload:
                 before = offset
                 try:
                     async for at, data in self._read_file(entry.path, offset):
-                        _require_fit(entry, at, data, offset)
+                        if at != offset or offset + len(data) > entry.size_bytes:
+                            sent = f"bytes {at}..{at + len(data)} of {entry.path}"
+                            raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
                         await asyncio.to_thread(_append, file, data, digest.update)
                         offset += len(data)
                         self._advance(entry, len(data))
@@ -148,13 +152,6 @@ class CheckpointDownload:
         self._done_bytes += num_bytes
         self._reporter.progress(
             Progress(phase="download", name=entry.path, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
-        )
-
-
-def _require_fit(entry: FileEntry, at: int, data: bytes, offset: int) -> None:
-    if at != offset or offset + len(data) > entry.size_bytes:
-        raise CorruptDownload(
-            f"the server sent bytes {at}..{at + len(data)} of {entry.path}, but byte {offset} was expected"
         )
 
 

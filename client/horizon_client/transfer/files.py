@@ -33,7 +33,7 @@ class SourceFile:
         """
         try:
             status = source.stat()
-            with source.open("rb"):
+            with source.open("rb"):  # may fail although stat works, and should fail before the first file is sent
                 pass
         except OSError as error:
             raise BadFile(f"cannot read {source}: {error.strerror}") from error

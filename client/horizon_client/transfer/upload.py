@@ -110,7 +110,7 @@ class BlobUpload:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(STREAMS_AT_ONCE, len(waiting))):
                     group.create_task(one_after_another())
-        except ExceptionGroup as failed:
+        except ExceptionGroup as failed:  # the other streams were cancelled because of the first error
             raise failed.exceptions[0] from None
         return totals.sent_bytes
 
@@ -133,6 +133,7 @@ class BlobUpload:
                 round_trip_s = time.monotonic() - asked_at
                 if status.committed_bytes > start:
                     listen_s = 0.0  # data was accepted, so nothing was refused
+                # long enough for the refusal to arrive, measured by the round trip
                 if listen_s or isinstance(error, _StatusLost):
                     listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
             totals.set_position(file.sha256, status.committed_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from horizon_server.durable import is_out_of_space
 from horizon_server.errors import DiskFull, HorizonError
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Disk(Protocol):
@@ -62,15 +60,6 @@ def told_when_full(then: str = _OF_UPLOADS) -> Iterator[None]:
     except HorizonError:
         raise
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if not is_out_of_space(error):
             raise
         raise DiskFull(f"the node's disk is full; {then}", retry_after_s=60.0) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from horizon_server.blobs.disk import sync_folder
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.trash import Trash
+from horizon_server.durable import sync_folder
 from horizon_server.records.blob import BlobFile
 
 

@@ -16,12 +16,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
-from horizon_server.blobs.disk import Disk, SystemDisk, sync_folder, told_when_full
+from horizon_server.blobs.disk import Disk, SystemDisk, told_when_full
 from horizon_server.blobs.part import Part
 from horizon_server.blobs.part_writer import PartWriter
 from horizon_server.blobs.threads import in_thread, to_the_end
 from horizon_server.blobs.trash import Trash
 from horizon_server.blobs.turns import Turn, Turns
+from horizon_server.durable import sync_folder
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled
 from horizon_server.records.blob import BlobRef, BlobStatus
 from horizon_server.spec import NAME_PATTERN

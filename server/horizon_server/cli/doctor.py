@@ -59,10 +59,11 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     """
     settings = load_settings(config, state_dir=state_dir)
     click.echo("measuring memory, compute and disk, about 20 seconds ...", err=True)
-    usable = asyncio.run(usable_accelerators(child_environment()))
+    listed = asyncio.run(find_accelerators())
+    usable = asyncio.run(usable_accelerators(listed, child_environment()))
     parts = [
         _memory(settings),
-        _accelerators(usable),
+        _accelerators(listed, usable),
         _pinning(usable),
         _huge_pages(),
         _kernel(),
@@ -109,8 +110,8 @@ def _memory(settings: Settings) -> _Part:
     return Check(name="host memory", verdict="ok", found=found), facts
 
 
-def _accelerators(usable: tuple[Accelerator, ...]) -> _Part:
-    gpus = [f"{a.index}: {a.name}, {size_text(a.memory_bytes)}" for a in asyncio.run(find_accelerators())]
+def _accelerators(listed: tuple[Accelerator, ...], usable: tuple[Accelerator, ...]) -> _Part:
+    gpus = [f"{a.index}: {a.name}, {size_text(a.memory_bytes)}" for a in listed]
     facts = {"gpus": gpus, "device": "cuda" if usable else "host"}
     if gpus and not usable:
         advice = "the installed torch cannot use it; install a torch with CUDA for this driver, or train on the host"

@@ -14,7 +14,8 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, size_text, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.planning.machine import host_memory, usable_accelerators
+from horizon_server.planning.layer_probe import LayerProbe
+from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import Machine, RateBook
 from horizon_server.settings import child_environment, load_settings
@@ -38,7 +39,8 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
     num_threads = settings.num_threads or available_cpus()
-    accelerators = asyncio.run(usable_accelerators(child_environment()))
+    found = asyncio.run(find_accelerators())
+    accelerators = asyncio.run(usable_accelerators(found, child_environment()))
     rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
@@ -48,6 +50,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         num_threads=num_threads,
         accelerators=accelerators,
         rates=rates.read,
+        layer_memory=LayerProbe(child_environment()),
     )
     job_plan = planner.plan(spec, folder)
     mapping: dict[str, Any] = {

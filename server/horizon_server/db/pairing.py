@@ -12,6 +12,7 @@ from sqlalchemy import exists, select
 
 from horizon_server.db.database import Database
 from horizon_server.db.tables import DatasetRow, ModelRow, StateFolderRow
+from horizon_server.durable import replace_file
 
 STATE_ID_FILE = "state-id"
 
@@ -39,9 +40,7 @@ class Pairing:
             row.num_checks += 1
             state_id, num_checks = row.state_id, row.num_checks
         # After the commit: a crash in between leaves the database ahead of the folder, which is harmless.
-        partial = self._file.with_name(f"{STATE_ID_FILE}.partial")
-        partial.write_text(f"{state_id} {num_checks}\n", "ascii")
-        partial.replace(self._file)
+        replace_file(self._file, f"{state_id} {num_checks}\n")
         return None
 
     def _doubt(self, row: StateFolderRow, *, knows_something: bool) -> str | None:

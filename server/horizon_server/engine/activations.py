@@ -1,8 +1,8 @@
 """Recompute points: the input of every layer, for all tokens of a step, kept on the device or offloaded to the host.
 
-Owns that memory, the gradient of the hidden state beside it, and the copies that offloading takes. Must not know layers.
+Owns that memory, the gradient of the hidden state, and the copies that offloading takes. Must not know layers.
 
-The schedule tells what it does with the input of each (layer, micro-batch): `before_write`, `produced`, `await_input`, `consumed`.
+The schedule announces what it does with the input of each (layer, micro-batch): `before_write`, `produced`, `await_input`, `consumed`.
 Both placements give the same bits; they differ in where the memory is and what crosses the link.
 
 Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidden size.
@@ -23,7 +23,7 @@ __all__ = ["ActivationPlacement", "Activations", "DeviceActivations", "Offloaded
 class Activations(Protocol):
     """Hidden states of a step: layer inputs 0 to L - 1, the last output L, and one gradient.
 
-    It grows to the largest step seen and then stays, so that a run in its stride allocates nothing.
+    It grows to the largest step seen and then stays, so that a running job allocates nothing.
     """
 
     @property
@@ -42,7 +42,7 @@ class Activations(Protocol):
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the hidden state, wherever backward stands. Shapes: [N, D]."""
+        """The gradient of the hidden state, at the layer that backward has reached. Shapes: [N, D]."""
 
     def before_write(self, index: int, span: slice) -> None:
         """Compute is about to write some tokens of a layer's input: let it wait until their memory is free."""
@@ -57,13 +57,13 @@ class Activations(Protocol):
         """Backward is done with some tokens of a layer's input."""
 
     def close(self) -> None:
-        """Give the memory back. The queues must be idle."""
+        """Free the memory. The queues must be idle."""
 
 
 def make_activations(
     placement: ActivationPlacement, device: Device, *, num_layers: int, hidden_size: int
 ) -> Activations:
-    """Activations kept where they are wanted."""
+    """The activations of a placement."""
     kind = DeviceActivations if placement == "device" else OffloadedActivations
     return kind(device, num_layers=num_layers, hidden_size=hidden_size)
 
@@ -77,20 +77,16 @@ class DeviceActivations:
 
     @property
     def capacity_tokens(self) -> int:
-        """See `Activations`."""
         return self._planes.capacity_tokens
 
     def reserve(self, num_tokens: int) -> None:
-        """See `Activations`."""
         self._planes.reserve(num_tokens)
 
     def layer_input(self, index: int) -> Tensor:
-        """See `Activations`."""
         return self._planes.plane(index)
 
     @property
     def gradient(self) -> Tensor:
-        """See `Activations`."""
         return self._planes.plane(self._num_layers + 1)
 
     def before_write(self, index: int, span: slice) -> None:
@@ -106,15 +102,14 @@ class DeviceActivations:
         """Its memory waits for the next step."""
 
     def close(self) -> None:
-        """See `Activations`."""
         self._planes.close()
 
 
 class OffloadedActivations:
-    """Three hidden states on the device whatever the depth: two that layers read and write in turn, and the gradient.
+    """Three hidden states on the device for any number of layers: two that layers read and write in turn, and the gradient.
 
-    An input leaves for host memory as soon as it is produced and has until the layer after the next to be gone; in backward it
-    comes back into the same memory while the layer behind it is recomputed. The last layer's input is still there when backward
+    An input is copied to host memory as soon as it is produced, and its memory is used again two layers later; in backward it
+    comes back into the same memory while the layer after it is recomputed. The last layer's input is still there when backward
     begins, so L - 1 inputs cross the link, once in each direction.
     """
 
@@ -127,11 +122,9 @@ class OffloadedActivations:
 
     @property
     def capacity_tokens(self) -> int:
-        """See `Activations`."""
         return self._planes.capacity_tokens
 
     def reserve(self, num_tokens: int) -> None:
-        """See `Activations`."""
         self._gone.clear()
         self._back.clear()
         if num_tokens > self.capacity_tokens:
@@ -144,23 +137,21 @@ class OffloadedActivations:
             )
 
     def layer_input(self, index: int) -> Tensor:
-        """See `Activations`: the inputs of every other layer share their memory."""
+        """The inputs of every other layer share their memory."""
         return self._planes.plane(index % 2)
 
     @property
     def gradient(self) -> Tensor:
-        """See `Activations`."""
         return self._planes.plane(2)
 
     def before_write(self, index: int, span: slice) -> None:
-        """See `Activations`: what lies there must have left for the host."""
+        """What is there must have been copied to the host."""
         event = self._gone.get((index - 2, span.start))
         if event is not None:
             self._device.compute.wait(event)
             self._device.poison(self._device.compute, self.layer_input(index)[span])
 
     def produced(self, index: int, span: slice) -> None:
-        """See `Activations`."""
         if index >= self._num_layers - 1:
             return
         device = self._device
@@ -169,13 +160,12 @@ class OffloadedActivations:
         self._gone[index, span.start] = device.d2h.record()
 
     def await_input(self, index: int, span: slice) -> None:
-        """See `Activations`."""
         event = self._back.get((index, span.start))
         if event is not None:
             self._device.compute.wait(event)
 
     def consumed(self, index: int, span: slice) -> None:
-        """See `Activations`: the memory is free for the input of the layer before the one behind."""
+        """The memory is free for the input two layers before."""
         wanted, device = index - 2, self._device
         if wanted < 0:
             return
@@ -186,7 +176,6 @@ class OffloadedActivations:
         self._back[wanted, span.start] = device.h2d.record()
 
     def close(self) -> None:
-        """See `Activations`."""
         self._planes.close()
         if self._host is not None:
             self._device.free_host(self._host)

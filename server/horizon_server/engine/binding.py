@@ -1,10 +1,10 @@
 """Which stored tensors make up each parameter of a model: names and forms on disk, as transformers converts them when it loads.
 
-A checkpoint may name and cut its tensors otherwise than the model class does (one tensor per expert where the class has them
-fused). The store keeps the checkpoint's tensors, so that what goes out is what came in; here the model's parameters are found among
-them, as views wherever the layout allows it.
+A checkpoint may name and split its tensors differently from the model class (one tensor per expert where the class has them
+fused). The store keeps the checkpoint's tensors, so that an export has the names and forms of the source. Here the model's
+parameters are found among them, as views where the layout allows it.
 
-Owns that translation and the sentences about a checkpoint that does not fit. Must not know how units travel or compute.
+Owns that translation and the messages about a checkpoint that does not fit. Must not know how units travel or compute.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class StepPlan:
     """
 
     ORDER = 2
-    """Raised whenever the same arguments would give another order, so that no checkpoint goes on in one it did not begin in."""
+    """Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it began in."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class StepPlan:
 
 
 def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.int64], limit: int) -> int:
-    """Go on filling steps with rows of so many `tokens`, the first of which is row `begin`; returns what the open step holds."""
+    """Continue filling steps with rows of `tokens` tokens each, from row `begin`; returns the tokens in the last, open step."""
     ends = np.cumsum(tokens)
     before = -filled
     while (row := int(np.searchsorted(ends, before + limit, side="right"))) < len(ends):

@@ -1,7 +1,7 @@
 """One optimizer step's loss and gradients, layer by layer over all its micro-batches.
 
 Forward keeps each layer's input and no graph; the head turns chunks of tokens into loss and gradient; backward recomputes one
-layer at a time with local autograd. Weights cross the link twice a step and gradients once, however many micro-batches there are.
+layer at a time with local autograd. Weights cross the link twice a step and gradients once, for any number of micro-batches.
 
 Owns the order of the work. Must not know how units travel, what an optimizer does with gradients, or any architecture.
 
@@ -72,7 +72,7 @@ class ForwardBackward:
         return self._activations.capacity_tokens
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for steps of so many tokens now. The queues must be idle.
+        """Make room for steps of `num_tokens` tokens now. The queues must be idle.
 
         Raises:
             DoesNotFit: the device's memory limit would be exceeded.
@@ -132,7 +132,7 @@ class ForwardBackward:
         return inputs.cpu().clone(), outputs.cpu().clone()
 
     def close(self) -> None:
-        """Give the activations' memory back. The queues must be idle."""
+        """Free the activations' memory. The queues must be idle."""
         self._activations.close()
 
     @property
@@ -327,7 +327,7 @@ def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: se
 
 
 def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
-    """A view that autograd differentiates; its gradient is handed to `accumulate` and dropped as soon as it is complete."""
+    """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is complete."""
     leaf = weight.detach().requires_grad_()
 
     def take(finished: Tensor) -> None:

@@ -34,7 +34,7 @@ class GradientLanding(Protocol):
         """
 
     def close(self) -> None:
-        """Give the memory back. The queues must be idle."""
+        """Free the memory. The queues must be idle."""
 
 
 class PlaneLanding:
@@ -44,7 +44,7 @@ class PlaneLanding:
         self._store = store
 
     def open(self, unit_index: int) -> Tensor:
-        """See `GradientLanding`: the plane is free when the last step's update has read it, and that is before its forward."""
+        """The plane is free when the last step's update has read it, and that is before its forward."""
         return self._store.unit(unit_index, "grad")
 
     def landed(self, unit_index: int, is_finite: IsFinite, reached: Set[str]) -> None:
@@ -70,20 +70,18 @@ class SlotLanding:
         self._open: dict[int, Slot] = {}
 
     def open(self, unit_index: int) -> Tensor:
-        """See `GradientLanding`."""
         slot = self._ring(unit_index).take(self._device.d2h)
         self._open[unit_index] = slot
         return slot.flat[: self._layout.units[unit_index].num_elements]
 
     def landed(self, unit_index: int, is_finite: IsFinite, reached: Set[str]) -> None:
-        """See `GradientLanding`: the update follows at once, and the slot is free after it."""
+        """The update follows at once, and the slot is free after it."""
         slot = self._open.pop(unit_index)
         gradient = slot.flat[: self._layout.units[unit_index].num_elements]
         self._update(unit_index, gradient, self._device.d2h.record(), is_finite, reached)
         self._ring(unit_index).release(slot, self._update_queue)
 
     def close(self) -> None:
-        """See `GradientLanding`."""
         self._layer_ring.close()
         self._edge_ring.close()
 

@@ -1,4 +1,4 @@
-"""Gradients on their way home: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
+"""Gradients on their way to the host: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
 
 Owns the gradient slots, the square sums and the loss of a step. Must not know how gradients are computed or applied.
 
@@ -59,7 +59,7 @@ class GradientSink:
         return float(self._sets[self._set, 0])
 
     def start_step(self) -> None:
-        """Forget the last step's numbers: a unit that sends no gradient would not go unnoticed."""
+        """Forget the last step's numbers, so that a unit that sends no gradient is noticed."""
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
         # A new one, because updates of the last step may still look at theirs.
@@ -73,7 +73,7 @@ class GradientSink:
         return slot
 
     def send_loss(self, loss: Tensor) -> None:
-        """Send the loss, ahead of the gradients that came about with it."""
+        """Send the loss, ahead of the gradients of the same step."""
         self._device.d2h.wait(self._device.compute.record())
         self._device.read_back(loss, self._sets[self._set, 0])
 
@@ -92,7 +92,7 @@ class GradientSink:
         return slot
 
     def embedding_part(self, slot: Slot) -> Tensor:
-        """Where the embedding unit's gradient lies in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
+        """Where the embedding unit's gradient is in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
         if self._template.tied:
             return self._tied_part(slot)
         return slot.flat[: self._template.layout.units[0].num_elements]
@@ -113,7 +113,7 @@ class GradientSink:
         self._edge_ring.release(slot, device.d2h)
 
     def close(self) -> None:
-        """Give the slots back. The queues must be idle."""
+        """Free the slots. The queues must be idle."""
         self._layer_ring.close()
         self._edge_ring.close()
         self._device.free_host(self._numbers)

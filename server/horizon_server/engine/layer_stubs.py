@@ -1,6 +1,6 @@
-"""Stand-ins for decoder layers: they record what the model's own forward calls its layers with, or answer in the layers' place.
+"""Stubs for decoder layers: they record what the model's own forward calls its layers with, or answer in the layers' place.
 
-Owns the recording and the checks that a model is what the schedule takes it for: every layer called once, in order, each with what
+Owns the recording and the checks that a model is what the schedule expects: every layer called once, in order, each with what
 the one before gave. Must not know parameters or buffers.
 
 Shapes: T = tokens of a micro-batch, D = hidden size.
@@ -85,7 +85,7 @@ class Tape:
                 f"the model changes the hidden state between layers {index - 1} and {index}, which is not supported"
             )
         self._calls.append(call)
-        # What follows the layers has no weights now; on the meta device it costs nothing and goes nowhere.
+        # The head has no weights during a capture; on the meta device it costs nothing and its result is not used.
         is_last = index == self._num_layers - 1
         self._last_hidden = hidden.detach().to("meta") if is_last else hidden.detach()
         return self.answer(self._last_hidden)
@@ -104,7 +104,7 @@ class Tape:
 
     @contextmanager
     def injecting(self, hidden: Tensor) -> Iterator[None]:
-        """While it lasts, the stubs stand for 'the layers have produced this'."""
+        """Inside the block, the stubs answer as if the layers had produced `hidden`."""
         self._injected = hidden
         try:
             yield
@@ -113,7 +113,7 @@ class Tape:
 
 
 class Stub(nn.Module):
-    """Stands where a decoder layer stood, answers like it to attribute look-ups, and hands its call to the tape."""
+    """Takes a decoder layer's place: answers attribute look-ups like the layer, and passes its call to the tape."""
 
     def __init__(self, layer: nn.Module, index: int, tape: Tape) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Stub(nn.Module):
         self.__dict__.update(_layer=layer, _index=index, _tape=tape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand over; see `Tape`."""
+        """Pass the call to the tape, which answers."""
         tape: Tape = self.__dict__["_tape"]
         return tape.on_call(self.__dict__["_index"], args, kwargs)
 

@@ -1,6 +1,6 @@
 """A transformers model as structure without storage: parameters on the meta device, buffers real.
 
-Owns how such a model is built and how its decoder layers are told apart. Must not know streaming, slots or the store.
+Owns how such a model is built and which of its decoder layers are alike. Must not know streaming, slots or the store.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def load_config(folder: Path) -> PretrainedConfig:
     model_type = read_config(folder).get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InvalidModel(
-            f"{folder / CONFIG_FILE}: model_type is {model_type!r}, which is no architecture that transformers {__version__} "
-            "knows; models that bring their own code are not supported"
+            f"{folder / CONFIG_FILE}: model_type is {model_type!r}, which transformers {__version__} does not "
+            "know; models that bring their own code are not supported"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -167,7 +167,9 @@ def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:
 
 
 def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The decoder's layer list and its full name, such as `model.layers`: of the lists that lie in no other, the one with most parameters.
+    """The decoder's layer list and its full name, such as `model.layers`.
+
+    It is the one with most parameters among the lists that are not inside another list.
 
     Raises:
         InvalidModel: the model has no such list, or more than one.
@@ -199,7 +201,7 @@ def name_of_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def layer_signature(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for two layers exactly when one can stand for the other: same classes, settings, shapes and buffers.
+    """Equal for two layers exactly when one can be run in place of the other: same classes, settings, shapes and buffers.
 
     The layer's own position does not count. Anything that is not a plain value counts by identity, so that in doubt layers are
     kept apart.

@@ -21,7 +21,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A row of documents laid end to end.
+    """A row of documents, one after the other.
 
     `labels_T[t]` is the target of position t (already shifted, never crossing a document) or `IGNORED_LABEL`; `position_ids_T`
     restarts at 0 with each document; `document_lengths` sum to T.
@@ -54,10 +54,10 @@ class MicroBatch:
 def check_micro_batches(
     micro_batches: Sequence[MicroBatch], *, vocab_size: int, max_document_tokens: int | None
 ) -> None:
-    """Hold the micro-batches of a step against the model, before anything is queued.
+    """Check the micro-batches of a step against the model, before anything is queued.
 
     Raises:
-        InvalidData: a token or label is none of the vocabulary, a document is longer than the model has positions for, or no token
+        InvalidData: a token or label is not in the vocabulary, a document is longer than the model has positions for, or no token
             of all the rows is trained; the violations name the fields.
     """
     if not micro_batches:

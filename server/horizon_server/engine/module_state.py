@@ -1,4 +1,4 @@
-"""Modules stay as they were built, whatever their forward does to them.
+"""Restores modules that change themselves when they run.
 
 Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has seen, or is
 overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on where it was stopped. Here

@@ -1,6 +1,6 @@
-"""AdamW on the host, behind the schedule: a step's updates run in forward order, just ahead of the next step's reads.
+"""AdamW on the host, at the end of the schedule: a step's updates run in forward order, just ahead of the next step's reads.
 
-Owns when a unit is updated and the events that say so. Must not know how gradients came about or who reads the weights.
+Owns when a unit is updated and the events that say so. Must not know how gradients are computed or what reads the weights.
 
 Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite. Where they
 are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the order of backward. What
@@ -70,7 +70,7 @@ class Optimizer:
         """Block until every submitted update is done.
 
         Raises:
-            HorizonError: whatever made a queue of the device fail.
+            HorizonError: the first error that a queue of the device met.
         """
         self.wait()
         self._device.raise_failure()

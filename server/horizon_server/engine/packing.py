@@ -2,7 +2,7 @@
 
 What best-fit does depends on lengths only, so it is done once for a histogram of them: rows that hold documents of the same lengths are
 one pattern, and ten million documents are packed by a few thousand decisions. Which document takes which place is a permutation
-within each length, drawn anew for every epoch. Must not know tokens, steps or files.
+within each length, drawn again for every epoch. Must not know tokens, steps or files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from horizon_server.engine.permutation import Keys, permuted
 
 
 class Rows(Protocol):
-    """A way to lay documents into rows: every document is in one row."""
+    """A way to pack documents into rows: every document is in one row."""
 
     num_rows: int
 
@@ -42,11 +42,9 @@ class SingleRows:
         self.num_rows = len(lengths)
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Rows`."""
         return self._lengths[rows]
 
     def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """See `Rows`."""
         del keys  # the order of the rows is that of the documents
         return [[document] for document in rows.tolist()]
 
@@ -68,11 +66,9 @@ class PackedRows:
         self.num_rows = int(self._first_rows[-1])
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Rows`."""
         return self._tokens[self._pattern_of(rows)]
 
     def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """See `Rows`."""
         lengths: list[int] = []
         slots: list[int] = []
         ends = [0]
@@ -99,7 +95,7 @@ class PackedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """So many rows that hold the same lengths: `contents` are (length, how many of it in each row)."""
+    """`num_rows` rows that hold the same lengths: `contents` are (length, number of documents of it in each row)."""
 
     num_rows: int
     contents: tuple[tuple[int, int], ...] = ()
@@ -160,7 +156,7 @@ class _OpenRows:
 
 
 def _first_slots(patterns: Iterable[_Pattern]) -> Iterator[list[int]]:
-    """Yield per pattern, for each of its lengths, how many documents of that length lie in the patterns before it."""
+    """Yield per pattern, for each of its lengths, how many documents of that length are in the patterns before it."""
     taken: defaultdict[int, int] = defaultdict(int)
     for pattern in patterns:
         yield [taken[length] for length, _ in pattern.contents]

@@ -64,7 +64,7 @@ class _LayerCalls:
         self._alike = self._equal_after(self._short) or set()
 
     def agree(self, num_tokens: int) -> bool:
-        """Whether the short document's part is the same after a document of so many tokens."""
+        """Whether the short document's part is the same after a document of `num_tokens` tokens."""
         # A row this long need not be run: the end of the long document alone has its greatest position.
         longest = min(num_tokens, self._max_document_tokens)
         equal = self._equal_after(self._short + longest - len(self._short))

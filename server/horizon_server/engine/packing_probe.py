@@ -1,9 +1,9 @@
-"""Whether a model keeps packed documents apart, found out by trying.
+"""Whether a model keeps packed documents independent of each other, found by running it.
 
-Owns the experiment. Must not know what is done about its result.
+Owns that trial. Must not know what is done about its result.
 
 Most architectures of transformers see where documents end from `position_ids` alone; some (attention sinks, linear attention)
-silently mix them, which no error would ever tell.
+silently mix them, without any error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Seeded permutations that need no list: any place of an order can be asked for by itself, whatever the number of places.
+"""Seeded permutations that need no list: any place of an order is computed by itself, for any number of places.
 
 A Feistel network over pairs of digits of a mixed radix. Each round adds to one digit a hash of the other, which can be undone, so the
-whole is a bijection whatever the hash. The pairs cover a few more numbers than asked for; one that lands there walks on until it is
+whole is a bijection whatever the hash. The pairs cover a few more numbers than asked for; one that lands there is mapped again until it is
 back (cycle walking). Must not know what is permuted.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3.

@@ -1,4 +1,4 @@
-"""Where a parameter lies in a flat buffer: a strided view wherever the tensors it is made of allow it, else views to be joined.
+"""Where a parameter is in a flat buffer: a strided view where the tensors it is made of allow it, else views to be joined.
 
 Owns the arithmetic of stacking, concatenating, transposing and cutting such places without touching a weight. Must not know models.
 
@@ -25,7 +25,7 @@ class Strided:
 
     @classmethod
     def contiguous(cls, offset: int, shape: Sequence[int]) -> Strided:
-        """A tensor that lies in one go."""
+        """A contiguous tensor."""
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return cls(offset=offset, shape=tuple(shape), strides=strides)
 
@@ -34,7 +34,7 @@ class Strided:
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
 
     def add(self, flat: Tensor, values: Tensor) -> None:
-        """Add to what lies there."""
+        """Add to the values there."""
         self.read(flat).add_(values)
 
     def shifted(self, elements: int) -> Strided:
@@ -55,7 +55,7 @@ class Strided:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Parts that are joined along a dimension when they are read, because they do not lie as one view."""
+    """Parts that are joined along a dimension when they are read, because they are not one view."""
 
     parts: tuple[Piece, ...]
     dim: int
@@ -71,7 +71,7 @@ class Joined:
         return torch.cat([part.read(flat) for part in self.parts], dim=self.dim)
 
     def add(self, flat: Tensor, values: Tensor) -> None:
-        """Add to the parts where they lie."""
+        """Add to each part."""
         sizes = [part.shape[self.dim] for part in self.parts]
         for part, share in zip(self.parts, torch.split(values, sizes, dim=self.dim), strict=True):
             part.add(flat, share)
@@ -103,7 +103,7 @@ Piece = Strided | Joined
 
 
 def stack(pieces: Sequence[Piece], dim: int) -> Piece:
-    """Pieces of one shape behind each other along a new dimension."""
+    """Pieces of one shape, one after the other along a new dimension."""
     first = pieces[0]
     distance = math.prod(first.shape)
     if len(pieces) > 1 and isinstance(first, Strided) and isinstance(pieces[1], Strided):
@@ -112,7 +112,7 @@ def stack(pieces: Sequence[Piece], dim: int) -> Piece:
 
 
 def concatenate(pieces: Sequence[Piece], dim: int) -> Piece:
-    """Pieces behind each other along a dimension they have."""
+    """Pieces one after the other along a dimension they have."""
     first, last = pieces[0], pieces[0]
     if len(pieces) == 1:
         return first

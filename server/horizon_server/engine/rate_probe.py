@@ -193,7 +193,7 @@ def _product_flops_per_s(device: AnyDevice, sizes: _Sizes) -> float:
 
 
 def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tuple[float, float, float]:
-    """Bytes per second up, down and through the optimizer, over units that lie in memory files as in a job."""
+    """Bytes per second up, down and through the optimizer, over units in memory files, as in a job."""
     num_units = 4
     shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units,) for i in range(num_units)}
     layout = build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=num_units, tied=True)

@@ -19,7 +19,7 @@ from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All micro-batches of a step. `rows_R` stays on the host; the rest, its copy among it, lies where compute reads it."""
+    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it."""
 
     spans: tuple[slice, ...]
     rows_R: Tensor
@@ -31,7 +31,7 @@ class StepTokens:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], device: Device, *, num_rows: int | None = None) -> StepTokens:
-        """Lay the micro-batches end to end, in the order given. With `num_rows`, ids keep their numbers in a table of so many rows."""
+        """Join the micro-batches in the order given. With `num_rows`, ids keep their numbers in a table of `num_rows` rows."""
         assert micro_batches, "a step has at least one micro-batch"
         spans, start = [], 0
         for micro_batch in micro_batches:

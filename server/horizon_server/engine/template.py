@@ -1,8 +1,8 @@
 """Any Hugging Face decoder, one unit at a time, without copying its code.
 
-The model class of transformers is built without storage. Stubs stand in place of its decoder layers, so that the model's own
+The model class of transformers is built without storage. Stubs take the place of its decoder layers, so that the model's own
 forward computes what every layer is to be called with (masks, position embeddings, per-layer arguments), and so that the same
-forward, started behind the layers, is the head. A layer then runs with parameters that are views into streamed memory.
+forward, started after the layers, is the head. A layer then runs with parameters that are views into streamed memory.
 
 Owns the three ways to run a unit, and which parameters each unit has. Must not know slots, queues or schedules.
 
@@ -40,8 +40,8 @@ from horizon_server.engine.meta_model import (
 from horizon_server.engine.module_state import ModuleState
 from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.pieces import Piece, Strided
+from horizon_server.engine.skipped_projection import find_skipped_projections
 from horizon_server.engine.template_trial import try_embedding
-from horizon_server.engine.unseen_product import find_unseen_products
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
@@ -62,11 +62,11 @@ class Place:
     trained: bool = True
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view into the buffer; a copy where its tensors do not lie as one."""
+        """The parameter's view into the buffer; a copy where its tensors are not contiguous."""
         return self.piece.read(flat)
 
     def add(self, flat: Tensor, values: Tensor) -> None:
-        """Add a gradient to what lies in the parameter's place."""
+        """Add a gradient to the values at the parameter's place."""
         self.piece.add(flat, values)
 
 
@@ -106,9 +106,9 @@ class Template:
         self._state = ModuleState(module for module in model.modules() if not isinstance(module, Stub))
         shapes = {place.local_name: place.piece.shape for place in self._places[0]}
         calls = try_embedding(model, self._tape, self.embed, shapes, self._layers)
-        # Dropout behind a layer's last projection saves its mask, so what is to hold in training is looked at in training.
+        # Dropout after a layer's last projection saves its mask, so the search runs in training mode.
         self.train(True)
-        self._unseen_products = find_unseen_products(
+        self._skipped_projections = find_skipped_projections(
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
@@ -131,9 +131,11 @@ class Template:
         return cls(config, layout=layout)
 
     @property
-    def num_unseen_parameters(self) -> int:
-        """Parameters of all layers whose product a layer's recompute leaves out."""
-        return sum(self._unseen_products[g].num_parameters for g in self.layer_groups if g in self._unseen_products)
+    def num_skipped_parameters(self) -> int:
+        """Parameters of all layers whose product the recompute of a layer skips."""
+        return sum(
+            self._skipped_projections[g].num_parameters for g in self.layer_groups if g in self._skipped_projections
+        )
 
     @property
     def head_elements(self) -> int:
@@ -148,7 +150,7 @@ class Template:
                 module.train(mode)
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Move what the modules hold besides parameters (rotary tables) to where compute reads it; a template serves one device."""
+        """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
         for state in (self._state, *self._layer_states.values()):
             state.place(place)
 
@@ -211,12 +213,12 @@ class Template:
         self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall
     ) -> Tensor:
         """Like `layer`, for backward alone: the values of what it returns are undefined, every gradient through it is exact."""
-        unseen = self._unseen_products.get(self.layer_groups[index])
+        unseen = self._skipped_projections.get(self.layer_groups[index])
         with unseen.skipped() if unseen else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
-        """Final norm, projection and whatever scaling follows, for tokens that need not be neighbours. Shapes: [C, V]."""
+        """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}
@@ -228,7 +230,7 @@ class Template:
         return logits_CV
 
     def _stand_ins(self, like_1CD: Tensor) -> dict[str, Tensor]:
-        """What precedes the layers has no part in the head, but its code runs: zeros of the right shape, without memory.
+        """The head does not use what precedes the layers, but its code runs: zeros of the right shape, without memory.
 
         Tables of positions get rows enough for a chunk, whose tokens are counted as if they were neighbours.
         """

@@ -1,7 +1,7 @@
 """A first run of what precedes a model's layers, on a few tokens of zeros, before anything is allocated for the model.
 
 Finds out how the model's layers answer it, and refuses models that the layer-by-layer schedule would compute wrongly: whose first
-hidden state depends on tensors beside the embedding, whose layers get more from the embedding than the hidden state, or whose
+hidden state depends on tensors other than the embedding, whose layers get more from the embedding than the hidden state, or whose
 forward does more between layers than pass it on. Must not know streaming.
 """
 
@@ -34,7 +34,7 @@ def try_embedding(
     shapes: Mapping[str, tuple[int, ...]],
     layers: Sequence[nn.Module],
 ) -> list[LayerCall]:
-    """Settle `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of `embed`.
+    """Find `tape.answer` for the model and return its layers' calls for a few tokens. `shapes` are the parameters of `embed`.
 
     Raises:
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
@@ -78,7 +78,7 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
             raise
         if foreign.names:
             raise InvalidModel(
-                f"tensor {foreign.names[0]} is used before the layers, beside the token embedding, which is not supported"
+                f"tensor {foreign.names[0]} is used before the layers in addition to the token embedding, which is not supported"
             ) from error
         where = "passes more than the hidden state from layer to layer" if tape.has_calls else "needs more than tokens"
         raise _CodeFailed(f"its layers cannot be run one at a time, because its code {where}") from error
@@ -127,7 +127,7 @@ class _SecondResultUsed(Exception):
 
 
 class _SecondResult:
-    """Stands for what a layer answers besides the hidden state, and raises when it is used."""
+    """Takes the place of what a layer answers besides the hidden state, and raises when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         raise _SecondResultUsed

@@ -1,6 +1,6 @@
-"""The engine's face: give it the micro-batches of a step and it takes the step.
+"""The engine's interface: takes one optimizer step from the micro-batches of that step.
 
-Owns the life of a run: the step count, clipping, skipped steps, what has to be remembered to continue. Must not know jobs,
+Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue. Must not know jobs,
 datasets, files or the wire.
 
 Thread: one driving thread per trainer.
@@ -45,8 +45,8 @@ class TrainConfig:
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
     room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
-    where layer inputs wait for backward. `seed` is dropout's, where the model's config asks for any. After `max_skipped_steps` steps
-    in a row that were skipped, training stops; 0 lets it go on for ever.
+    where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it. After `max_skipped_steps` steps
+    in a row that were skipped, training stops; 0 turns that off.
     """
 
     num_steps: int
@@ -107,7 +107,7 @@ class Trainer:
 
     @cached_property
     def supports_packing(self) -> bool:
-        """Whether the model keeps packed documents apart; tried once, on the real weights.
+        """Whether the model keeps packed documents apart; tested once, on the real weights.
 
         Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves; where it is True, they
         split rows beyond the template's packing limit.
@@ -151,7 +151,7 @@ class Trainer:
         return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training.
+        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training does.
 
         It need not wait for the last update: each unit is read after its own.
 
@@ -181,7 +181,7 @@ class Trainer:
         self._optimizer.flush()
 
     def state(self) -> dict[str, Any]:
-        """What to keep beside the store's planes to continue exactly, as JSON values. Flushes."""
+        """What to keep, besides the store's planes, to continue exactly, as JSON values. Flushes."""
         self.flush()
         return {
             "version": _STATE_VERSION,
@@ -201,7 +201,7 @@ class Trainer:
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
 
     def close(self) -> None:
-        """Finish what is under way and give the device's memory back. The device stays the caller's to close.
+        """Finish what is under way and free the device's memory. The caller closes the device.
 
         It does not complain about a failure that `train_step` has already raised.
         """
@@ -244,7 +244,7 @@ class Trainer:
             return
         raise Diverged(
             f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
-            f"loss is {loss:.4g}), so training stops; go on from an earlier checkpoint with a lower train.learning_rate, or look for "
+            f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or look for "
             "bad rows in the data"
         )
 

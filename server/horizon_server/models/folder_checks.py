@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from horizon_server.errors import FieldViolation, InvalidModel
-from horizon_server.planning.model_folder import check_edges, stored_shapes
+from horizon_server.planning.model_folder import check_edges, is_tied, stored_shapes
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.layout import (
     build_layout,
@@ -150,7 +150,7 @@ def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
 
 def _count_parameters(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
     projections = [name for name in shapes if is_output_projection(name)]
-    tied = config.get("tie_word_embeddings", not projections) is True
+    tied = is_tied(config, shapes)
     check_edges(config, shapes, tied=tied)
     num_layers = config.get("num_hidden_layers")
     if isinstance(num_layers, int) and not isinstance(num_layers, bool) and num_layers > 0:

@@ -45,6 +45,9 @@ _SHARE_FOR_PLANES = 0.9
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
+_HEAP_SHARE = 3
+"""Calibrated: what the heap grows to for each byte that a recurrent layer keeps."""
+
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 _MIN_CHUNK_TOKENS = 256
@@ -73,6 +76,25 @@ class MemoryPlan:
         return sum(self.device.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """What autograd keeps of a layer for a row of T tokens, counted on the model itself: bytes per token and per pair of tokens."""
+
+    bytes_per_token: float
+    bytes_per_pair: float
+
+    @classmethod
+    def through(cls, lengths: tuple[int, int], counts: tuple[int, int]) -> LayerMemory:
+        """The curve a * T + b * T * T through two counts, neither part below zero."""
+        (short, long), (few, many) = lengths, counts
+        per_pair = max(0.0, (many / long - few / short) / (long - short))
+        return cls(bytes_per_token=many / long - per_pair * long, bytes_per_pair=per_pair)
+
+    def at(self, row_tokens: int) -> int:
+        """Bytes for a row."""
+        return int(row_tokens * (self.bytes_per_token + row_tokens * self.bytes_per_pair))
+
+
 def plan_memory(
     layout: StoreLayout,
     *,
@@ -85,9 +107,15 @@ def plan_memory(
     num_weight_slots: int = 2,
     num_gradient_slots: int = 2,
     activation_placement: ActivationPlacement = "device",
+    layer: LayerMemory | None = None,
 ) -> MemoryPlan:
-    """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept)."""
+    """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
+
+    `layer` was counted on the model where no formula covers its layers.
+    """
     row_tokens = min(sequence_length, tokens_per_step)
+    formula_elements = _layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens)
+    uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
     element_bytes = _FP32 if device_kind == "host" else _BF16
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
@@ -96,12 +124,11 @@ def plan_memory(
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
         + (
             max(
-                (_layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens))
-                * element_bytes,
+                formula_elements * element_bytes + uncovered_bytes,
                 _head_saved_elements(model, tokens_per_step) * _FP32,
             )
             if device_kind == "host"
-            else _cuda_working_bytes(layout, model, row_tokens, tokens_per_step)
+            else _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         ),
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
@@ -121,6 +148,7 @@ def plan_memory(
         host["other"] += CUDA_WORKER_BYTES
     else:
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
+        host["other"] += _HEAP_SHARE * uncovered_bytes
     return MemoryPlan(host=host, device=device)
 
 
@@ -273,8 +301,9 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    # Scores that are kept have a gradient of their size.
-    unfused_elements = 2 * _unfused_scores_elements(model, row_tokens)
+    # Scores that are kept have a gradient of their size; where the softmax is a step of its own, its input has one too.
+    gradient_planes = model.num_score_planes + model.num_score_planes_on_gpu
+    unfused_elements = _unfused_scores_elements(model, row_tokens) + gradient_planes * row_tokens * row_tokens
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))

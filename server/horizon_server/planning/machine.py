@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pynvml
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -70,21 +71,6 @@ def _reclaimable_bytes(folder: Path) -> int:
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
-def oom_kills() -> int:
-    """Return how often the kernel's out-of-memory killer struck: in this control group where it counts, else on the machine."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers:
-            continue
-        for entry in _read(_CGROUP_ROOT / path.lstrip("/") / "memory.events").splitlines():
-            if entry.startswith("oom_kill "):
-                return int(entry.split()[1])
-    for entry in _read(Path("/proc/vmstat")).splitlines():
-        if entry.startswith("oom_kill "):
-            return int(entry.split()[1])
-    return 0
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
@@ -99,30 +85,33 @@ def cpu_model() -> str:
 
 
 async def find_accelerators() -> tuple[Accelerator, ...]:
-    """Ask nvidia-smi where there is one; torch would tell too, but the daemon never loads it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    process = await asyncio.create_subprocess_exec(
-        tool, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    """Return the GPUs that the NVIDIA driver lists; none without a driver, or when it does not answer within ten seconds."""
+    # A driver that hangs would hang this thread, so the wait is bounded and the daemon starts without GPUs.
+    with contextlib.suppress(TimeoutError, pynvml.NVMLError):
+        return await asyncio.wait_for(asyncio.to_thread(_listed_gpus), timeout=10)
+    return ()
+
+
+def _listed_gpus() -> tuple[Accelerator, ...]:
+    pynvml.nvmlInit()
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), timeout=10)
-    except TimeoutError:
-        process.kill()
-        return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.decode("utf-8", "replace").splitlines()]
-    return tuple(
-        Accelerator(index=int(row[0]), name=row[1], memory_bytes=int(row[2]) * 2**20)
-        for row in rows
-        if len(row) == 3 and row[0].isdigit() and row[2].isdigit()
-    )
+        handles = [(index, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(
+            Accelerator(
+                index=index,
+                name=pynvml.nvmlDeviceGetName(handle),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for index, handle in handles
+        )
+    finally:
+        pynvml.nvmlShutdown()
 
 
-async def usable_accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
-    """Return the accelerators that a worker started with `environment` can compute on: none where its torch finds no CUDA device."""
-    found = await find_accelerators()
+async def usable_accelerators(
+    found: tuple[Accelerator, ...], environment: Mapping[str, str]
+) -> tuple[Accelerator, ...]:
+    """Return those of `found` that a worker started with `environment` can compute on: none if its torch finds no CUDA device."""
     if not found:
         return ()
     process = await asyncio.create_subprocess_exec(

@@ -12,6 +12,7 @@ from typing import Any
 
 from horizon_server.errors import InvalidModel
 from horizon_server.store.layout import (
+    OUTPUT_PROJECTIONS,
     StoreLayout,
     build_layout,
     is_input_table,
@@ -44,6 +45,20 @@ UNFUSED_ATTENTION = frozenset(
     }
 )  # fmt: skip
 """Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
+
+TIED_BY_DEFAULT = frozenset(
+    {
+        "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
+        "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
+        "gemma4_unified_text", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "granite_swa", "jetmoe", "lfm2",
+        "lfm2_moe", "lfm3", "mamba", "minicpm3", "modernbert-decoder", "mpt", "openai-gpt", "opt", "recurrent_gemma", "smollm3",
+        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba", "zamba2", "zaya",
+    }
+)  # fmt: skip
+"""Model types whose class in transformers ties the embedding where config.json does not say (a test compares)."""
+
+_PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
+"""Where it is not one: a layer with two attentions; a mask that is multiplied."""
 
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
@@ -97,7 +112,7 @@ class ModelShape:
             hidden_size=hidden_size,
             num_hidden_layers=num_decoder_layers(text),
             vocab_size=config_size(text, "vocab_size"),
-            intermediate_size=config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size),
+            intermediate_size=_inner_size(text, default=4 * hidden_size),
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
@@ -106,7 +121,7 @@ class ModelShape:
             ),
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
-            tied=_is_tied(config, names),
+            tied=is_tied(config, names),
             experts=_experts(text),
             num_score_planes=_score_planes(
                 text, num_heads, is_fused=not (_is_unfused(text) or _has_narrow_values(text))
@@ -137,15 +152,38 @@ def open_model_folder(folder: Path) -> ModelFolder:
         raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
     headers = read_safetensors_headers(folder)
     shape = ModelShape.from_config(config, names=headers)
+    _refuse_narrow_table(config)
     if not shape.tied and not any(is_output_projection(name) for name in headers):
-        raise InvalidModel(
-            f"{folder}: config.json says tie_word_embeddings = false, but no tensor is the output projection "
-            f"(lm_head.weight); copy the folder again or correct the config"
-        )
+        raise InvalidModel(f"{folder}: {_why_no_projection(headers, shape.vocab_size)}")
     shapes = stored_shapes(config, headers)
     check_edges(config, shapes, tied=shape.tied)
     layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
+
+
+def _refuse_narrow_table(config: Mapping[str, Any]) -> None:
+    text = text_config(config)
+    hidden_size = config_count(text, *_TABLE_WIDTHS[2:])
+    for name in _TABLE_WIDTHS[:2]:
+        if (width := config_count(text, name)) not in (0, hidden_size):
+            raise InvalidModel(
+                f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has another width than its "
+                "hidden states is not supported"
+            )
+
+
+def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> str:
+    """The reason why an untied folder has no output projection among its tensors."""
+    alike = [n for n, h in headers.items() if len(h.shape) == 2 and h.shape[0] == vocab_size and not is_input_table(n)]
+    if alike:
+        return (
+            f"its output projection seems to be {alike[0]}, and a projection of that name is not supported; supported are "
+            f"{', '.join(OUTPUT_PROJECTIONS)}"
+        )
+    return (
+        "it is not tied (tie_word_embeddings in config.json, or its architecture's default), but no tensor is the output projection "
+        "(lm_head.weight); copy the folder again or correct the config"
+    )
 
 
 def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
@@ -178,10 +216,16 @@ def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+def is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default.
+
+    A folder without a projection among its tensors' `names` can only be tied.
+    """
     for source in (config, text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
+    if config.get("model_type") in TIED_BY_DEFAULT:
+        return True
     return names is not None and not any(is_output_projection(name) for name in names)
 
 
@@ -202,12 +246,20 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     )
 
 
+def _inner_size(text: Mapping[str, Any], *, default: int) -> int:
+    sizes = text.get("intermediate_size")
+    if isinstance(sizes, list) and sizes:
+        # One for each layer: the largest decides on memory.
+        return max(config_size({"intermediate_size": size}, "intermediate_size") for size in sizes)
+    return config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=default)
+
+
 def _score_planes(text: Mapping[str, Any], num_heads: int, *, is_fused: bool) -> int:
     if text.get("attn_logit_softcapping") is not None:
         return 0
-    # Two attentions in each of LongCat's layers; an indexer scores every pair of tokens as well.
-    num_attentions = 2 if text.get("model_type") == "longcat_flash" else 1
-    return num_attentions * num_heads * (not is_fused) + config_count(text, "index_n_heads")
+    planes_per_head = _PLANES_PER_HEAD.get(str(text.get("model_type")), 1)
+    # An indexer scores every pair of tokens as well.
+    return planes_per_head * num_heads * (not is_fused) + config_count(text, "index_n_heads")
 
 
 def _is_unfused(text: Mapping[str, Any]) -> bool:

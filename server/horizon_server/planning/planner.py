@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
 from horizon_server.planning.rates import RatesByDevice
@@ -69,6 +69,8 @@ class _Choice:
     device_limit_bytes: int
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
+    layer: LayerMemory | None = None
+    """What a layer keeps, where it was counted on the model."""
 
 
 class Planner:
@@ -85,10 +87,12 @@ class Planner:
         num_threads: int,
         accelerators: Sequence[Accelerator] = (),
         rates: Callable[[], RatesByDevice] = dict,
+        layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
     ) -> None:
         self._memory = memory
         self._accelerators = tuple(accelerators)
         self._rates = rates
+        self._layer_memory = layer_memory
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
         self._arena_limit_bytes = arena_limit_bytes
@@ -121,8 +125,8 @@ class Planner:
         return max(0, limit - self._reserve_bytes)
 
     def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
-        choice = self._choice(spec)
         found = open_model_folder(folder)
+        choice = dataclasses.replace(self._choice(spec), layer=self._layer_memory(found))
         model, layout = found.shape, found.layout
         if spec.train.sequence_length > model.max_position_embeddings:
             field, longest = "train.sequence_length", model.max_position_embeddings
@@ -196,6 +200,7 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
+            layer=choice.layer,
         )
 
     def _complaint(

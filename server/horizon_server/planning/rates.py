@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import structlog
 
 from horizon_server.children.child import Limits, run_child
+from horizon_server.durable import replace_file
 from horizon_server.errors import HorizonError, WorkerFailed
 from horizon_server.planning.ledger import DeviceKind
 from horizon_server.planning.machine import Accelerator, cpu_model, host_memory
@@ -88,9 +88,7 @@ class RateBook:
         """
         devices = {kind: dataclasses.asdict(found) for kind, found in rates.items()}
         document = {"version": _FILE_VERSION, "machine": self._machine(), "devices": devices}
-        half = self.path.with_name(f"{RATES_FILE}.{os.getpid()}.half")
-        half.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        half.replace(self.path)
+        replace_file(self.path, json.dumps(document, indent=1) + "\n")
 
     def _machine(self) -> dict[str, Any]:
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.machine)))

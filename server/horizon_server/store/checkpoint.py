@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from horizon_formats.model_files import companion_files
+from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
-from horizon_server.store.durable import durable_folder
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import TensorLayout
 from horizon_server.store.manifest import (

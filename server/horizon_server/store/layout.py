@@ -20,6 +20,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.safetensors_header import TensorHeader, list_number, read_safetensors_headers
 
 __all__ = [
+    "OUTPUT_PROJECTIONS",
     "PLANE_BYTES",
     "TENSOR_ALIGN_ELEMENTS",
     "UNIT_ALIGN_ELEMENTS",
@@ -79,7 +80,7 @@ _BESIDE_THE_TABLE = (
     "embeddings.norm",
     "project_in.weight",
 )
-_OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
+OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
 _ATTENTION_MASKS = (".attn.bias", ".attention.bias")
 _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
@@ -215,7 +216,7 @@ def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int
 
 def is_output_projection(name: str) -> bool:
     """Whether a name is that of the projection onto the vocabulary, which tied models share with the embedding."""
-    return any(name == known or name.endswith("." + known) for known in _OUTPUT_PROJECTIONS) and not _is_numbered(name)
+    return any(name == known or name.endswith("." + known) for known in OUTPUT_PROJECTIONS) and not _is_numbered(name)
 
 
 def is_input_table(name: str) -> bool:

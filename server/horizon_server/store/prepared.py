@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from horizon_server.durable import is_out_of_space, replace_file, sync_folder
 from horizon_server.errors import DiskFull, InvalidData
 from horizon_server.store.safetensors_writer import file_header
 
@@ -33,7 +34,6 @@ PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
 `trained[t]` is 1 where token t is a target. Wide elements come first, so that each plane stays aligned in the file."""
 
 _COPY_BYTES = 16 * 1024 * 1024
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(kw_only=True)
@@ -94,9 +94,10 @@ class DocumentPlanes:
                         whole.write(block)
                         on_bytes()
                 plane.unlink()
-        (self._folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="ascii")
-        for path in (self._folder / TOKENS_FILE, self._folder / REPORT_FILE, self._folder):
-            _sync(path)
+            whole.flush()
+            os.fsync(whole.fileno())
+        # Syncs the folder too.
+        replace_file(self._folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
 
     def close(self) -> None:
         """Close the raw files."""
@@ -132,7 +133,7 @@ class PreparedFolder:
                 if planes is not None:
                     planes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
+        if isinstance(error, OSError) and is_out_of_space(error):
             raise DiskFull(
                 f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
             ) from error
@@ -148,7 +149,7 @@ class PreparedFolder:
             # Another child has prepared the same request meanwhile: equal content, as the name is its key.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        _sync(self._target.parent)
+        sync_folder(self._target.parent)
 
 
 def remove_partial(target: Path) -> None:
@@ -200,11 +201,3 @@ def _little_endian(elements: array.array[int]) -> bytes:
         elements = elements[:]
         elements.byteswap()
     return elements.tobytes()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

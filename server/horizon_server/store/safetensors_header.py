@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from horizon_server.errors import InvalidModel
 
@@ -253,8 +253,7 @@ def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHead
         raise InvalidModel(
             f"{file}: {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32"
         )
-    is_pair = isinstance(offsets, list) and len(offsets) == 2
-    if shape is None or not is_pair or not all(type(place) is int and 0 <= place < _MAX_ELEMENTS for place in offsets):
+    if shape is None or not _is_span(offsets):
         raise InvalidModel(
             f"{file}: the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}"
         )
@@ -262,6 +261,12 @@ def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHead
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise InvalidModel(f"{file}: {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}")
     return TensorHeader(name=name, shape=shape, dtype=dtype, file=file, start=data_start + start, end=data_start + end)
+
+
+def _is_span(offsets: object) -> TypeGuard[tuple[int, int]]:
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(place) is int and 0 <= place < _MAX_ELEMENTS for place in offsets)
 
 
 def _sizes(values: object) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""One attempt from the loaded model to the last checkpoint: where spec and engine meet.
+"""One attempt from the loaded model to the last checkpoint: runs the engine as the spec says.
 
 Owns the loop over steps, evaluations, checkpoints and the orders of the daemon. Every number it reports comes from the engine.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from horizon_server.children.entry import EventWriter, Order, Orders
+from horizon_server.durable import remove_unfinished
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.trace import Trace
@@ -30,14 +31,13 @@ from horizon_server.jobs.checkpoint_folder import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
-from horizon_server.store.durable import remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
-"""The time to the end is estimated from the pace of so many last steps."""
+"""The time to the end is estimated from the pace of this many last steps."""
 
 
 class Training:
@@ -120,7 +120,7 @@ class Training:
         return True
 
     def close(self) -> None:
-        """Give everything back; the planes' memory stays with the daemon. Leaves the trace, where one was wanted."""
+        """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
         self._trainer.close()
         self._device.close()
         self._store.close()

@@ -100,9 +100,9 @@ class FakeDaemon:
         )
         self.files.update({f"{step}/{path}": content for path, content in files.items()})
 
-    def refuse(self, method: str, code: str, sentence: str, *, times: int = 1, **details: Any) -> None:
+    def refuse(self, method: str, code: str, message: str, *, times: int = 1, **details: Any) -> None:
         """Answer the next calls of `method` with an error."""
-        refusal = Refusal(grpc.StatusCode[code], sentence, **details)
+        refusal = Refusal(grpc.StatusCode[code], message, **details)
         self.refusals.setdefault(method, []).extend([refusal] * times)
 
     async def _start(self) -> None:
@@ -155,7 +155,7 @@ def _guarded(handler: Any, refusal: Refusal | None) -> Any:
             inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
             return await inner(request, context)
         except Refusal as refused:
-            await context.abort(refused.code, refused.sentence, refused.trailing)
+            await context.abort(refused.code, refused.message, refused.trailing)
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
@@ -164,7 +164,7 @@ def _guarded(handler: Any, refusal: Refusal | None) -> Any:
             async for answer in handler.unary_stream(request, context):
                 yield answer
         except Refusal as refused:
-            await context.abort(refused.code, refused.sentence, refused.trailing)
+            await context.abort(refused.code, refused.message, refused.trailing)
 
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(streaming, **coders)

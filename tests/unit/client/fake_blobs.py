@@ -17,15 +17,15 @@ class Refusal(Exception):
     def __init__(
         self,
         code: grpc.StatusCode,
-        sentence: str,
+        message: str,
         *,
         reason: str = "",
         violations: tuple[tuple[str, str], ...] = (),
         retry_after_s: int = 0,
     ) -> None:
-        super().__init__(sentence)
-        self.code, self.sentence = code, sentence
-        status = status_pb2.Status(code=code.value[0], message=sentence)
+        super().__init__(message)
+        self.code, self.message = code, message
+        status = status_pb2.Status(code=code.value[0], message=message)
         if reason:
             status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="horizon"))
         if violations:

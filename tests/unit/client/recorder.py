@@ -1,4 +1,4 @@
-"""A reporter that keeps what it is told, and does what a test wants at that moment."""
+"""A reporter that keeps what it receives, and does what a test wants at that moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `horizon` command against a small daemon: outputs, exit codes, sentences."""
+"""The `horizon` command against a small daemon: outputs, exit codes, messages."""
 
 from __future__ import annotations
 

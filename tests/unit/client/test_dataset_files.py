@@ -29,7 +29,7 @@ def paths(*sources: Path) -> list[str]:
     return [file.path for file in dataset_sources(sources)]
 
 
-def test_a_folder_stands_for_the_data_below_it(tmp_path: Path) -> None:
+def test_a_folder_means_the_data_in_it(tmp_path: Path) -> None:
     lay(tmp_path, "b.jsonl", "a.txt", "en/part.jsonl.gz", "de/deep/part.parquet", ".git/x.jsonl", "en/.hidden.jsonl")
     assert paths(tmp_path) == ["a.txt", "b.jsonl", "de/deep/part.parquet", "en/part.jsonl.gz"]
 

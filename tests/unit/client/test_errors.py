@@ -99,7 +99,7 @@ def test_same_request_id_gives_the_same_job(client: Client, daemon: FakeDaemon) 
     assert client.jobs.submit(spec).job_id != first.job_id
 
 
-def test_server_that_is_away_is_one_sentence(daemon: FakeDaemon) -> None:
+def test_an_unreachable_server_is_one_message(daemon: FakeDaemon) -> None:
     daemon.stop()
     policy = RetryPolicy(max_attempts=2, first_wait_s=0.001)
     with Client(daemon.address, token=TOKEN, unary_retry=policy) as client, pytest.raises(Unavailable) as caught:

@@ -19,7 +19,7 @@ def test_rows_that_did_not_go_through_whole_and_how_full_the_packed_ones_are() -
     assert data_text(report).split(", ")[2:] == ["12 truncated", "3 skipped", "370 held out", "packed to 97.7%"]
 
 
-def test_the_events_of_a_preparation_read_as_sentences() -> None:
+def test_the_events_of_a_preparation_are_readable() -> None:
     assert (
         event_line(PrepareEvent(sequence=1, time=None, done_rows=300, total_rows=7473, report={}))
         == "preparing data: 300 of 7,473 rows"

@@ -92,6 +92,17 @@ def test_a_spec_with_an_unknown_name_suggests_similar_ones(
     assert f"is not yours; did you mean {known}? See: horizon {kind} list" in result.stderr
 
 
+def test_a_preview_suggests_for_what_is_missing(run: Run, daemon: FakeDaemon) -> None:
+    daemon.models["tiny-base"] = model_pb2.Model(name="tiny-base")
+    daemon.datasets["gsm8k"] = dataset_pb2.Dataset(name="gsm8k")
+    for kind, name, known in (("model", "tiny-bse", "tiny-base"), ("dataset", "gsm8", "gsm8k")):
+        daemon.refuse("PreviewDataset", "NOT_FOUND", f"{kind} '{name}' does not exist", reason="NOT_FOUND")
+        names = {"dataset": "gsm8k", "model": "tiny-base"} | {kind: name}
+        result = run("dataset", "preview", names["dataset"], "--model", names["model"])
+        assert result.exit_code == 4
+        assert f"did you mean {known}? See: horizon {kind} list" in result.stderr
+
+
 def test_a_name_means_the_newest_job_and_the_command_says_so(run: Run, daemon: FakeDaemon) -> None:
     for _ in range(2):
         daemon.add_job(job_pb2.JobSpec(name="quick"), job_pb2.JOB_STATE_RUNNING)

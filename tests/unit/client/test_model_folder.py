@@ -1,4 +1,4 @@
-"""Model folders: what travels, and what is refused before a byte is sent."""
+"""Model folders: what is pushed, and what is refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOOD = safetensors({"a": ("BF16", [2, 3], 0, 12), "b": ("F32", [1], 12, 16)}, by
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small good model folder with things that must not travel."""
+    """A small good model folder with files that must not be pushed."""
     root = tmp_path / "tiny"
     root.mkdir()
     (root / "config.json").write_text('{"model_type": "llama"}')
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_only_what_a_model_needs_travels(client: Client, daemon: FakeDaemon, folder: Path) -> None:
+def test_only_what_a_model_needs_is_pushed(client: Client, daemon: FakeDaemon, folder: Path) -> None:
     result = client.models.push(folder, name="tiny")
     assert [f.path for f in result.model.files] == [
         "LICENSE",

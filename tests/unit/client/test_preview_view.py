@@ -33,14 +33,14 @@ SPANS = (PreviewSpan(text="first\x1b[31m\n", trained=False), PreviewSpan(text="s
 @pytest.mark.parametrize(
     ("no_colour", "expected"), [("", "first[31m\n\x1b[32msecond\x1b[0m\n"), ("1", "first[31m\n[[second]]\n")]
 )
-def test_a_terminal_gets_colour_unless_told_otherwise(
+def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch, no_colour: str, expected: str
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_colour)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     print_preview("notes", preview(*SPANS))
-    assert expected in terminal.getvalue(), "and nothing in the data steers the terminal"
+    assert expected in terminal.getvalue(), "and the data cannot control the terminal"
 
 
 def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:

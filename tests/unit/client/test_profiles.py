@@ -84,7 +84,7 @@ def test_nothing_configured_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("content", ["- a", "profiles: 3", "{", "profiles: {one: 3}\ncurrent: one"])
-def test_broken_profile_file_is_one_sentence(content: str) -> None:
+def test_a_broken_profile_file_is_one_message(content: str) -> None:
     path = ProfileFile().path
     path.parent.mkdir()
     path.write_text(content)

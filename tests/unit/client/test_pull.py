@@ -46,7 +46,7 @@ def test_places(client: Client, job: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [25], [3, 0, 20]])
-def test_cut_pull_goes_on_where_it_stopped(
+def test_a_cut_pull_continues_where_it_stopped(
     client: Client, daemon: FakeDaemon, job: str, tmp_path: Path, cuts: list[int]
 ) -> None:
     daemon.stream_cuts = list(cuts)

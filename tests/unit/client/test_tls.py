@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +110,20 @@ def test_a_certificate_error_is_not_retried(daemon: FakeDaemon, own_ca: Path, tm
     client = Client(daemon.address, token=TOKEN, ca_file=other, unary_retry=patient, stream_retry=patient)
     with client, pytest.raises(BadEndpoint):
         client.node.status()  # the first retry would outlast the test
+
+
+def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_bytes(_self_signed()[1])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GRPC_", "HORIZON_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "horizon_client", "node", "status", "--server", daemon.address, "--ca", str(other)],
+        env=environment | {"HORIZON_CONFIG_DIR": str(tmp_path / "none"), "HORIZON_TOKEN": TOKEN},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 5
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: cannot trust horizond at {daemon.address}: its certificate is not signed by the CA")
 
 
 @pytest.mark.parametrize("secure", [False, True])

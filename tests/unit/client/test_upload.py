@@ -56,7 +56,7 @@ def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, json
     assert "train.jsonl was cut" in notices[0]
 
 
-def test_upload_goes_on_from_what_an_earlier_run_left(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_an_upload_continues_after_an_interrupted_run(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     import hashlib
 
     content = jsonl.read_bytes()
@@ -79,7 +79,7 @@ def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Fak
     assert bytes(daemon.blobs.contents[sha256]) == content
 
 
-def test_refusal_in_mid_stream_is_told_with_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_a_refusal_in_the_middle_of_a_stream_keeps_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
     daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
     with pytest.raises(DiskFull, match="the disk is full") as caught:
@@ -103,7 +103,7 @@ def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDae
     assert result.dataset.state == "READY"
 
 
-def test_equal_files_travel_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_equal_files_are_sent_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "same"}\n')
 

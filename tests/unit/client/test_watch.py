@@ -54,7 +54,7 @@ def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaem
     assert _sequences(events) == list(range(1, 13))
 
 
-def test_watch_goes_on_from_a_sequence(client: Client, finished_job: str) -> None:
+def test_watch_continues_from_a_sequence(client: Client, finished_job: str) -> None:
     assert _sequences(list(client.jobs.watch(finished_job, after_sequence=9))) == [10, 11, 12]
 
 
@@ -79,7 +79,7 @@ def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) ->
     assert daemon.calls.count("WatchJob") == 3
 
 
-def test_watch_of_an_unknown_job_is_told_at_once(client: Client, daemon: FakeDaemon) -> None:
+def test_watch_of_an_unknown_job_fails_at_once(client: Client, daemon: FakeDaemon) -> None:
     with pytest.raises(NotFound, match="job nope does not exist"):
         list(client.jobs.watch("nope"))
     assert daemon.calls == ["GetJob", "ListJobs"]  # the second for similar names
@@ -99,7 +99,7 @@ async def test_the_async_face_yields_the_same(daemon: FakeDaemon, client: Client
     assert _sequences(events) == list(range(1, 13))
 
 
-def test_event_of_an_unknown_kind_is_a_sentence(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
+def test_an_event_of_an_unknown_kind_is_a_message(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
     daemon.events[3].ClearField("step")
     events = list(client.jobs.watch(finished_job))
     assert isinstance(events[3], MessageEvent)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from horizon_server.planning.model_folder import UNFUSED_ATTENTION, WITHOUT_ATTENTION, ModelShape
+from horizon_server.engine.template import Template
+from horizon_server.errors import InvalidModel
+from horizon_server.planning.model_folder import (
+    TIED_BY_DEFAULT,
+    UNFUSED_ATTENTION,
+    WITHOUT_ATTENTION,
+    ModelShape,
+    open_model_folder,
+)
+from horizon_server.store.layout import plane_sizes
 
 # Encoders and encoder-decoders, models whose scores are capped, and forms that are refused for other reasons.
 NOT_TRAINED = {
@@ -77,3 +91,82 @@ def test_a_model_without_attention_needs_no_heads(model_type: str) -> None:
     }
     shape = ModelShape.from_config(sizes)
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (0, 0, 0)
+
+
+ENCODERS = {
+    "bart", "bert", "bert-generation", "blenderbot", "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie",
+    "gemma4_assistant", "gemma4_unified_assistant", "marian", "mbart", "moss_transcribe_diarize", "pegasus", "plbart", "roberta",
+    "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+
+
+def test_the_default_of_tied_tables_is_that_of_transformers() -> None:
+    families = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_TRAINED - ENCODERS
+    tied = {name for name in families if getattr(AutoConfig.for_model(name), "tie_word_embeddings", False)}
+    assert tied == TIED_BY_DEFAULT
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "opt", "gemma2", "falcon"])
+def test_a_stored_projection_does_not_untie_a_family_that_ties_by_default(model_type: str, tmp_path: Path) -> None:
+    sizes = (
+        {"n_layer": 2, "n_head": 4}
+        if model_type in ("gpt2", "bloom")
+        else {"num_hidden_layers": 2, "num_attention_heads": 4}
+    )
+    if model_type == "gpt2":
+        sizes["n_embd"] = 32
+    if model_type == "opt":
+        sizes |= {"word_embed_proj_dim": 32, "ffn_dim": 64}
+    if model_type == "gemma2":
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+    config = AutoConfig.for_model(model_type, vocab_size=64, hidden_size=32, pad_token_id=0, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    document = json.loads((tmp_path / "config.json").read_text())
+    document.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros(64, 32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    folder = open_model_folder(tmp_path)
+    template = Template.from_folder(tmp_path)
+
+    assert folder.layout.tied and template.tied
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.tie_word_embeddings
+    assert plane_sizes(folder.layout, grad_dtype_bytes=4) == plane_sizes(template.layout, grad_dtype_bytes=4)
+
+
+def folder_of(tmp_path: Path, changes: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG, **changes}))
+    shapes = {
+        "model.embed_tokens.weight": (64, 32),
+        **{f"model.layers.{i}.w.weight": (32, 32) for i in range(2)},
+        **tensors,
+    }
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "reason"),
+    [
+        (
+            {"tie_word_embeddings": False},
+            {"decoder.weight": (64, 32)},
+            "seems to be decoder.weight, .* not supported; supported are",
+        ),
+        ({"tie_word_embeddings": False}, {}, "no tensor is the output projection"),
+        ({"word_embed_proj_dim": 16}, {}, "word_embed_proj_dim is 16 and the hidden size is 32; .* not supported"),
+    ],
+)
+def test_a_refusal_gives_the_true_reason(
+    changes: dict[str, Any], tensors: dict[str, tuple[int, ...]], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidModel, match=reason):
+        open_model_folder(folder_of(tmp_path, changes, tensors))
+
+
+def test_inner_sizes_of_each_layer_are_planned_by_the_largest() -> None:
+    assert ModelShape.from_config(CONFIG | {"intermediate_size": [48, 96, 64]}).intermediate_size == 96
+    with pytest.raises(InvalidModel, match="intermediate_size is 'x'"):
+        ModelShape.from_config(CONFIG | {"intermediate_size": [48, "x"]})

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.machine import Accelerator, HostMemory, usable_accelerators
+from horizon_server.planning.machine import Accelerator, HostMemory, find_accelerators, usable_accelerators
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -134,12 +134,10 @@ def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder:
     assert "GiB on the device and 0.00 GiB are allowed; it would fit with train.tokens_per_step:" in plan.message
 
 
-async def test_an_accelerator_that_torch_cannot_use_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, NVIDIA H100, 81559'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = await usable_accelerators(os.environ)
-    assert bool(found) == torch.cuda.is_available()
+async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:
+    found = (Accelerator(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
+    assert bool(await usable_accelerators(found, os.environ)) == torch.cuda.is_available()
+
+
+async def test_without_a_driver_no_accelerator_is_found() -> None:
+    assert bool(await find_accelerators()) == torch.cuda.is_available()

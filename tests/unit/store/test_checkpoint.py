@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from horizon_server.durable import durable_folder, remove_unfinished
 from horizon_server.errors import AlreadyExists, DiskFull, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.checkpoint import (
@@ -24,7 +25,6 @@ from horizon_server.store.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from horizon_server.store.durable import durable_folder, remove_unfinished
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import record_file
 from horizon_server.store.master_weights import merge

@@ -43,6 +43,7 @@ def request_for(folder: Path, **train: Any) -> WorkerRequest:
         device="host",
         device_limit_bytes=1 << 30,
         activation_placement="device",
+        trace=None,
     )
 
 

@@ -55,7 +55,7 @@ class Arena:
         return tensor.untyped_storage().data_ptr() in self._blocks
 
     def charge(self, component: str, num_bytes: int) -> None:
-        """Add to a component's account; negative gives back.
+        """Add to a component's account; negative releases.
 
         Raises:
             DoesNotFit: the limit would be exceeded.

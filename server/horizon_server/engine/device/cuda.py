@@ -1,9 +1,9 @@
-"""The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent home in bf16.
+"""The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent to the host in bf16.
 
 Owns how units, rows, gradients and activations are copied, and what of the host's memory is pinned. Must not know models or the
 schedule; queues and events are `cuda_queue`'s, the driver is `cuda_runtime`'s.
 
-Device memory is torch's caching allocator under a limit, with an account by component beside it: slots and activations are
+Device memory is torch's caching allocator under a limit, with an account by component: slots and activations are
 allocated once and counted exactly, the workspace is what the allocator's own peak says beyond them.
 
 CUDA: h2d, compute and d2h are streams; a queue's work launches inside its stream and never waits for the device, except where
@@ -93,16 +93,15 @@ class CudaDevice(QueuedDevice):
 
     @property
     def generator(self) -> torch.Generator:
-        """See `Device.generator`."""
         return self._runtime.generator()
 
     @property
     def refusals(self) -> list[str]:
-        """See `Device.refusals`: what the driver would not pin."""
+        """What the driver would not pin."""
         return list(self._pinned.refusals)
 
     def adopt(self, store: HostStore) -> None:
-        """See `Device.adopt`: the planes that cross the link are registered with the driver, unit by unit."""
+        """The planes that cross the link are registered with the driver, unit by unit."""
         units = store.layout.units
         cuts = [*(unit.offset for unit in units), store.layout.num_elements]
         self._pinned.add(store.plane("hi"), cuts=cuts)
@@ -115,7 +114,7 @@ class CudaDevice(QueuedDevice):
             self._cast = self.allocate("gradients", wanted, self.gradient_dtype)
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """See `Device.allocate`. CUDA: synchronises the device, so that no stream meets what another one left there."""
+        """CUDA: synchronises the device, so that no stream meets what another one left there."""
         try:
             tensor = super().allocate(component, num_elements, dtype)
         except torch.OutOfMemoryError as error:
@@ -124,72 +123,65 @@ class CudaDevice(QueuedDevice):
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """See `Device.free`. CUDA: synchronises the device."""
+        """CUDA: synchronises the device."""
         super().free(tensor)
         self._runtime.synchronize()
 
     def allocate_host(
         self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
     ) -> Tensor:
-        """See `Device.allocate_host`: registered with the driver."""
+        """Registered with the driver."""
         tensor = super().allocate_host(component, num_elements, dtype)
         if num_elements:
             self._pinned.add(tensor, cuts=[*range(0, num_elements, piece_elements or num_elements), num_elements])
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:
-        """See `Device.free_host`."""
         self._pinned.remove(tensor)
         super().free_host(tensor)
 
     @contextmanager
     def workspace(self, key: Hashable) -> Iterator[None]:
-        """See `Device.workspace`: the allocator's peak tells, afterwards, so nothing is measured here."""
+        """The allocator's peak shows it afterwards, so nothing is measured here."""
         yield
 
     def place(self, tensor: Tensor) -> Tensor:
-        """See `Device.place`. CUDA: a copy from pageable memory, complete when it returns."""
+        """CUDA: a copy from pageable memory, complete when it returns."""
         return tensor.to(self._runtime.device)
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """See `Device.upload_unit`: 2 bytes a parameter, no cast."""
+        """2 bytes a parameter, no cast."""
         self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
-        """See `Device.upload_rows`."""
         work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
         self._h2d.submit(work, num_bytes=_num_bytes(out_RD), label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
-        """See `Device.upload`."""
         self._upload(source, out, label="layer input")
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        """See `Device.download`."""
-        work = partial(self._send_home, source.view(-1), target.view(-1))
+        work = partial(self._send_to_host, source.view(-1), target.view(-1))
         self._d2h.submit(work, num_bytes=_num_bytes(target), label="layer input")
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
-        """See `Device.read_back`."""
         self._d2h.submit(partial(_copy, source, target), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """See `Device.download_unit`.
-
-        CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
+        """CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
         beyond fp32 (an element of 1.8e19) counts as not finite.
         """
 
         def work() -> None:
             _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
-            self._send_home(gradient, target)
+            self._send_to_host(gradient, target)
 
         self._d2h.submit(work, num_bytes=_num_bytes(target), label=label)
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
-        """See `Device.download_rows`. CUDA: the queue's thread waits for the rows and puts them into the table."""
+        """CUDA: the queue's thread waits for the rows and puts them into the table."""
         width = gradient_RD.shape[1]
 
         def land(start: int, values: Tensor) -> None:
@@ -205,20 +197,20 @@ class CudaDevice(QueuedDevice):
         self._d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
 
     def take_use(self) -> QueueFigures:
-        """See `Device.take_use`. CUDA: waits for what the queues were given; between steps they are idle."""
+        """CUDA: waits for what the queues were given; between steps they are idle."""
         use = super().take_use()
         self._clock.rebase(self._compute.stream)
         return use
 
     def peak_bytes(self) -> Mapping[str, int]:
-        """See `Device.peak_bytes`: the workspace is the allocator's peak beyond what was allocated by name."""
+        """The workspace is the allocator's peak beyond what was allocated by name."""
         peak = dict(self.arena.peak_bytes())
         named = sum(num_bytes for component, num_bytes in peak.items() if component != "workspace")
         peak["workspace"] = max(0, self._runtime.peak_allocated_bytes() - named)
         return peak
 
     def close(self) -> None:
-        """See `Device.close`. CUDA: synchronises the device, because a copy may be under way when a queue's thread has ended."""
+        """CUDA: synchronises the device, because a copy may be under way when a queue's thread has ended."""
         super().close()
         try:
             self._runtime.synchronize()
@@ -234,7 +226,7 @@ class CudaDevice(QueuedDevice):
         work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
         self._h2d.submit(work, num_bytes=_num_bytes(out), label=label)
 
-    def _send_home(self, source: Tensor, target: Tensor) -> None:
+    def _send_to_host(self, source: Tensor, target: Tensor) -> None:
         if not self._pinned.holds(target):
             self._down.download(source, target.dtype, partial(_land, target))
             return

@@ -2,7 +2,7 @@
 
 Owns the order between queues and their timing. Must not know what the work is.
 
-The thread is what lets the driver go on: it may stand still until another queue has launched something, or until the host has
+The thread keeps the driver free: it may be blocked until another queue has launched something, or until the host has
 finished something, while the stream runs what it was given before.
 """
 
@@ -34,7 +34,7 @@ class StreamClock:
         self.rebase(stream)
 
     def rebase(self, stream: Any) -> None:
-        """Set both clocks by each other anew; a mark's distance in milliseconds is a float32 and must not grow large."""
+        """Synchronise both clocks again; a mark's distance in milliseconds is a float32 and must not grow large."""
         self._base = self._runtime.new_mark()
         self._base.record(stream)
         self._base.synchronize()
@@ -60,7 +60,6 @@ class StreamTimeline(Timeline):
         self._pending.append((start, end, num_bytes, label, origin))
 
     def take(self) -> tuple[list[Busy], list[Wait]]:
-        """See `Timeline.take`."""
         for _ in range(len(self._pending)):
             start, end, num_bytes, label, origin = self._pending.popleft()
             end.synchronize()
@@ -137,7 +136,7 @@ class CudaQueue(HostQueue):
         )
 
     def record(self) -> Event:
-        """See `Queue.record`. CUDA: the event is in the stream when the thread has got there."""
+        """CUDA: the event is in the stream when the thread has got there."""
         event = CudaEvent(self.name, self._runtime.new_mark(), self._failure)
         self._executor.submit(event.issue, self.stream).add_done_callback(self._failure.collect)
         return event
@@ -167,7 +166,7 @@ class CudaQueue(HostQueue):
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> DoesNotFit:
-    """What a user is told when the device has no memory left."""
+    """The error a user sees when the device has no memory left."""
     first_line = str(error).partition("\n")[0]
     return DoesNotFit(
         f"device memory: {first_line}; lower tokens_per_step or sequence_length, or raise the device's memory limit"

@@ -1,4 +1,4 @@
-"""What we use of torch.cuda, behind a port: streams, events, pinning, limits. The only module that calls it.
+"""The part of torch.cuda that the engine uses: streams, events, pinning, limits. The only module that calls it.
 
 Owns nothing of the schedule. Small on purpose: everything else of the cuda device runs, and is tested, without one.
 
@@ -19,7 +19,7 @@ class Mark(Protocol):
     """A point in a stream, with the time at which the device passed it."""
 
     def record(self, stream: Any) -> None:
-        """Put it behind what the stream has been given so far."""
+        """Record it after what the stream has been given so far."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
@@ -82,52 +82,42 @@ class TorchCuda:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """See `Runtime.new_stream`."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """See `Runtime.using`."""
         return torch.cuda.stream(stream)
 
     def new_mark(self) -> Mark:
-        """See `Runtime.new_mark`."""
         # Blocking: a thread that waits sleeps, where it would spin on a core that the optimizer needs.
         return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def wait(self, stream: torch.cuda.Stream, mark: torch.cuda.Event) -> None:
-        """See `Runtime.wait`."""
         stream.wait_event(mark)
 
     def synchronize(self) -> None:
-        """See `Runtime.synchronize`."""
         torch.cuda.synchronize(self.device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Runtime.pinned`: from torch's own allocator, which rounds up to a power of two."""
+        """From torch's own allocator, which rounds up to a power of two."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """See `Runtime.register`."""
-        # On a thread of its own: a refusal stays behind as that thread's last error, where no later launch stumbles over it.
+        # On a thread of its own: a refusal stays that thread's last error, which no later launch reports.
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(self._register, address, num_bytes).result()
 
     def unregister(self, address: int) -> None:
-        """See `Runtime.unregister`."""
         with ThreadPoolExecutor(max_workers=1) as pool:
             pool.submit(self._unregister, address).result()
 
     def limit_memory(self, num_bytes: int) -> None:
-        """See `Runtime.limit_memory`."""
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), self.device)
 
     def peak_allocated_bytes(self) -> int:
-        """See `Runtime.peak_allocated_bytes`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def generator(self) -> torch.Generator:
-        """See `Runtime.generator`."""
         return torch.cuda.default_generators[self.device.index]
 
     def _register(self, address: int, num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The host device: a CPU-only machine doing what a GPU does, with real queues, real copies and a bounded arena.
+"""The host device: a CPU in the place of a GPU, with real queues, real copies and a bounded arena.
 
 Owns the exact fp32 copy-in (hi + lo merged), the copy-out of gradients with their norms, link emulation and the debug switches.
 Must not know models or the schedule.
@@ -29,7 +29,7 @@ _GATHER_ROWS = 4096
 
 
 class HostDevice(QueuedDevice):
-    """Trains in earnest on a CPU-only machine, in fp32, and makes the schedule testable.
+    """Trains on a CPU-only machine, in fp32, and makes the schedule testable.
 
     `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
     process may use, unless given. `poison_on_free` fills freed slots with NaN; `max_delay_s` delays every piece of work at random.
@@ -69,15 +69,14 @@ class HostDevice(QueuedDevice):
 
     @property
     def generator(self) -> torch.Generator:
-        """See `Device.generator`."""
         return torch.default_generator
 
     def adopt(self, store: HostStore) -> None:
-        """See `Device.adopt`: any memory serves."""
+        """Nothing to prepare: it copies from any memory."""
 
     @contextmanager
     def workspace(self, key: Hashable) -> Iterator[None]:
-        """See `Device.workspace`. The first block of a key is measured, later ones are charged what it kept."""
+        """The first block of a key is measured, later ones are charged what it kept."""
         known_bytes = self._workspace_bytes.get(key)
         if known_bytes is None:
             with self._measured_workspace(key):
@@ -90,11 +89,11 @@ class HostDevice(QueuedDevice):
             self.arena.charge("workspace", -known_bytes)
 
     def place(self, tensor: Tensor) -> Tensor:
-        """See `Device.place`: compute reads host memory."""
+        """Compute reads host memory."""
         return tensor
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """See `Device.upload_unit`. Both halves of the master cross the link: 4 bytes a parameter."""
+        """Both halves of the master cross the link: 4 bytes a parameter."""
         num_bytes = out.numel() * 4
 
         def copy() -> None:
@@ -104,7 +103,6 @@ class HostDevice(QueuedDevice):
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
-        """See `Device.upload_rows`."""
         num_bytes = out_RD.numel() * 4
 
         def copy() -> None:
@@ -118,19 +116,15 @@ class HostDevice(QueuedDevice):
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
-        """See `Device.upload`."""
         self._copy(self.h2d, source, out)
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        """See `Device.download`."""
         self._copy(self.d2h, source, target)
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
-        """See `Device.read_back`."""
         self.d2h.submit(lambda: _copy(source, target), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """See `Device.download_unit`."""
         num_bytes = target.numel() * target.element_size()
 
         def copy() -> None:
@@ -143,7 +137,6 @@ class HostDevice(QueuedDevice):
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
-        """See `Device.download_rows`."""
         num_bytes = gradient_RD.numel() * target.element_size()
 
         def copy() -> None:

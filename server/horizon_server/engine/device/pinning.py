@@ -24,7 +24,7 @@ STAGING_BYTES = 32 << 20
 class PinnedRanges:
     """Host memory registered with the driver, piece by piece. Thread: one changes it; any may ask.
 
-    It keeps what it registered: were memory unmapped before, the driver would go on copying from the old pages what is mapped there next.
+    It keeps what it registered: were memory unmapped before, the driver would continue to copy from the old pages.
     """
 
     def __init__(self, runtime: Runtime, *, max_piece_bytes: int = MAX_PIECE_BYTES) -> None:
@@ -54,7 +54,7 @@ class PinnedRanges:
                 )
 
     def remove(self, memory: Tensor) -> None:
-        """Unregister what lies in a tensor."""
+        """Unregister a tensor's memory."""
         start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
         for piece in [piece for piece in self._pieces if start <= piece[0] < stop]:
             self._runtime.unregister(piece[0])
@@ -77,7 +77,7 @@ class PinnedRanges:
 class StagingRing:
     """Two pinned pieces of memory in turn: one is filled or emptied by the host while the other is copied.
 
-    Thread: the thread of the queue whose stream it is given; it blocks that thread, nobody else.
+    Thread: the thread of the queue whose stream it is given; it blocks only that thread.
     """
 
     def __init__(self, runtime: Runtime, stream: Any, *, num_bytes: int = STAGING_BYTES) -> None:

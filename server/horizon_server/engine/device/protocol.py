@@ -1,7 +1,7 @@
-"""What the engine asks of a device: three queues joined by events, and a bounded arena.
+"""What the engine needs of a device: three queues joined by events, and a bounded arena.
 
-Owns the words in which the schedule is written. Must not know any backend; `host` and `cuda` implement it. Work given to a queue
-runs in order, later than the call that gave it, and must neither read results back nor wait for the host.
+Owns the operations that the schedule is made of. Must not know any backend; `host` and `cuda` implement it. Work given to a queue
+runs in order, later than the call that submitted it, and must neither read results back nor wait for the host.
 
 Units: bytes are what crosses the link, seconds come from the queues themselves.
 """
@@ -94,7 +94,7 @@ class Device(Protocol):
         """
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what `allocate` returned."""
+        """Free what `allocate` returned."""
 
     def allocate_host(
         self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
@@ -108,13 +108,13 @@ class Device(Protocol):
         """
 
     def free_host(self, tensor: Tensor) -> None:
-        """Give back what `allocate_host` returned."""
+        """Free what `allocate_host` returned."""
 
     def adopt(self, store: HostStore) -> None:
         """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
 
     def charge(self, component: Component, num_bytes: int) -> None:
-        """Account for memory that the framework's own allocator holds; negative gives it back."""
+        """Account for memory that the framework's own allocator holds; negative releases it."""
 
     def workspace(self, key: Hashable) -> AbstractContextManager[None]:
         """Account for what autograd keeps inside the block. `key` names work that always needs the same amount."""
@@ -147,7 +147,7 @@ class Device(Protocol):
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
     ) -> None:
-        """Append the return of row gradients to d2h; all else of `target`, into which `table_VD` is a view, becomes zero."""
+        """Append the return of row gradients to d2h; the rest of `target`, into which `table_VD` is a view, becomes zero."""
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """Append the poisoning of memory that is about to be reused, where that debug switch is on."""
@@ -157,7 +157,7 @@ class Device(Protocol):
 
     @property
     def refusals(self) -> list[str]:
-        """What was wanted of the machine and not given, one sentence each; training goes on, slower."""
+        """What the machine refused, one message each; training continues, slower."""
 
     def raise_failure(self) -> None:
         """Raise the first error any queue met; after one, the queues skip their work."""
@@ -172,4 +172,4 @@ class Device(Protocol):
         """The most bytes of host memory each component of `allocate_host` has held."""
 
     def close(self) -> None:
-        """Finish the queues and give the memory back."""
+        """Finish the queues and free the memory."""

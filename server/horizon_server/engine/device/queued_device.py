@@ -1,4 +1,4 @@
-"""What every device of ours is made of: queues on threads of their own, a bounded arena, host buffers, one account.
+"""The common part of both devices: queues on threads of their own, a bounded arena, host buffers, one account.
 
 Owns what `host` and `cuda` have in common. Must not know how a copy is made.
 """
@@ -31,8 +31,8 @@ class _QueueOptions(TypedDict):
 class QueuedDevice:
     """The common part of a `Device`; subclasses set `h2d`, `compute` and `d2h` and make the copies.
 
-    `poison_on_free` fills freed memory with NaN; `max_delay_s` delays every piece of work at random; `trace` is shown what ran
-    when on every queue.
+    `poison_on_free` fills freed memory with NaN; `max_delay_s` delays every piece of work at random; `trace` records what ran when
+    on every queue.
     """
 
     h2d: HostQueue
@@ -59,14 +59,12 @@ class QueuedDevice:
         self._host_queues: list[HostQueue] = []
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """See `Device.allocate`."""
         tensor = self.arena.allocate(component, num_elements, dtype)
         if self._poison_on_free:
             tensor.fill_(torch.nan)
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """See `Device.free`."""
         if self._poison_on_free:
             tensor.fill_(torch.nan)
         self.arena.free(tensor)
@@ -74,42 +72,34 @@ class QueuedDevice:
     def allocate_host(
         self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
     ) -> Tensor:
-        """See `Device.allocate_host`."""
         tensor = self._host_buffers.allocate(component, num_elements, dtype)
         if self._poison_on_free:
             tensor.fill_(torch.nan)
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:
-        """See `Device.free_host`."""
         self._host_buffers.free(tensor)
 
     def charge(self, component: Component, num_bytes: int) -> None:
-        """See `Device.charge`."""
         self.arena.charge(component, num_bytes)
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
-        """See `Device.poison`."""
         if self._poison_on_free:
             queue.submit(partial(_fill_with_nan, tensor), label="poison")
 
     def host_queue(self, name: str) -> HostQueue:
-        """See `Device.host_queue`."""
         queue = HostQueue(name, num_threads=1, **self._queue_options())
         self._host_queues.append(queue)
         return queue
 
     @property
     def refusals(self) -> list[str]:
-        """See `Device.refusals`."""
         return []
 
     def raise_failure(self) -> None:
-        """See `Device.raise_failure`."""
         self._failure.raise_first()
 
     def take_use(self) -> QueueFigures:
-        """See `Device.take_use`."""
         return summarise(
             h2d=self.h2d.timeline,
             compute=self.compute.timeline,
@@ -118,15 +108,12 @@ class QueuedDevice:
         )
 
     def peak_bytes(self) -> Mapping[str, int]:
-        """See `Device.peak_bytes`."""
         return self.arena.peak_bytes()
 
     def host_peak_bytes(self) -> Mapping[str, int]:
-        """See `Device.host_peak_bytes`."""
         return self._host_buffers.peak_bytes()
 
     def close(self) -> None:
-        """See `Device.close`."""
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
 

@@ -1,4 +1,4 @@
-"""What each queue did and when, and what of it stood in compute's way.
+"""What each queue did and when, and what of it compute had to wait for.
 
 Owns intervals and their arithmetic. Must not know threads, tensors or the schedule.
 
@@ -28,7 +28,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Wait:
-    """A queue standing still for an event of the queue named `origin`."""
+    """A queue waiting for an event of the queue named `origin`."""
 
     start_s: float
     end_s: float
@@ -36,7 +36,7 @@ class Wait:
 
 
 class Timeline:
-    """One queue's log; `observer`, where there is one, is shown every entry.
+    """One queue's log; `observer`, where there is one, receives every entry.
 
     Thread: the queue's own thread writes, one other thread takes.
     """

@@ -1,10 +1,10 @@
-"""A layer's last projection, which backward differentiates without ever looking at its value.
+"""A layer's last projection, whose value backward does not need.
 
 Recomputing a layer before its backward calculates every intermediate value again. The output of the last projection (back to the hidden
-size, in most decoders) is only added to the residual: no gradient depends on it. So it is left out there, a fifth to a quarter of the
+size, in most decoders) is only added to the residual: no gradient depends on it. So it is skipped there, a fifth to a quarter of the
 recompute. Whether that holds for a layer is found by watching what autograd saves, not by the architecture's name.
 
-Owns finding that projection and answering in its place. Must not know streaming, units or architectures.
+Owns finding that projection and the stand-in for it. Must not know streaming, units or architectures.
 
 Shapes: T = tokens, I = inputs of the projection, O = its outputs.
 Thread: a layer is called by one thread at a time.
@@ -26,7 +26,7 @@ from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS
 
 
-class UnseenProduct:
+class SkippedProjection:
     """Replaces a projection's forward: it computes, except inside `skipped`."""
 
     def __init__(self, projection: nn.Module) -> None:
@@ -37,12 +37,12 @@ class UnseenProduct:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the weight; a token spares twice as many operations."""
+        """Elements of the weight; skipping it saves twice as many operations per token."""
         return self._projection.weight.numel()
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """While it lasts the projection answers with memory of the right shape, whatever it holds; its gradients are exact."""
+        """Inside the block the projection returns uninitialised memory of the right shape; its gradients are exact."""
         self._skips = True
         try:
             yield
@@ -53,15 +53,15 @@ class UnseenProduct:
         weight, bias = self._projection.weight, self._projection.bias
         # Products of other layouts are multiplied in another order, so of those the bits would differ.
         if self._skips and inputs.is_contiguous():
-            output: Tensor = _Unseen.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+            output: Tensor = _LinearWithoutValue.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
             return output
         return functional.linear(inputs, weight, bias)
 
 
-def find_unseen_products(
+def find_skipped_projections(
     layers: Mapping[int, tuple[nn.Module, LayerCall]], *, hidden_size: int
-) -> dict[int, UnseenProduct]:
-    """The unseen products of some layers, each with one of its calls, by the layers' numbers.
+) -> dict[int, SkippedProjection]:
+    """The skipped projections of some layers, each with one of its calls, by the layers' numbers.
 
     The layers have no storage, and those that cannot run without (experts are chosen by values) are computed as they are.
     """
@@ -72,24 +72,24 @@ def find_unseen_products(
         # On a copy: some layers move what they hold to where they find the hidden state.
         name = _find(copy.deepcopy(layer), args, kwargs)
         if name is not None:
-            found[number] = UnseenProduct(layer.get_submodule(name))
+            found[number] = SkippedProjection(layer.get_submodule(name))
     return found
 
 
 def _find(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The name of the projection behind which autograd saves nothing more."""
+    """The name of the projection after which autograd saves nothing more."""
     calls: list[nn.Linear] = []
-    saves_behind_it = False
+    saves_after_it = False
 
     def called(module: nn.Module, _inputs: object, _output: object) -> None:
-        nonlocal saves_behind_it
+        nonlocal saves_after_it
         assert isinstance(module, nn.Linear)
         calls.append(module)
-        saves_behind_it = False
+        saves_after_it = False
 
     def saved(tensor: Tensor) -> Tensor:
-        nonlocal saves_behind_it
-        saves_behind_it = True
+        nonlocal saves_after_it
+        saves_after_it = True
         return tensor
 
     handles = [m.register_forward_hook(called) for m in layer.modules() if type(m) is nn.Linear]
@@ -101,12 +101,12 @@ def _find(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     finally:
         for handle in handles:
             handle.remove()
-    if not calls or saves_behind_it or calls.count(calls[-1]) > 1:
+    if not calls or saves_after_it or calls.count(calls[-1]) > 1:
         return None
     return {module: str(name) for name, module in layer.named_modules()}[calls[-1]]
 
 
-class _Unseen(torch.autograd.Function):
+class _LinearWithoutValue(torch.autograd.Function):
     """A linear map without its value. Its gradients are the very products that autograd would call, so their bits are equal."""
 
     @staticmethod

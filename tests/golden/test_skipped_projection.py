@@ -10,22 +10,22 @@ import torch
 from tests.golden.test_gradients import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor, nn
 
-from horizon_server.engine import unseen_product
+from horizon_server.engine import skipped_projection
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.unseen_product import find_unseen_products
+from horizon_server.engine.skipped_projection import find_skipped_projections
 
 if TYPE_CHECKING:
     from tests.golden.conftest import Run, TinyModel
 
-NONE_UNSEEN = {
+NONE_SKIPPED = {
     *("gemma2", "gemma3_text", "olmo2", "glm4"),  # a norm reads what the last projection gives
     *("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "minimax"),  # experts, chosen by values
     "gpt2",  # its projections are no linear modules
 }
 
 
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *MIXES_DOCUMENTS} - NONE_UNSEEN))
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *MIXES_DOCUMENTS} - NONE_SKIPPED))
 def test_gradients_keep_their_bits(
     architecture: str,
     tiny_model: Callable[..., TinyModel],
@@ -38,12 +38,12 @@ def test_gradients_keep_their_bits(
         return torch.full((*like.shape[:-1], num_outputs), torch.nan, dtype=like.dtype)
 
     model, rows = tiny_model(architecture), [pack([document]) for document in documents(14, 9)]
-    assert model.template.num_unseen_parameters > 0
-    monkeypatch.setattr(unseen_product, "_any_values", not_numbers)
+    assert model.template.num_skipped_parameters > 0
+    monkeypatch.setattr(skipped_projection, "_any_values", not_numbers)
     left_out = start(model)
     left_out.trainer.train_step(rows)
 
-    monkeypatch.setattr(model.template, "_unseen_products", {})
+    monkeypatch.setattr(model.template, "_skipped_projections", {})
     computed = start(model)
     computed.trainer.train_step(rows)
 
@@ -51,9 +51,9 @@ def test_gradients_keep_their_bits(
     assert bool(torch.isfinite(left_out.store.plane("grad")).all())
 
 
-@pytest.mark.parametrize("architecture", sorted(NONE_UNSEEN))
+@pytest.mark.parametrize("architecture", sorted(NONE_SKIPPED))
 def test_a_product_that_is_looked_at_is_computed(architecture: str, tiny_model: Callable[..., TinyModel]) -> None:
-    assert tiny_model(architecture).template.num_unseen_parameters == 0
+    assert tiny_model(architecture).template.num_skipped_parameters == 0
 
 
 class _Layer(nn.Module):
@@ -67,7 +67,7 @@ class _Layer(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("behind", "is_unseen"),
+    ("behind", "is_skipped"),
     [
         (lambda product: product, True),
         (lambda product: 0.7 * product.to(torch.bfloat16).float(), True),
@@ -76,9 +76,9 @@ class _Layer(nn.Module):
         (lambda product: product if bool(product.isfinite().all()) else product.clamp(-1, 1), False),
     ],
 )
-def test_what_follows_the_projection_decides(behind: Callable[[Tensor], Tensor], is_unseen: bool) -> None:
+def test_what_follows_the_projection_decides(behind: Callable[[Tensor], Tensor], is_skipped: bool) -> None:
     layer = _Layer(behind)
 
-    found = find_unseen_products({3: (layer, LayerCall(args=(), kwargs={}))}, hidden_size=4)
+    found = find_skipped_projections({3: (layer, LayerCall(args=(), kwargs={}))}, hidden_size=4)
 
-    assert list(found) == ([3] if is_unseen else [])
+    assert list(found) == ([3] if is_skipped else [])

@@ -1,6 +1,6 @@
-"""Folders that exist whole or not at all: written under a temporary name, flushed to disk, then renamed.
+"""Files and folders that exist whole or not at all: written under a temporary name, flushed to disk, then renamed.
 
-Owns fsync, rename and what happens when the disk is full. Knows nothing of what is written.
+Owns fsync, rename and how a full disk is recognised. Knows nothing of what is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,43 @@ PARTIAL_SUFFIX = ".partial"
 """A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it."""
 
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def is_out_of_space(error: BaseException | None) -> bool:
+    """Whether an error says that the disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in _OUT_OF_SPACE
+
+
+def replace_file(target: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """Write a small file in place of what was there: a reader sees the old content or the new one, and a crash leaves one of them.
+
+    `mode` is that of a new file, before the process's umask.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    # The process id, so that two writers do not share a temporary file.
+    partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -41,14 +78,14 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         yield partial
         _flush(partial)
         partial.rename(target)
-        _flush_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno not in _OUT_OF_SPACE:
+        if not is_out_of_space(error):
             raise
         raise DiskFull(
             f"the disk of {target.parent} ran full while {target.name} was written ({error.strerror}); what was written "
-            f"is gone again; free at least {needed_bytes} bytes and retry"
+            f"has been removed; free at least {needed_bytes} bytes and retry"
         ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -56,7 +93,7 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
 
 
 def remove_unfinished(parent: Path) -> list[str]:
-    """Remove what killed writers left in `parent`, and return the names. Nobody may be writing there."""
+    """Remove what killed writers left in `parent`, and return the names. No writer may be at work there."""
     unfinished = sorted(path for path in parent.glob(f".*{PARTIAL_SUFFIX}") if path.is_dir())
     for path in unfinished:
         shutil.rmtree(path)
@@ -75,16 +112,8 @@ def _require_space(target: Path, needed_bytes: int) -> None:
 def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
-            _flush_folder(path)
+            sync_folder(path)
             continue
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)

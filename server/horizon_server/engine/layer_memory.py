@@ -1,0 +1,59 @@
+"""What the layers of a model keep for their backward, counted on one layer of each kind at two lengths.
+
+For models whose layers no formula of the plan covers: state spaces, linear attention, delta rules. No gradient is computed, and
+parameters are zeros that are only read, for which the kernel provides one page: a count takes seconds, and little memory even where the
+model is large.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.template import Template
+from horizon_server.planning.ledger import LayerMemory
+
+LENGTHS = (256, 512)
+"""Tokens of the two rows. Recurrent layers work on chunks of up to 256 tokens and pad to them, so shorter rows would count too much."""
+
+
+def measure_layer_memory(folder: Path, *, lengths: tuple[int, int] = LENGTHS) -> LayerMemory:
+    """Count what the layers of a folder's model keep for one row of tokens.
+
+    Raises:
+        InvalidModel: the model cannot be trained layer by layer.
+    """
+    template = Template.from_folder(folder)
+    short, long = (_saved_bytes(template, length) for length in lengths)
+    return LayerMemory.through(lengths, (short, long))
+
+
+def _saved_bytes(template: Template, num_tokens: int) -> int:
+    """The most that any kind of layer keeps for a row."""
+    ids_T, positions_T = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
+    with torch.no_grad():
+        table = {place.local_name: torch.zeros(place.piece.shape) for place in template.places(0)}
+        hidden_1TD, calls = template.embed(table, ids_T, positions_T)
+    counts: dict[int, int] = {}
+    for index, group in enumerate(template.layer_groups):
+        if group in counts:
+            continue
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        parameters = {
+            place.local_name: torch.zeros(place.piece.shape, requires_grad=True) for place in template.places(index + 1)
+        }
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            # Held until the count is done, so that no address is used twice.
+            output = template.layer(index, parameters, hidden_1TD.detach().requires_grad_(), calls[index])
+        own = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+        counts[group] = sum(size for address, size in kept.items() if address not in own)
+        del output
+    return max(counts.values())

@@ -1,0 +1,33 @@
+"""The entry that counts what a model's layers keep: `python -m horizon_server.worker.layer_memory FOLDER`. Prints JSON.
+
+A process of its own, because it loads torch: the daemon's plan reads what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from horizon_server.errors import HorizonError
+
+
+def main() -> int:
+    """Count and print."""
+    parser = argparse.ArgumentParser(prog="python -m horizon_server.worker.layer_memory", description=__doc__)
+    parser.add_argument("folder", type=Path, help="model folder")
+    arguments = parser.parse_args()
+    from horizon_server.engine.layer_memory import measure_layer_memory
+
+    try:
+        json.dump(dataclasses.asdict(measure_layer_memory(arguments.folder)), sys.stdout)
+    except HorizonError as error:
+        print(error.message, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What layers are counted to keep is what the engine finds them to keep, at lengths that were not counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.golden.conftest import Run, TinyModel
+from torch import Tensor
+
+from horizon_server.engine.layer_memory import measure_layer_memory
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.planning.layer_probe import LayerProbe
+from horizon_server.planning.ledger import LayerMemory, plan_memory
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.settings import child_environment
+
+
+def write(model: TinyModel, folder: Path) -> Path:
+    reference: Any = model.reference()
+    reference.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mamba2", "qwen3_next", "olmo_hybrid", "xlstm", "bloom", "llama"])
+def test_a_count_at_two_lengths_tells_a_third(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Callable[[list[Tensor]], MicroBatch],
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(architecture, max_position_embeddings=512)
+    counted = measure_layer_memory(write(model, tmp_path / "model"), lengths=(64, 128))
+
+    report = start(model).trainer.train_step([pack(documents(256))])
+
+    # The engine leaves out one product of some layers, and counts all that a row's layers are called with.
+    assert 0.85 < counted.at(256) / report.device_memory_bytes["workspace"] < 1.25
+
+
+def test_the_plan_of_a_recurrent_model_holds_what_was_counted(
+    tiny_model: Callable[..., TinyModel], tmp_path: Path
+) -> None:
+    probe = LayerProbe(child_environment())
+    folder = open_model_folder(write(tiny_model("mamba2"), tmp_path / "mamba2"))
+    layer = probe(folder)
+    assert layer is not None and layer == probe(folder)
+
+    def planned(counted: LayerMemory | None) -> int:
+        return plan_memory(
+            folder.layout,
+            model=folder.shape,
+            tokens_per_step=4096,
+            sequence_length=1024,
+            device_kind="host",
+            grad_bytes=4,
+            layer=counted,
+        ).host_total_bytes
+
+    assert planned(layer) > planned(None) + layer.at(1024) // 2
+    assert planned(dataclasses.replace(layer, bytes_per_token=0, bytes_per_pair=0)) == planned(None)
+
+
+def test_a_model_of_attention_alone_is_not_counted(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
+    folder = open_model_folder(write(tiny_model("llama"), tmp_path / "llama"))
+    assert LayerProbe({"PATH": os.defpath})(folder) is None
+
+
+def test_a_child_that_fails_leaves_the_formulas(tiny_model: Callable[..., TinyModel], tmp_path: Path) -> None:
+    folder = open_model_folder(write(tiny_model("mamba"), tmp_path / "mamba"))
+    (tmp_path / "mamba" / "config.json").write_text("{}")
+    assert LayerProbe(child_environment())(folder) is None
+
+
+def test_a_curve_through_two_counts_never_falls() -> None:
+    assert LayerMemory.through((2, 4), (20, 40)).at(8) == 80
+    assert LayerMemory.through((2, 4), (20 + 4, 40 + 16)).at(8) == 80 + 64
+    assert LayerMemory.through((2, 4), (100, 120)).at(8) == 240
