@@ -29,7 +29,7 @@ BLOCK_BYTES = 2**20
 """Files are read in blocks of this size."""
 
 SENT_FROM_FOLDERS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
-"""Endings, without that of a compression, of the files that a pushed folder stands for."""
+"""Endings (compression aside) of the files that are taken from a pushed folder."""
 COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}

@@ -1,4 +1,4 @@
-"""What is wrong with data and how it is said: violations, errors, and the quoting of single values."""
+"""What is wrong with data: violations, errors, and how single values are checked and quoted in messages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a researcher's file to packed tokens. What a file is stands in `horizon_formats`; here it is stored, checked and tokenised."""
+"""From a researcher's file to packed tokens: stored, checked and tokenised. `horizon_formats` defines what a data file is."""

@@ -1,4 +1,4 @@
-"""The data files of the server: what `horizon_formats` reads, and what needs Arrow besides, which are Parquet and zstd.
+"""The data files of the server: those that `horizon_formats` reads, and with Arrow also Parquet and zstd.
 
 Imports Arrow only when such a file is read: most datasets are JSON lines. What a crafted file makes Arrow allocate inside one batch is
 bounded by the process that reads it, see `datasets.checking`.

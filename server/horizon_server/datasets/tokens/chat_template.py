@@ -31,7 +31,7 @@ _MARKS = {mark: f"<{mark} {secrets.token_hex(16)}>" for mark in (OPEN_MARK, CLOS
 _PROBE = "probe"
 _SPACE = re.compile(r"\s*")
 _ADD_MARKERS = "add {% generation %} markers to the template"
-# What Python prints of a function, a generator or another object without a text of its own.
+# How Python prints a function, a generator or another object that has no text form.
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
 _TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, ArithmeticError),
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     def _refuse_addresses(self, text: str, messages: object, tools: object) -> None:
         """Refuse a text in which the template has printed a Python object: its address would be another in every process."""
-        # A data set about programming may hold such words itself.
+        # A dataset about programming may contain such text itself.
         if " at 0x" in text and not _ADDRESS.search(f"{messages} {tools} {self._source}"):
             found = _ADDRESS.search(text)
             if found:

@@ -47,7 +47,7 @@ class TextSplitter:
         """Take more tokens and yield the documents that are full."""
         self._pending.extend(ids)
         begin, size = 0, self._sequence_length
-        # Two tokens stay behind, so that the last document can be given a second one.
+        # Two tokens are kept back, so that the last document can be given a second one.
         while len(self._pending) - begin >= size + 2:
             yield _trained_throughout(self._pending[begin : begin + size])
             begin += size

@@ -82,7 +82,7 @@ class RowRenderer:
 
 
 def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
-    """Return a byte for each token of a `tokenizers.Encoding` of `text`: 1 where it lies in a span of characters.
+    """Return a byte for each token of a `tokenizers.Encoding` of `text`: 1 where it is in a span of characters.
 
     A token across the border of a span belongs to the side that holds its letters; on the other side there is white space only, such
     as the line break that `<|end|>` of some vocabularies swallows. White space on both sides belongs to what comes first.
