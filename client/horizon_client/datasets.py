@@ -140,7 +140,7 @@ async def push_dataset(
     created = (await connection.unary(stub.CreateDataset, request)).dataset
     if created.state == dataset_pb2.DATASET_STATE_READY:
         return DatasetPush(dataset=from_message(Dataset, created), sent_bytes=0)
-    sent_bytes = await BlobUpload(connection, _DatasetBlobs(connection), reporter).send_missing(files)
+    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
     reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
     finalized = await connection.unary(
         stub.FinalizeDataset,
@@ -149,30 +149,6 @@ async def push_dataset(
         retry=connection.stream_retry,
     )
     return DatasetPush(dataset=from_message(Dataset, finalized.dataset), sent_bytes=sent_bytes)
-
-
-class _DatasetBlobs:
-    """The blob calls of DatasetService."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._stub = _stub(connection)
-
-    async def find_missing(self, blobs: Sequence[blob_pb2.BlobRef]) -> list[blob_pb2.BlobStatus]:
-        request = dataset_pb2.FindMissingBlobsRequest(blobs=blobs)
-        return list((await self._connection.unary(self._stub.FindMissingBlobs, request)).missing)
-
-    async def query(self, blob: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
-        request = dataset_pb2.QueryBlobStatusRequest(blob=blob)
-        answer = await self._connection.unary(self._stub.QueryBlobStatus, request, retry=self._connection.stream_retry)
-        return answer.status
-
-    def open_write(self) -> Any:
-        writer: Any = self._stub.WriteBlob  # the stubs do not know that the requests may be written one by one
-        return writer(metadata=self._connection.metadata)
-
-    def write_request(self) -> dataset_pb2.WriteBlobRequest:
-        return dataset_pb2.WriteBlobRequest()
 
 
 def _stub(connection: Connection) -> DatasetServiceAsyncStub:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, Connection, all_pages
 from horizon_client.conversion import from_message
@@ -22,6 +22,8 @@ from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
 
 if TYPE_CHECKING:
     from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
+
+_MAX_ANNOUNCED_CONFIG_BYTES = 2**20
 
 
 class AsyncModels:
@@ -85,13 +87,17 @@ async def push_model(
 ) -> ModelPush:
     """Create the model that `request` describes from `files`: announce them, send what is missing, finalize."""
     stub = _stub(connection)
+    # The server judges the config before anything is sent.
+    for file in files:
+        if file.file.path == "config.json" and file.file.size_bytes <= _MAX_ANNOUNCED_CONFIG_BYTES:
+            request.config = await asyncio.to_thread(file.file.source.read_bytes)
     request.files.extend(
         blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
     )
     created = (await connection.unary(stub.CreateModel, request)).model
     if created.state == model_pb2.MODEL_STATE_READY:
         return ModelPush(model=from_message(Model, created), sent_bytes=0)
-    sent_bytes = await BlobUpload(connection, _ModelBlobs(connection), reporter).send_missing(files)
+    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
     reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
     finalized = await connection.unary(
         stub.FinalizeModel,
@@ -100,32 +106,6 @@ async def push_model(
         retry=connection.stream_retry,
     )
     return ModelPush(model=from_message(Model, finalized.model), sent_bytes=sent_bytes)
-
-
-class _ModelBlobs:
-    """The blob calls of ModelService."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._stub = _stub(connection)
-
-    async def find_missing(self, blobs: Sequence[blob_pb2.BlobRef]) -> list[blob_pb2.BlobStatus]:
-        request = model_pb2.FindMissingModelBlobsRequest(blobs=blobs)
-        return list((await self._connection.unary(self._stub.FindMissingModelBlobs, request)).missing)
-
-    async def query(self, blob: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
-        request = model_pb2.QueryModelBlobStatusRequest(blob=blob)
-        answer = await self._connection.unary(
-            self._stub.QueryModelBlobStatus, request, retry=self._connection.stream_retry
-        )
-        return answer.status
-
-    def open_write(self) -> Any:
-        writer: Any = self._stub.WriteModelBlob  # the stubs do not know that the requests may be written one by one
-        return writer(metadata=self._connection.metadata)
-
-    def write_request(self) -> model_pb2.WriteModelBlobRequest:
-        return model_pb2.WriteModelBlobRequest()
 
 
 def _stub(connection: Connection) -> ModelServiceAsyncStub:

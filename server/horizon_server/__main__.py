@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 _NEEDED = (
@@ -28,7 +29,9 @@ def main() -> int:
         )
         return 2
     from horizon_server.cli import run
+    from horizon_server.state_dir import PRIVATE_UMASK
 
+    os.umask(PRIVATE_UMASK)
     return run()
 
 

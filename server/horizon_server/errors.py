@@ -162,19 +162,21 @@ class Draining(HorizonError, RuntimeError):
 
 
 class WorkerFailed(HorizonError, RuntimeError):
-    """A worker or preparation child ended with an error; the message carries the true reason."""
+    """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 
     reason = "WORKER_FAILED"
 
 
-class WorkerDied(WorkerFailed):
+class WorkerDied(HorizonError, RuntimeError):
     """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
 
     reason = "WORKER_DIED"
 
 
-class WorkerCrashed(WorkerDied):
+class WorkerCrashed(HorizonError, RuntimeError):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+
+    reason = "WORKER_CRASHED"
 
 
 class OutOfMemory(HorizonError, MemoryError):

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,16 +19,16 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
+from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
-from horizon_server.blobs.uploads import Uploads
+from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
-from horizon_server.db.datasets import DatasetStore
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.models import ModelStore
 from horizon_server.db.pairing import Pairing
+from horizon_server.db.pushed import DatasetStore, ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
@@ -50,6 +51,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
 from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
+from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
@@ -89,10 +91,14 @@ def run_daemon(settings: Settings) -> int:
 
     Raises:
         InUse: when another daemon holds the state folder.
-        BadSetting: when an address cannot be used.
+        BadSetting: when an address or the state folder cannot be used.
+        DiskFull: when the state folder's disk has no space to start with.
     """
     configure_logging(settings.log_level, settings.log_json)
-    with held_state_dir(settings.state_dir):
+    with (
+        disk_full_reported(f"free space for {settings.state_dir}, then start again"),
+        held_state_dir(settings.state_dir),
+    ):
         asyncio.run(_serve(settings))
     return 0
 
@@ -112,7 +118,11 @@ async def _serve(settings: Settings) -> None:
             usable=await usable_accelerators(found, child_environment()),
         )
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
-        _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
+        try:
+            _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
+        except BaseException:
+            await asyncio.gather(grpc_server.stop(0), http_server.stop())
+            raise
         queue = asyncio.create_task(run_queue(parts), name="queue")
         chores = asyncio.create_task(_chores(settings, parts), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
@@ -167,8 +177,13 @@ async def wire(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
+    prepared_root = settings.state_dir / "prepared"
     datasets = DatasetService(
-        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=store.user_of
+        DatasetStore(database, requests),
+        uploads,
+        max_bytes=settings.max_dataset_bytes,
+        in_use=store.user_of,
+        remove_prepared=partial(remove_prepared, prepared_root),
     )
     models = ModelService(
         ModelStore(database, requests),
@@ -194,7 +209,7 @@ async def wire(
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
     )
-    recipes = PreparationRecipes(settings.state_dir / "prepared")
+    recipes = PreparationRecipes(prepared_root)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(

@@ -1,10 +1,13 @@
-"""The state folder: made private, held by one daemon at a time, and where the addresses of the running daemon are found."""
+"""The state folder: made private, kept by one account, held by one daemon at a time, and where the addresses of the running daemon are
+found."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +15,62 @@ from pathlib import Path
 from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, InUse
 
+log = logging.getLogger(__name__)
 
-@contextmanager
-def held_state_dir(path: Path) -> Iterator[Path]:
-    """Make `path` where it is missing and hold it against other daemons until the end of the block.
+PRIVATE_UMASK = 0o077
+"""Set by every horizond command: weights, logs and tokens' hashes are for the daemon's account alone."""
+
+_DATABASE = "horizon.db"
+
+
+def private_state_dir(path: Path) -> None:
+    """Make `path` where it is missing; take away what other accounts may do there, and refuse to put files into another account's.
 
     Raises:
-        InUse: when another daemon holds it.
-        BadSetting: when it cannot be made or written.
+        BadSetting: when it cannot be made, or belongs to another account.
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        database = path / _DATABASE
+        _require_owner(path, database if database.exists() else path)
+        for place in (path, *path.glob(f"{_DATABASE}*")):
+            mode = place.stat().st_mode & 0o777
+            if mode & PRIVATE_UMASK:
+                place.chmod(mode & ~PRIVATE_UMASK)
+                log.warning("other accounts could read %s; its mode %04o is repaired", place, mode)
+    except OSError as error:
+        raise BadSetting(
+            f"state folder {path} cannot be used: {error.strerror}; choose another with --state-dir"
+        ) from error
+
+
+def _require_owner(path: Path, owned: Path) -> None:
+    """The daemon could not write what root, or anybody else, has put there in its place."""
+    owner, own = owned.stat().st_uid, os.geteuid()
+    if owner != own:
+        raise BadSetting(
+            f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose files the daemon could "
+            f"not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond ..., or choose another with --state-dir"
+        )
+
+
+def _account(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"  # as sudo -u takes it
+
+
+@contextmanager
+def held_state_dir(path: Path) -> Iterator[Path]:
+    """Make `path` private and hold it against other daemons until the end of the block.
+
+    Raises:
+        InUse: when another daemon holds it.
+        BadSetting: when it cannot be made or written, or belongs to another account.
+    """
+    private_state_dir(path)
+    try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise BadSetting(

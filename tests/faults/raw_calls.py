@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from horizon_proto.v1 import blob_pb2, dataset_pb2, dataset_pb2_grpc, model_pb2, model_pb2_grpc
+from horizon_proto.v1 import blob_pb2, blob_pb2_grpc, dataset_pb2, dataset_pb2_grpc, model_pb2, model_pb2_grpc
 
 CHUNK_BYTES = 2**20
 
@@ -21,6 +21,7 @@ class RawCalls:
         self.channel = grpc.insecure_channel(server)
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._models = model_pb2_grpc.ModelServiceStub(self.channel)
+        self._blobs = blob_pb2_grpc.BlobServiceStub(self.channel)
         self._datasets = dataset_pb2_grpc.DatasetServiceStub(self.channel)
 
     def close(self) -> None:
@@ -51,12 +52,12 @@ class RawCalls:
     def write(self, content: bytes, *, announced: bytes | None = None) -> blob_pb2.BlobStatus:
         """Send `content` as what `announced` (by default itself) is the name of."""
         ref = blob_ref(content if announced is None else announced)
-        requests = (dataset_pb2.WriteBlobRequest(chunk=chunk) for chunk in _chunks(ref, content))
-        return self._datasets.WriteBlob(requests, metadata=self._metadata, timeout=20).status
+        requests = (blob_pb2.WriteBlobRequest(chunk=chunk) for chunk in _chunks(ref, content))
+        return self._blobs.WriteBlob(requests, metadata=self._metadata, timeout=20).status
 
     def status(self, content: bytes) -> blob_pb2.BlobStatus:
-        request = dataset_pb2.QueryBlobStatusRequest(blob=blob_ref(content))
-        return self._datasets.QueryBlobStatus(request, metadata=self._metadata, timeout=20).status
+        request = blob_pb2.QueryBlobStatusRequest(blob=blob_ref(content))
+        return self._blobs.QueryBlobStatus(request, metadata=self._metadata, timeout=20).status
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import struct
@@ -110,7 +111,7 @@ def _bad_files(node: Node) -> dict[str, tuple[dict[str, bytes], str]]:
             "names code of its own (auto_map)",
         ),
         "no-config": ({k: v for k, v in files.items() if k != "config.json"}, "no config.json"),
-        "config-not-json": ({**files, "config.json": b"{"}, "config.json is not JSON"),
+        "config-not-json": ({**files, "config.json": b"{"}, "config.json is not valid JSON"),
         "no-model-type": ({**files, "config.json": edited_config(node.model, model_type=None)}, "no model_type"),
         "layers": (
             {**files, "config.json": edited_config(node.model, num_hidden_layers=5)},
@@ -143,6 +144,21 @@ BAD = [
     "encoder",
     "int8",
 ]
+
+
+def test_an_encoder_is_refused_before_its_weights_are_sent(node: Node, shell: Shell) -> None:
+    folder = shell.home / "bert"
+    shutil.copytree(node.model, folder, copy_function=shutil.copyfile)
+    (folder / "config.json").write_bytes(
+        edited_config(node.model, model_type="bert", architectures=["BertForMaskedLM"])
+    )
+    weights = (folder / WEIGHTS).read_bytes()[:-1] + b"\x7f"
+    (folder / WEIGHTS).write_bytes(weights)
+    assert "config.json names 'BertForMaskedLM'; only decoder-only" in shell.fails(
+        2, "model", "push", "bert", "--name", "bert"
+    )
+    sent = hashlib.sha256(weights).hexdigest()
+    assert not any(sent in path.name for path in node.daemon.state_dir.rglob("*"))
 
 
 @pytest.mark.parametrize("case", BAD)

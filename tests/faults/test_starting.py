@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -114,3 +115,26 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         assert process.wait(30) == 0
     for name in ("ca.key", "server.key"):
         assert (state / "tls" / name).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("first", [("user", "add", "ada"), ("user", "list")])
+def test_whichever_command_makes_the_state_folder_makes_it_private(tmp_path: Path, first: tuple[str, ...]) -> None:
+    state = tmp_path / "state"
+    before = os.umask(0o022)
+    try:
+        assert run_horizond(*first, "--state-dir", str(state)).returncode == 0
+    finally:
+        os.umask(before)
+    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.rglob("*"))] == ["0o0", "0o0"]
+
+
+@pytest.mark.parametrize("command", [("serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"), ("user", "list")])
+def test_a_database_of_a_newer_version(tmp_path: Path, command: tuple[str, ...]) -> None:
+    state = tmp_path / "state"
+    assert run_horizond("user", "add", "ada", "--state-dir", str(state)).returncode == 0
+    with sqlite3.connect(state / "horizon.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0099'")
+    connection.close()
+    done = run_horizond(*command, "--state-dir", str(state))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "was made by a newer version of horizon-train" in done.stderr

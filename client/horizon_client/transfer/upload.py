@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
@@ -27,6 +27,10 @@ from horizon_client.rpc_errors import from_rpc, is_lost_status
 from horizon_client.transfer.files import HashedFile
 from horizon_client.transfer.reporter import Progress, Reporter
 from horizon_proto.v1 import blob_pb2
+from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
+
+if TYPE_CHECKING:
+    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
 
 CHUNK_BYTES = 2**20
 """The most that is sent twice after a cut."""
@@ -37,22 +41,6 @@ _LONGEST_LISTEN_S = 1.0
 
 class _StatusLost(Unavailable):
     """The server ended the upload with a reason that did not arrive; the next attempt waits for it before it sends data."""
-
-
-class BlobCalls(Protocol):
-    """The blob calls of one service."""
-
-    async def find_missing(self, blobs: Sequence[blob_pb2.BlobRef]) -> list[blob_pb2.BlobStatus]:
-        """Return the contents to send, with the number of bytes that have arrived of each."""
-
-    async def query(self, blob: blob_pb2.BlobRef) -> blob_pb2.BlobStatus:
-        """Return how much of one content has arrived."""
-
-    def open_write(self) -> Any:
-        """Open the upload stream: an aio stream-unary call."""
-
-    def write_request(self) -> Any:
-        """Return an empty request of that stream; its `chunk` is filled in place, because assigning a message copies it."""
 
 
 class _Totals:
@@ -77,9 +65,9 @@ class _Totals:
 class BlobUpload:
     """One push: the contents of its files, each at most once."""
 
-    def __init__(self, connection: Connection, calls: BlobCalls, reporter: Reporter) -> None:
+    def __init__(self, connection: Connection, reporter: Reporter) -> None:
         self._connection = connection
-        self._calls = calls
+        self._stub = cast("BlobServiceAsyncStub", connection.stub(BlobServiceStub))
         self._reporter = reporter
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
@@ -93,7 +81,8 @@ class BlobUpload:
         refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.file.size_bytes) for sha, file in by_sha.items()]
         missing: list[blob_pb2.BlobStatus] = []
         for start in range(0, len(refs), _BLOBS_PER_QUERY):
-            missing += await self._calls.find_missing(refs[start : start + _BLOBS_PER_QUERY])
+            request = blob_pb2.FindMissingBlobsRequest(blobs=refs[start : start + _BLOBS_PER_QUERY])
+            missing += (await self._connection.unary(self._stub.FindMissingBlobs, request)).missing
         for status in missing:
             if status.blob.sha256 not in by_sha:
                 raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
@@ -129,7 +118,9 @@ class BlobUpload:
                     raise
                 problem = error
                 asked_at = time.monotonic()
-                status = await self._calls.query(status.blob)
+                query = blob_pb2.QueryBlobStatusRequest(blob=status.blob)
+                retry = self._connection.stream_retry
+                status = (await self._connection.unary(self._stub.QueryBlobStatus, query, retry=retry)).status
                 round_trip_s = time.monotonic() - asked_at
                 if status.committed_bytes > start:
                     listen_s = 0.0  # data was accepted, so nothing was refused
@@ -149,7 +140,8 @@ class BlobUpload:
     ) -> blob_pb2.BlobStatus:
         """Send from the committed offset; wait `listen_s` for a refusal before the first data."""
         file.file.require_unchanged()
-        call = self._calls.open_write()
+        writer: Any = self._stub.WriteBlob  # the stubs do not know that the requests may be written one by one
+        call = writer(metadata=self._connection.metadata)
         try:
             await self._feed(call, file, status, totals, listen_s)
             async with asyncio.timeout(FINALIZE_DEADLINE_S):
@@ -169,22 +161,22 @@ class BlobUpload:
     ) -> None:
         """Write all chunks, or stop early when the server has ended the call: its answer says why."""
         offset = status.committed_bytes
-        request = self._calls.write_request()
+        request = blob_pb2.WriteBlobRequest()
         request.chunk.blob.CopyFrom(status.blob)
         request.chunk.offset = offset
         if listen_s:
             await self._await_refusal(call, request, listen_s)
-            request = self._calls.write_request()
+            request = blob_pb2.WriteBlobRequest()
         sent_to = offset
         async with aclosing(_pieces(file, offset)) as pieces:
             async for data in pieces:
-                request.chunk.data = data
+                request.chunk.data = data  # in place, because assigning a message copies it
                 try:
                     async with asyncio.timeout(self._connection.stream_retry.stall_s):
                         await call.write(request)
                 except asyncio.InvalidStateError:
                     return
-                request = self._calls.write_request()
+                request = blob_pb2.WriteBlobRequest()
                 sent_to += len(data)
                 totals.sent_bytes += len(data)
                 totals.set_position(file.sha256, sent_to)

@@ -4,7 +4,9 @@ isort:skip_file
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import typing
 
@@ -97,7 +99,7 @@ class BlobStatus(google.protobuf.message.Message):
     COMMITTED_BYTES_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     committed_bytes: builtins.int
-    """Bytes that are safe on disk; an upload goes on from here."""
+    """Bytes that are safe on disk; an upload continues from here."""
     complete: builtins.bool
     """True when the content is whole and its sha256 was verified."""
     @property
@@ -115,3 +117,127 @@ class BlobStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blob", b"blob", "committed_bytes", b"committed_bytes", "complete", b"complete"]) -> None: ...
 
 global___BlobStatus = BlobStatus
+
+@typing.final
+class FindMissingBlobsRequest(google.protobuf.message.Message):
+    """FindMissingBlobsRequest names contents."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOBS_FIELD_NUMBER: builtins.int
+    @property
+    def blobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlobRef]:
+        """The contents."""
+
+    def __init__(
+        self,
+        *,
+        blobs: collections.abc.Iterable[global___BlobRef] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs"]) -> None: ...
+
+global___FindMissingBlobsRequest = FindMissingBlobsRequest
+
+@typing.final
+class FindMissingBlobsResponse(google.protobuf.message.Message):
+    """FindMissingBlobsResponse names those to send."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MISSING_FIELD_NUMBER: builtins.int
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlobStatus]:
+        """The missing ones with what has arrived of each."""
+
+    def __init__(
+        self,
+        *,
+        missing: collections.abc.Iterable[global___BlobStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing", b"missing"]) -> None: ...
+
+global___FindMissingBlobsResponse = FindMissingBlobsResponse
+
+@typing.final
+class WriteBlobRequest(google.protobuf.message.Message):
+    """WriteBlobRequest is one piece of an upload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def chunk(self) -> global___BlobChunk:
+        """The piece."""
+
+    def __init__(
+        self,
+        *,
+        chunk: global___BlobChunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk"]) -> None: ...
+
+global___WriteBlobRequest = WriteBlobRequest
+
+@typing.final
+class WriteBlobResponse(google.protobuf.message.Message):
+    """WriteBlobResponse returns how much of the content has arrived."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    @property
+    def status(self) -> global___BlobStatus:
+        """How far."""
+
+    def __init__(
+        self,
+        *,
+        status: global___BlobStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
+
+global___WriteBlobResponse = WriteBlobResponse
+
+@typing.final
+class QueryBlobStatusRequest(google.protobuf.message.Message):
+    """QueryBlobStatusRequest names a content."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOB_FIELD_NUMBER: builtins.int
+    @property
+    def blob(self) -> global___BlobRef:
+        """The content."""
+
+    def __init__(
+        self,
+        *,
+        blob: global___BlobRef | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob"]) -> None: ...
+
+global___QueryBlobStatusRequest = QueryBlobStatusRequest
+
+@typing.final
+class QueryBlobStatusResponse(google.protobuf.message.Message):
+    """QueryBlobStatusResponse returns how much of the content has arrived."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    @property
+    def status(self) -> global___BlobStatus:
+        """How far."""
+
+    def __init__(
+        self,
+        *,
+        status: global___BlobStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
+
+global___QueryBlobStatusResponse = QueryBlobStatusResponse

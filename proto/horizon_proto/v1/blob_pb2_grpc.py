@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from horizon_proto.v1 import blob_pb2 as horizon__proto_dot_v1_dot_blob__pb2
 
 GRPC_GENERATED_VERSION = '1.70.0'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,167 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class BlobServiceStub(object):
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FindMissingBlobs = channel.unary_unary(
+                '/horizon_proto.v1.BlobService/FindMissingBlobs',
+                request_serializer=horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsResponse.FromString,
+                _registered_method=True)
+        self.WriteBlob = channel.stream_unary(
+                '/horizon_proto.v1.BlobService/WriteBlob',
+                request_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.FromString,
+                _registered_method=True)
+        self.QueryBlobStatus = channel.unary_unary(
+                '/horizon_proto.v1.BlobService/QueryBlobStatus',
+                request_serializer=horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusResponse.FromString,
+                _registered_method=True)
+
+
+class BlobServiceServicer(object):
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces.
+    """
+
+    def FindMissingBlobs(self, request, context):
+        """FindMissingBlobs returns the contents that the caller still has to send.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteBlob(self, request_iterator, context):
+        """WriteBlob sends one content from its committed offset on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QueryBlobStatus(self, request, context):
+        """QueryBlobStatus returns the offset from which to continue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BlobServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FindMissingBlobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindMissingBlobs,
+                    request_deserializer=horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsResponse.SerializeToString,
+            ),
+            'WriteBlob': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteBlob,
+                    request_deserializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.SerializeToString,
+            ),
+            'QueryBlobStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryBlobStatus,
+                    request_deserializer=horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'horizon_proto.v1.BlobService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('horizon_proto.v1.BlobService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class BlobService(object):
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces.
+    """
+
+    @staticmethod
+    def FindMissingBlobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.BlobService/FindMissingBlobs',
+            horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_blob__pb2.FindMissingBlobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteBlob(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/horizon_proto.v1.BlobService/WriteBlob',
+            horizon__proto_dot_v1_dot_blob__pb2.WriteBlobRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_blob__pb2.WriteBlobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryBlobStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.BlobService/QueryBlobStatus',
+            horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_blob__pb2.QueryBlobStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+import horizon_proto.v1.blob_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -15,3 +16,75 @@ class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Ite
 
 class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
+
+class BlobServiceStub:
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces."""
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    FindMissingBlobs: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.FindMissingBlobsRequest,
+        horizon_proto.v1.blob_pb2.FindMissingBlobsResponse,
+    ]
+    """FindMissingBlobs returns the contents that the caller still has to send."""
+
+    WriteBlob: grpc.StreamUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.WriteBlobRequest,
+        horizon_proto.v1.blob_pb2.WriteBlobResponse,
+    ]
+    """WriteBlob sends one content from its committed offset on."""
+
+    QueryBlobStatus: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.QueryBlobStatusRequest,
+        horizon_proto.v1.blob_pb2.QueryBlobStatusResponse,
+    ]
+    """QueryBlobStatus returns the offset from which to continue."""
+
+class BlobServiceAsyncStub:
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces."""
+
+    FindMissingBlobs: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.FindMissingBlobsRequest,
+        horizon_proto.v1.blob_pb2.FindMissingBlobsResponse,
+    ]
+    """FindMissingBlobs returns the contents that the caller still has to send."""
+
+    WriteBlob: grpc.aio.StreamUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.WriteBlobRequest,
+        horizon_proto.v1.blob_pb2.WriteBlobResponse,
+    ]
+    """WriteBlob sends one content from its committed offset on."""
+
+    QueryBlobStatus: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.blob_pb2.QueryBlobStatusRequest,
+        horizon_proto.v1.blob_pb2.QueryBlobStatusResponse,
+    ]
+    """QueryBlobStatus returns the offset from which to continue."""
+
+class BlobServiceServicer(metaclass=abc.ABCMeta):
+    """BlobService takes the contents of datasets and models in resumable, content-addressed pieces."""
+
+    @abc.abstractmethod
+    def FindMissingBlobs(
+        self,
+        request: horizon_proto.v1.blob_pb2.FindMissingBlobsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.blob_pb2.FindMissingBlobsResponse, collections.abc.Awaitable[horizon_proto.v1.blob_pb2.FindMissingBlobsResponse]]:
+        """FindMissingBlobs returns the contents that the caller still has to send."""
+
+    @abc.abstractmethod
+    def WriteBlob(
+        self,
+        request_iterator: _MaybeAsyncIterator[horizon_proto.v1.blob_pb2.WriteBlobRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.blob_pb2.WriteBlobResponse, collections.abc.Awaitable[horizon_proto.v1.blob_pb2.WriteBlobResponse]]:
+        """WriteBlob sends one content from its committed offset on."""
+
+    @abc.abstractmethod
+    def QueryBlobStatus(
+        self,
+        request: horizon_proto.v1.blob_pb2.QueryBlobStatusRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.blob_pb2.QueryBlobStatusResponse, collections.abc.Awaitable[horizon_proto.v1.blob_pb2.QueryBlobStatusResponse]]:
+        """QueryBlobStatus returns the offset from which to continue."""
+
+def add_BlobServiceServicer_to_server(servicer: BlobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

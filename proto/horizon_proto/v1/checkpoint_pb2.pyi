@@ -124,7 +124,7 @@ class ReadCheckpointFileRequest(google.protobuf.message.Message):
     offset: builtins.int
     """First byte to send."""
     length: builtins.int
-    """At most so many bytes; 0 for all."""
+    """Maximum number of bytes to send; 0 for all."""
     def __init__(
         self,
         *,

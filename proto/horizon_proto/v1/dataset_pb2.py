@@ -27,7 +27,7 @@ from horizon_proto.v1 import blob_pb2 as horizon__proto_dot_v1_dot_blob__pb2
 from horizon_proto.v1 import job_pb2 as horizon__proto_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ehorizon_proto/v1/dataset.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\x1a\x1ahorizon_proto/v1/job.proto\"\x9a\x03\n\x07\x44\x61taset\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12/\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12:\n\tfield_map\x18\x05 \x03(\x0b\x32\'.horizon_proto.v1.Dataset.FieldMapEntry\x12*\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12-\n\x05state\x18\x07 \x01(\x0e\x32\x1e.horizon_proto.v1.DatasetState\x12\x10\n\x08num_rows\x18\x08 \x01(\x03\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64igest\x18\x0b \x01(\t\x1a/\n\rFieldMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x02\n\x14\x43reateDatasetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12/\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12G\n\tfield_map\x18\x04 \x03(\x0b\x32\x34.horizon_proto.v1.CreateDatasetRequest.FieldMapEntry\x12*\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x1a/\n\rFieldMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"C\n\x15\x43reateDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\"C\n\x17\x46indMissingBlobsRequest\x12(\n\x05\x62lobs\x18\x01 \x03(\x0b\x32\x19.horizon_proto.v1.BlobRef\"I\n\x18\x46indMissingBlobsResponse\x12-\n\x07missing\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\">\n\x10WriteBlobRequest\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1b.horizon_proto.v1.BlobChunk\"A\n\x11WriteBlobResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\"A\n\x16QueryBlobStatusRequest\x12\'\n\x04\x62lob\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.BlobRef\"G\n\x17QueryBlobStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.horizon_proto.v1.BlobStatus\",\n\x16\x46inalizeDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\"E\n\x17\x46inalizeDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\"!\n\x11GetDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x12GetDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\"<\n\x13ListDatasetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\\\n\x14ListDatasetsResponse\x12+\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x19.horizon_proto.v1.Dataset\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteDatasetResponse\"\xc6\x01\n\x15PreviewDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08num_rows\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12+\n\x08train_on\x18\x05 \x01(\x0e\x32\x19.horizon_proto.v1.TrainOn\x12(\n\x06method\x18\x06 \x01(\x0e\x32\x18.horizon_proto.v1.Method\x12\x17\n\x0fsequence_length\x18\x07 \x01(\x05\"\xe8\x01\n\nPreviewRow\x12,\n\x05spans\x18\x01 \x03(\x0b\x32\x1d.horizon_proto.v1.PreviewSpan\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x1a\n\x12num_trained_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0c\n\x04unit\x18\x05 \x01(\t\x12\x0e\n\x06number\x18\x06 \x01(\x03\x12\x16\n\x0enum_cut_tokens\x18\x07 \x01(\x03\x12\x15\n\rnum_documents\x18\x08 \x01(\x03\x12\x0f\n\x07\x63lipped\x18\t \x01(\x08\x12\x10\n\x08problems\x18\n \x03(\t\",\n\x0bPreviewSpan\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07trained\x18\x02 \x01(\x08\"\xf7\x01\n\x16PreviewDatasetResponse\x12*\n\x04rows\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.PreviewRow\x12\x10\n\x08num_rows\x18\x02 \x01(\x03\x12/\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12+\n\x08train_on\x18\x04 \x01(\x0e\x32\x19.horizon_proto.v1.TrainOn\x12(\n\x06method\x18\x05 \x01(\x0e\x32\x18.horizon_proto.v1.Method\x12\x17\n\x0fsequence_length\x18\x06 \x01(\x05*\xf7\x01\n\rDatasetFormat\x12\x1e\n\x1a\x44\x41TASET_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x41TASET_FORMAT_AUTO\x10\x01\x12\x1b\n\x17\x44\x41TASET_FORMAT_MESSAGES\x10\x02\x12$\n DATASET_FORMAT_PROMPT_COMPLETION\x10\x03\x12\x19\n\x15\x44\x41TASET_FORMAT_ALPACA\x10\x04\x12\x1b\n\x17\x44\x41TASET_FORMAT_SHAREGPT\x10\x05\x12\x17\n\x13\x44\x41TASET_FORMAT_TEXT\x10\x06\x12\x19\n\x15\x44\x41TASET_FORMAT_TOKENS\x10\x07*c\n\x0c\x44\x61tasetState\x12\x1d\n\x19\x44\x41TASET_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x41TASET_STATE_UPLOADING\x10\x01\x12\x17\n\x13\x44\x41TASET_STATE_READY\x10\x02\x32\x84\x07\n\x0e\x44\x61tasetService\x12`\n\rCreateDataset\x12&.horizon_proto.v1.CreateDatasetRequest\x1a\'.horizon_proto.v1.CreateDatasetResponse\x12i\n\x10\x46indMissingBlobs\x12).horizon_proto.v1.FindMissingBlobsRequest\x1a*.horizon_proto.v1.FindMissingBlobsResponse\x12V\n\tWriteBlob\x12\".horizon_proto.v1.WriteBlobRequest\x1a#.horizon_proto.v1.WriteBlobResponse(\x01\x12\x66\n\x0fQueryBlobStatus\x12(.horizon_proto.v1.QueryBlobStatusRequest\x1a).horizon_proto.v1.QueryBlobStatusResponse\x12\x66\n\x0f\x46inalizeDataset\x12(.horizon_proto.v1.FinalizeDatasetRequest\x1a).horizon_proto.v1.FinalizeDatasetResponse\x12W\n\nGetDataset\x12#.horizon_proto.v1.GetDatasetRequest\x1a$.horizon_proto.v1.GetDatasetResponse\x12]\n\x0cListDatasets\x12%.horizon_proto.v1.ListDatasetsRequest\x1a&.horizon_proto.v1.ListDatasetsResponse\x12`\n\rDeleteDataset\x12&.horizon_proto.v1.DeleteDatasetRequest\x1a\'.horizon_proto.v1.DeleteDatasetResponse\x12\x63\n\x0ePreviewDataset\x12\'.horizon_proto.v1.PreviewDatasetRequest\x1a(.horizon_proto.v1.PreviewDatasetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ehorizon_proto/v1/dataset.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\x1a\x1ahorizon_proto/v1/job.proto\"\x9a\x03\n\x07\x44\x61taset\x12\x12\n\ndataset_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12/\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12:\n\tfield_map\x18\x05 \x03(\x0b\x32\'.horizon_proto.v1.Dataset.FieldMapEntry\x12*\n\x05\x66iles\x18\x06 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12-\n\x05state\x18\x07 \x01(\x0e\x32\x1e.horizon_proto.v1.DatasetState\x12\x10\n\x08num_rows\x18\x08 \x01(\x03\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64igest\x18\x0b \x01(\t\x1a/\n\rFieldMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x02\n\x14\x43reateDatasetRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12/\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12G\n\tfield_map\x18\x04 \x03(\x0b\x32\x34.horizon_proto.v1.CreateDatasetRequest.FieldMapEntry\x12*\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x1a/\n\rFieldMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"C\n\x15\x43reateDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\",\n\x16\x46inalizeDatasetRequest\x12\x12\n\ndataset_id\x18\x01 \x01(\t\"E\n\x17\x46inalizeDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\"!\n\x11GetDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x12GetDatasetResponse\x12*\n\x07\x64\x61taset\x18\x01 \x01(\x0b\x32\x19.horizon_proto.v1.Dataset\"<\n\x13ListDatasetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\\\n\x14ListDatasetsResponse\x12+\n\x08\x64\x61tasets\x18\x01 \x03(\x0b\x32\x19.horizon_proto.v1.Dataset\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteDatasetResponse\"\xc6\x01\n\x15PreviewDatasetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08num_rows\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12+\n\x08train_on\x18\x05 \x01(\x0e\x32\x19.horizon_proto.v1.TrainOn\x12(\n\x06method\x18\x06 \x01(\x0e\x32\x18.horizon_proto.v1.Method\x12\x17\n\x0fsequence_length\x18\x07 \x01(\x05\"\xe8\x01\n\nPreviewRow\x12,\n\x05spans\x18\x01 \x03(\x0b\x32\x1d.horizon_proto.v1.PreviewSpan\x12\x12\n\nnum_tokens\x18\x02 \x01(\x03\x12\x1a\n\x12num_trained_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0c\n\x04unit\x18\x05 \x01(\t\x12\x0e\n\x06number\x18\x06 \x01(\x03\x12\x16\n\x0enum_cut_tokens\x18\x07 \x01(\x03\x12\x15\n\rnum_documents\x18\x08 \x01(\x03\x12\x0f\n\x07\x63lipped\x18\t \x01(\x08\x12\x10\n\x08problems\x18\n \x03(\t\",\n\x0bPreviewSpan\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07trained\x18\x02 \x01(\x08\"\xf7\x01\n\x16PreviewDatasetResponse\x12*\n\x04rows\x18\x01 \x03(\x0b\x32\x1c.horizon_proto.v1.PreviewRow\x12\x10\n\x08num_rows\x18\x02 \x01(\x03\x12/\n\x06\x66ormat\x18\x03 \x01(\x0e\x32\x1f.horizon_proto.v1.DatasetFormat\x12+\n\x08train_on\x18\x04 \x01(\x0e\x32\x19.horizon_proto.v1.TrainOn\x12(\n\x06method\x18\x05 \x01(\x0e\x32\x18.horizon_proto.v1.Method\x12\x17\n\x0fsequence_length\x18\x06 \x01(\x05*\xf7\x01\n\rDatasetFormat\x12\x1e\n\x1a\x44\x41TASET_FORMAT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x41TASET_FORMAT_AUTO\x10\x01\x12\x1b\n\x17\x44\x41TASET_FORMAT_MESSAGES\x10\x02\x12$\n DATASET_FORMAT_PROMPT_COMPLETION\x10\x03\x12\x19\n\x15\x44\x41TASET_FORMAT_ALPACA\x10\x04\x12\x1b\n\x17\x44\x41TASET_FORMAT_SHAREGPT\x10\x05\x12\x17\n\x13\x44\x41TASET_FORMAT_TEXT\x10\x06\x12\x19\n\x15\x44\x41TASET_FORMAT_TOKENS\x10\x07*c\n\x0c\x44\x61tasetState\x12\x1d\n\x19\x44\x41TASET_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x41TASET_STATE_UPLOADING\x10\x01\x12\x17\n\x13\x44\x41TASET_STATE_READY\x10\x02\x32\xd9\x04\n\x0e\x44\x61tasetService\x12`\n\rCreateDataset\x12&.horizon_proto.v1.CreateDatasetRequest\x1a\'.horizon_proto.v1.CreateDatasetResponse\x12\x66\n\x0f\x46inalizeDataset\x12(.horizon_proto.v1.FinalizeDatasetRequest\x1a).horizon_proto.v1.FinalizeDatasetResponse\x12W\n\nGetDataset\x12#.horizon_proto.v1.GetDatasetRequest\x1a$.horizon_proto.v1.GetDatasetResponse\x12]\n\x0cListDatasets\x12%.horizon_proto.v1.ListDatasetsRequest\x1a&.horizon_proto.v1.ListDatasetsResponse\x12`\n\rDeleteDataset\x12&.horizon_proto.v1.DeleteDatasetRequest\x1a\'.horizon_proto.v1.DeleteDatasetResponse\x12\x63\n\x0ePreviewDataset\x12\'.horizon_proto.v1.PreviewDatasetRequest\x1a(.horizon_proto.v1.PreviewDatasetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DATASET_FIELDMAPENTRY']._serialized_options = b'8\001'
   _globals['_CREATEDATASETREQUEST_FIELDMAPENTRY']._loaded_options = None
   _globals['_CREATEDATASETREQUEST_FIELDMAPENTRY']._serialized_options = b'8\001'
-  _globals['_DATASETFORMAT']._serialized_start=2483
-  _globals['_DATASETFORMAT']._serialized_end=2730
-  _globals['_DATASETSTATE']._serialized_start=2732
-  _globals['_DATASETSTATE']._serialized_end=2831
+  _globals['_DATASETFORMAT']._serialized_start=2068
+  _globals['_DATASETFORMAT']._serialized_end=2315
+  _globals['_DATASETSTATE']._serialized_start=2317
+  _globals['_DATASETSTATE']._serialized_end=2416
   _globals['_DATASET']._serialized_start=143
   _globals['_DATASET']._serialized_end=553
   _globals['_DATASET_FIELDMAPENTRY']._serialized_start=506
@@ -52,42 +52,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATEDATASETREQUEST_FIELDMAPENTRY']._serialized_end=553
   _globals['_CREATEDATASETRESPONSE']._serialized_start=829
   _globals['_CREATEDATASETRESPONSE']._serialized_end=896
-  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_start=898
-  _globals['_FINDMISSINGBLOBSREQUEST']._serialized_end=965
-  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_start=967
-  _globals['_FINDMISSINGBLOBSRESPONSE']._serialized_end=1040
-  _globals['_WRITEBLOBREQUEST']._serialized_start=1042
-  _globals['_WRITEBLOBREQUEST']._serialized_end=1104
-  _globals['_WRITEBLOBRESPONSE']._serialized_start=1106
-  _globals['_WRITEBLOBRESPONSE']._serialized_end=1171
-  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_start=1173
-  _globals['_QUERYBLOBSTATUSREQUEST']._serialized_end=1238
-  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_start=1240
-  _globals['_QUERYBLOBSTATUSRESPONSE']._serialized_end=1311
-  _globals['_FINALIZEDATASETREQUEST']._serialized_start=1313
-  _globals['_FINALIZEDATASETREQUEST']._serialized_end=1357
-  _globals['_FINALIZEDATASETRESPONSE']._serialized_start=1359
-  _globals['_FINALIZEDATASETRESPONSE']._serialized_end=1428
-  _globals['_GETDATASETREQUEST']._serialized_start=1430
-  _globals['_GETDATASETREQUEST']._serialized_end=1463
-  _globals['_GETDATASETRESPONSE']._serialized_start=1465
-  _globals['_GETDATASETRESPONSE']._serialized_end=1529
-  _globals['_LISTDATASETSREQUEST']._serialized_start=1531
-  _globals['_LISTDATASETSREQUEST']._serialized_end=1591
-  _globals['_LISTDATASETSRESPONSE']._serialized_start=1593
-  _globals['_LISTDATASETSRESPONSE']._serialized_end=1685
-  _globals['_DELETEDATASETREQUEST']._serialized_start=1687
-  _globals['_DELETEDATASETREQUEST']._serialized_end=1723
-  _globals['_DELETEDATASETRESPONSE']._serialized_start=1725
-  _globals['_DELETEDATASETRESPONSE']._serialized_end=1748
-  _globals['_PREVIEWDATASETREQUEST']._serialized_start=1751
-  _globals['_PREVIEWDATASETREQUEST']._serialized_end=1949
-  _globals['_PREVIEWROW']._serialized_start=1952
-  _globals['_PREVIEWROW']._serialized_end=2184
-  _globals['_PREVIEWSPAN']._serialized_start=2186
-  _globals['_PREVIEWSPAN']._serialized_end=2230
-  _globals['_PREVIEWDATASETRESPONSE']._serialized_start=2233
-  _globals['_PREVIEWDATASETRESPONSE']._serialized_end=2480
-  _globals['_DATASETSERVICE']._serialized_start=2834
-  _globals['_DATASETSERVICE']._serialized_end=3734
+  _globals['_FINALIZEDATASETREQUEST']._serialized_start=898
+  _globals['_FINALIZEDATASETREQUEST']._serialized_end=942
+  _globals['_FINALIZEDATASETRESPONSE']._serialized_start=944
+  _globals['_FINALIZEDATASETRESPONSE']._serialized_end=1013
+  _globals['_GETDATASETREQUEST']._serialized_start=1015
+  _globals['_GETDATASETREQUEST']._serialized_end=1048
+  _globals['_GETDATASETRESPONSE']._serialized_start=1050
+  _globals['_GETDATASETRESPONSE']._serialized_end=1114
+  _globals['_LISTDATASETSREQUEST']._serialized_start=1116
+  _globals['_LISTDATASETSREQUEST']._serialized_end=1176
+  _globals['_LISTDATASETSRESPONSE']._serialized_start=1178
+  _globals['_LISTDATASETSRESPONSE']._serialized_end=1270
+  _globals['_DELETEDATASETREQUEST']._serialized_start=1272
+  _globals['_DELETEDATASETREQUEST']._serialized_end=1308
+  _globals['_DELETEDATASETRESPONSE']._serialized_start=1310
+  _globals['_DELETEDATASETRESPONSE']._serialized_end=1333
+  _globals['_PREVIEWDATASETREQUEST']._serialized_start=1336
+  _globals['_PREVIEWDATASETREQUEST']._serialized_end=1534
+  _globals['_PREVIEWROW']._serialized_start=1537
+  _globals['_PREVIEWROW']._serialized_end=1769
+  _globals['_PREVIEWSPAN']._serialized_start=1771
+  _globals['_PREVIEWSPAN']._serialized_end=1815
+  _globals['_PREVIEWDATASETRESPONSE']._serialized_start=1818
+  _globals['_PREVIEWDATASETRESPONSE']._serialized_end=2065
+  _globals['_DATASETSERVICE']._serialized_start=2419
+  _globals['_DATASETSERVICE']._serialized_end=3020
 # @@protoc_insertion_point(module_scope)

@@ -80,7 +80,7 @@ class _DatasetStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Validated; jobs may use it."""
 
 class DatasetState(_DatasetState, metaclass=_DatasetStateEnumTypeWrapper):
-    """DatasetState is where a dataset stands."""
+    """DatasetState is the status of a dataset."""
 
 DATASET_STATE_UNSPECIFIED: DatasetState.ValueType  # 0
 """Not set."""
@@ -132,7 +132,7 @@ class Dataset(google.protobuf.message.Message):
     format: global___DatasetFormat.ValueType
     """How its rows are written."""
     state: global___DatasetState.ValueType
-    """Where it stands."""
+    """Its status."""
     num_rows: builtins.int
     """Rows; known when READY."""
     size_bytes: builtins.int
@@ -247,130 +247,6 @@ class CreateDatasetResponse(google.protobuf.message.Message):
 global___CreateDatasetResponse = CreateDatasetResponse
 
 @typing.final
-class FindMissingBlobsRequest(google.protobuf.message.Message):
-    """FindMissingBlobsRequest names contents."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOBS_FIELD_NUMBER: builtins.int
-    @property
-    def blobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.BlobRef]:
-        """The contents."""
-
-    def __init__(
-        self,
-        *,
-        blobs: collections.abc.Iterable[horizon_proto.v1.blob_pb2.BlobRef] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs"]) -> None: ...
-
-global___FindMissingBlobsRequest = FindMissingBlobsRequest
-
-@typing.final
-class FindMissingBlobsResponse(google.protobuf.message.Message):
-    """FindMissingBlobsResponse names those to send."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MISSING_FIELD_NUMBER: builtins.int
-    @property
-    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.BlobStatus]:
-        """The missing ones with what has arrived of each."""
-
-    def __init__(
-        self,
-        *,
-        missing: collections.abc.Iterable[horizon_proto.v1.blob_pb2.BlobStatus] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing", b"missing"]) -> None: ...
-
-global___FindMissingBlobsResponse = FindMissingBlobsResponse
-
-@typing.final
-class WriteBlobRequest(google.protobuf.message.Message):
-    """WriteBlobRequest is one piece of an upload."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CHUNK_FIELD_NUMBER: builtins.int
-    @property
-    def chunk(self) -> horizon_proto.v1.blob_pb2.BlobChunk:
-        """The piece."""
-
-    def __init__(
-        self,
-        *,
-        chunk: horizon_proto.v1.blob_pb2.BlobChunk | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk"]) -> None: ...
-
-global___WriteBlobRequest = WriteBlobRequest
-
-@typing.final
-class WriteBlobResponse(google.protobuf.message.Message):
-    """WriteBlobResponse says how far the content is."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: builtins.int
-    @property
-    def status(self) -> horizon_proto.v1.blob_pb2.BlobStatus:
-        """How far."""
-
-    def __init__(
-        self,
-        *,
-        status: horizon_proto.v1.blob_pb2.BlobStatus | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
-
-global___WriteBlobResponse = WriteBlobResponse
-
-@typing.final
-class QueryBlobStatusRequest(google.protobuf.message.Message):
-    """QueryBlobStatusRequest names a content."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOB_FIELD_NUMBER: builtins.int
-    @property
-    def blob(self) -> horizon_proto.v1.blob_pb2.BlobRef:
-        """The content."""
-
-    def __init__(
-        self,
-        *,
-        blob: horizon_proto.v1.blob_pb2.BlobRef | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob"]) -> None: ...
-
-global___QueryBlobStatusRequest = QueryBlobStatusRequest
-
-@typing.final
-class QueryBlobStatusResponse(google.protobuf.message.Message):
-    """QueryBlobStatusResponse says how far the content is."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: builtins.int
-    @property
-    def status(self) -> horizon_proto.v1.blob_pb2.BlobStatus:
-        """How far."""
-
-    def __init__(
-        self,
-        *,
-        status: horizon_proto.v1.blob_pb2.BlobStatus | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
-
-global___QueryBlobStatusResponse = QueryBlobStatusResponse
-
-@typing.final
 class FinalizeDatasetRequest(google.protobuf.message.Message):
     """FinalizeDatasetRequest names an announced dataset."""
 
@@ -457,7 +333,7 @@ class ListDatasetsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """At most so many; default 100, at most 1000."""
+    """Maximum number to return; default 100, at most 1000."""
     page_token: builtins.str
     """From an earlier answer."""
     def __init__(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DatasetServiceStub(object):
-    """DatasetService takes data files in resumable, content-addressed pieces.
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService.
     """
 
     def __init__(self, channel):
@@ -39,21 +39,6 @@ class DatasetServiceStub(object):
                 '/horizon_proto.v1.DatasetService/CreateDataset',
                 request_serializer=horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetResponse.FromString,
-                _registered_method=True)
-        self.FindMissingBlobs = channel.unary_unary(
-                '/horizon_proto.v1.DatasetService/FindMissingBlobs',
-                request_serializer=horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsResponse.FromString,
-                _registered_method=True)
-        self.WriteBlob = channel.stream_unary(
-                '/horizon_proto.v1.DatasetService/WriteBlob',
-                request_serializer=horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobResponse.FromString,
-                _registered_method=True)
-        self.QueryBlobStatus = channel.unary_unary(
-                '/horizon_proto.v1.DatasetService/QueryBlobStatus',
-                request_serializer=horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusResponse.FromString,
                 _registered_method=True)
         self.FinalizeDataset = channel.unary_unary(
                 '/horizon_proto.v1.DatasetService/FinalizeDataset',
@@ -83,7 +68,7 @@ class DatasetServiceStub(object):
 
 
 class DatasetServiceServicer(object):
-    """DatasetService takes data files in resumable, content-addressed pieces.
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService.
     """
 
     def CreateDataset(self, request, context):
@@ -93,29 +78,8 @@ class DatasetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindMissingBlobs(self, request, context):
-        """FindMissingBlobs says which contents the caller still has to send.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WriteBlob(self, request_iterator, context):
-        """WriteBlob sends one content from its committed offset on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def QueryBlobStatus(self, request, context):
-        """QueryBlobStatus says from which offset to go on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def FinalizeDataset(self, request, context):
-        """FinalizeDataset validates every row and makes the dataset READY, or says what is wrong with which line.
+        """FinalizeDataset validates every row and makes the dataset READY, or reports what is wrong with which line.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,21 +121,6 @@ def add_DatasetServiceServicer_to_server(servicer, server):
                     request_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetResponse.SerializeToString,
             ),
-            'FindMissingBlobs': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindMissingBlobs,
-                    request_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsResponse.SerializeToString,
-            ),
-            'WriteBlob': grpc.stream_unary_rpc_method_handler(
-                    servicer.WriteBlob,
-                    request_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobResponse.SerializeToString,
-            ),
-            'QueryBlobStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.QueryBlobStatus,
-                    request_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusResponse.SerializeToString,
-            ),
             'FinalizeDataset': grpc.unary_unary_rpc_method_handler(
                     servicer.FinalizeDataset,
                     request_deserializer=horizon__proto_dot_v1_dot_dataset__pb2.FinalizeDatasetRequest.FromString,
@@ -206,7 +155,7 @@ def add_DatasetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DatasetService(object):
-    """DatasetService takes data files in resumable, content-addressed pieces.
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService.
     """
 
     @staticmethod
@@ -226,87 +175,6 @@ class DatasetService(object):
             '/horizon_proto.v1.DatasetService/CreateDataset',
             horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetRequest.SerializeToString,
             horizon__proto_dot_v1_dot_dataset__pb2.CreateDatasetResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindMissingBlobs(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/horizon_proto.v1.DatasetService/FindMissingBlobs',
-            horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_dataset__pb2.FindMissingBlobsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WriteBlob(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/horizon_proto.v1.DatasetService/WriteBlob',
-            horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_dataset__pb2.WriteBlobResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def QueryBlobStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/horizon_proto.v1.DatasetService/QueryBlobStatus',
-            horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_dataset__pb2.QueryBlobStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class DatasetServiceStub:
-    """DatasetService takes data files in resumable, content-addressed pieces."""
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     CreateDataset: grpc.UnaryUnaryMultiCallable[
@@ -27,29 +27,11 @@ class DatasetServiceStub:
     ]
     """CreateDataset announces a dataset: its name and its files by content. It stays UPLOADING until finalized."""
 
-    FindMissingBlobs: grpc.UnaryUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.FindMissingBlobsRequest,
-        horizon_proto.v1.dataset_pb2.FindMissingBlobsResponse,
-    ]
-    """FindMissingBlobs says which contents the caller still has to send."""
-
-    WriteBlob: grpc.StreamUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.WriteBlobRequest,
-        horizon_proto.v1.dataset_pb2.WriteBlobResponse,
-    ]
-    """WriteBlob sends one content from its committed offset on."""
-
-    QueryBlobStatus: grpc.UnaryUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.QueryBlobStatusRequest,
-        horizon_proto.v1.dataset_pb2.QueryBlobStatusResponse,
-    ]
-    """QueryBlobStatus says from which offset to go on."""
-
     FinalizeDataset: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.dataset_pb2.FinalizeDatasetRequest,
         horizon_proto.v1.dataset_pb2.FinalizeDatasetResponse,
     ]
-    """FinalizeDataset validates every row and makes the dataset READY, or says what is wrong with which line."""
+    """FinalizeDataset validates every row and makes the dataset READY, or reports what is wrong with which line."""
 
     GetDataset: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.dataset_pb2.GetDatasetRequest,
@@ -76,7 +58,7 @@ class DatasetServiceStub:
     """PreviewDataset renders rows as a model would see them."""
 
 class DatasetServiceAsyncStub:
-    """DatasetService takes data files in resumable, content-addressed pieces."""
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService."""
 
     CreateDataset: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.dataset_pb2.CreateDatasetRequest,
@@ -84,29 +66,11 @@ class DatasetServiceAsyncStub:
     ]
     """CreateDataset announces a dataset: its name and its files by content. It stays UPLOADING until finalized."""
 
-    FindMissingBlobs: grpc.aio.UnaryUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.FindMissingBlobsRequest,
-        horizon_proto.v1.dataset_pb2.FindMissingBlobsResponse,
-    ]
-    """FindMissingBlobs says which contents the caller still has to send."""
-
-    WriteBlob: grpc.aio.StreamUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.WriteBlobRequest,
-        horizon_proto.v1.dataset_pb2.WriteBlobResponse,
-    ]
-    """WriteBlob sends one content from its committed offset on."""
-
-    QueryBlobStatus: grpc.aio.UnaryUnaryMultiCallable[
-        horizon_proto.v1.dataset_pb2.QueryBlobStatusRequest,
-        horizon_proto.v1.dataset_pb2.QueryBlobStatusResponse,
-    ]
-    """QueryBlobStatus says from which offset to go on."""
-
     FinalizeDataset: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.dataset_pb2.FinalizeDatasetRequest,
         horizon_proto.v1.dataset_pb2.FinalizeDatasetResponse,
     ]
-    """FinalizeDataset validates every row and makes the dataset READY, or says what is wrong with which line."""
+    """FinalizeDataset validates every row and makes the dataset READY, or reports what is wrong with which line."""
 
     GetDataset: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.dataset_pb2.GetDatasetRequest,
@@ -133,7 +97,7 @@ class DatasetServiceAsyncStub:
     """PreviewDataset renders rows as a model would see them."""
 
 class DatasetServiceServicer(metaclass=abc.ABCMeta):
-    """DatasetService takes data files in resumable, content-addressed pieces."""
+    """DatasetService makes datasets of data files, whose contents are sent with BlobService."""
 
     @abc.abstractmethod
     def CreateDataset(
@@ -144,36 +108,12 @@ class DatasetServiceServicer(metaclass=abc.ABCMeta):
         """CreateDataset announces a dataset: its name and its files by content. It stays UPLOADING until finalized."""
 
     @abc.abstractmethod
-    def FindMissingBlobs(
-        self,
-        request: horizon_proto.v1.dataset_pb2.FindMissingBlobsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.dataset_pb2.FindMissingBlobsResponse, collections.abc.Awaitable[horizon_proto.v1.dataset_pb2.FindMissingBlobsResponse]]:
-        """FindMissingBlobs says which contents the caller still has to send."""
-
-    @abc.abstractmethod
-    def WriteBlob(
-        self,
-        request_iterator: _MaybeAsyncIterator[horizon_proto.v1.dataset_pb2.WriteBlobRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.dataset_pb2.WriteBlobResponse, collections.abc.Awaitable[horizon_proto.v1.dataset_pb2.WriteBlobResponse]]:
-        """WriteBlob sends one content from its committed offset on."""
-
-    @abc.abstractmethod
-    def QueryBlobStatus(
-        self,
-        request: horizon_proto.v1.dataset_pb2.QueryBlobStatusRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.dataset_pb2.QueryBlobStatusResponse, collections.abc.Awaitable[horizon_proto.v1.dataset_pb2.QueryBlobStatusResponse]]:
-        """QueryBlobStatus says from which offset to go on."""
-
-    @abc.abstractmethod
     def FinalizeDataset(
         self,
         request: horizon_proto.v1.dataset_pb2.FinalizeDatasetRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.dataset_pb2.FinalizeDatasetResponse, collections.abc.Awaitable[horizon_proto.v1.dataset_pb2.FinalizeDatasetResponse]]:
-        """FinalizeDataset validates every row and makes the dataset READY, or says what is wrong with which line."""
+        """FinalizeDataset validates every row and makes the dataset READY, or reports what is wrong with which line."""
 
     @abc.abstractmethod
     def GetDataset(

@@ -49,7 +49,7 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Ended by a user."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
-    """JobState is where a job stands."""
+    """JobState is the state of a job."""
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 """Not set."""
@@ -250,7 +250,7 @@ class _DeviceChoiceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DEVICE_CHOICE_UNSPECIFIED: _DeviceChoice.ValueType  # 0
     """Not set: auto."""
     DEVICE_CHOICE_AUTO: _DeviceChoice.ValueType  # 1
-    """The daemon chooses. In this version that is the host."""
+    """The daemon chooses."""
     DEVICE_CHOICE_CUDA: _DeviceChoice.ValueType  # 2
     """A CUDA device, or refuse."""
     DEVICE_CHOICE_HOST: _DeviceChoice.ValueType  # 3
@@ -262,7 +262,7 @@ class DeviceChoice(_DeviceChoice, metaclass=_DeviceChoiceEnumTypeWrapper):
 DEVICE_CHOICE_UNSPECIFIED: DeviceChoice.ValueType  # 0
 """Not set: auto."""
 DEVICE_CHOICE_AUTO: DeviceChoice.ValueType  # 1
-"""The daemon chooses. In this version that is the host."""
+"""The daemon chooses."""
 DEVICE_CHOICE_CUDA: DeviceChoice.ValueType  # 2
 """A CUDA device, or refuse."""
 DEVICE_CHOICE_HOST: DeviceChoice.ValueType  # 3
@@ -300,9 +300,9 @@ class JobSpec(google.protobuf.message.Message):
     method: global___Method.ValueType
     """How the model is tuned; default sft."""
     eval_every_steps: builtins.int
-    """Evaluate every so many steps; 0 never; default 0."""
+    """Steps between evaluations; 0 never; default 0."""
     priority: builtins.int
-    """Higher first, within the project's share; default 0."""
+    """Must be 0 in this version: the queue is first come, first served. Later: higher first, within the project's share."""
     device: global___DeviceChoice.ValueType
     """Where the layers are computed; default auto."""
     eval_fraction: builtins.float
@@ -396,7 +396,7 @@ class TrainSpec(google.protobuf.message.Message):
     train_on: global___TrainOn.ValueType
     """Which tokens of a chat carry loss; default assistant."""
     max_skipped_steps: builtins.int
-    """The job fails with reason DIVERGED after so many skipped steps in a row; at least 1; default 10."""
+    """The job fails with reason DIVERGED after this number of skipped steps in a row; at least 1; default 10."""
     decay: global___Decay.ValueType
     """Which parameters weight_decay applies to; default trainer."""
     @property
@@ -462,7 +462,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     KEEP_BEST_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
-    """Write one every so many steps; 0 only at the end; default 500."""
+    """Steps between checkpoints; 0 writes one at the end only; default 500."""
     keep_last: builtins.int
     """How many of the newest are kept; default 2."""
     keep_best: builtins.bool
@@ -490,7 +490,7 @@ global___CheckpointSpec = CheckpointSpec
 
 @typing.final
 class Job(google.protobuf.message.Message):
-    """Job is one submitted job as it stands."""
+    """Job is one submitted job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -534,11 +534,11 @@ class Job(google.protobuf.message.Message):
     owner: builtins.str
     """Name of the user who submitted it."""
     state: global___JobState.ValueType
-    """Where it stands."""
+    """Its state."""
     reason: builtins.str
     """Stable reason of the last state change, such as WORKER_FAILED; may be empty."""
     message: builtins.str
-    """One sentence for people about the last state change."""
+    """Message for people about the last state change."""
     step: builtins.int
     """Last finished optimizer step."""
     num_steps: builtins.int
@@ -673,7 +673,7 @@ class MemoryPlan(google.protobuf.message.Message):
     fits: builtins.bool
     """Whether both fit."""
     message: builtins.str
-    """When it does not fit: the numbers and the smallest change that would make it fit."""
+    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise, or empty."""
     num_parameters: builtins.int
     """Parameters of the model."""
     device: builtins.str
@@ -850,11 +850,11 @@ class StepEvent(google.protobuf.message.Message):
     duration_s: builtins.float
     """Seconds the step took."""
     compute_s: builtins.float
-    """Seconds the compute queue worked."""
+    """Seconds the compute queue was busy."""
     optimizer_s: builtins.float
-    """Seconds the optimizer worked."""
+    """Seconds the optimizer was busy."""
     optimizer_exposed_s: builtins.float
-    """Seconds of it that nothing hid."""
+    """Seconds of it during which nothing else was busy."""
     skipped: builtins.str
     """Why not every weight was updated, empty when all were: non_finite_gradient (nothing was updated) or partly_non_finite_gradient
     (only the units that an update during the backward pass had reached already).
@@ -928,7 +928,7 @@ class StateEvent(google.protobuf.message.Message):
     reason: builtins.str
     """Stable reason."""
     message: builtins.str
-    """One sentence."""
+    """Message for people."""
     attempt: builtins.int
     """The attempt it concerns."""
     def __init__(
@@ -1144,7 +1144,7 @@ class JobEvent(google.protobuf.message.Message):
 
     @property
     def message(self) -> global___MessageEvent:
-        """A sentence for people."""
+        """A message for people."""
 
     def __init__(
         self,
@@ -1307,7 +1307,7 @@ class ListJobsRequest(google.protobuf.message.Message):
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """At most so many; default 100, at most 1000."""
+    """Maximum number to list; default 100, at most 1000."""
     page_token: builtins.str
     """From an earlier answer."""
     @property
@@ -1369,7 +1369,7 @@ global___CancelJobRequest = CancelJobRequest
 
 @typing.final
 class CancelJobResponse(google.protobuf.message.Message):
-    """CancelJobResponse holds the job as it stands after the call."""
+    """CancelJobResponse holds the job after the call."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1408,7 +1408,7 @@ global___PauseJobRequest = PauseJobRequest
 
 @typing.final
 class PauseJobResponse(google.protobuf.message.Message):
-    """PauseJobResponse holds the job as it stands after the call."""
+    """PauseJobResponse holds the job after the call."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1447,7 +1447,7 @@ global___ResumeJobRequest = ResumeJobRequest
 
 @typing.final
 class ResumeJobResponse(google.protobuf.message.Message):
-    """ResumeJobResponse holds the job as it stands after the call."""
+    """ResumeJobResponse holds the job after the call."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1468,7 +1468,7 @@ global___ResumeJobResponse = ResumeJobResponse
 
 @typing.final
 class UpdateJobRequest(google.protobuf.message.Message):
-    """UpdateJobRequest changes a job."""
+    """UpdateJobRequest asks for changes of a job."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1492,7 +1492,7 @@ global___UpdateJobRequest = UpdateJobRequest
 
 @typing.final
 class UpdateJobResponse(google.protobuf.message.Message):
-    """UpdateJobResponse holds the job as it stands after the call."""
+    """UpdateJobResponse holds the job after the call."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class JobServiceStub(object):
-    """JobService takes fine-tuning jobs and tells what becomes of them.
+    """JobService takes fine-tuning jobs and reports their progress.
     """
 
     def __init__(self, channel):
@@ -88,7 +88,7 @@ class JobServiceStub(object):
 
 
 class JobServiceServicer(object):
-    """JobService takes fine-tuning jobs and tells what becomes of them.
+    """JobService takes fine-tuning jobs and reports their progress.
     """
 
     def SubmitJob(self, request, context):
@@ -99,7 +99,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlanJob(self, request, context):
-        """PlanJob says how much memory a job would take and whether it fits, and changes nothing.
+        """PlanJob returns how much memory a job would take and whether it fits, and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateJob(self, request, context):
-        """UpdateJob changes what may change after submission, such as the priority.
+        """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,7 +223,7 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
-    """JobService takes fine-tuning jobs and tells what becomes of them.
+    """JobService takes fine-tuning jobs and reports their progress.
     """
 
     @staticmethod

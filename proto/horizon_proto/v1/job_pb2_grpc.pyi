@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class JobServiceStub:
-    """JobService takes fine-tuning jobs and tells what becomes of them."""
+    """JobService takes fine-tuning jobs and reports their progress."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     SubmitJob: grpc.UnaryUnaryMultiCallable[
@@ -31,7 +31,7 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.PlanJobRequest,
         horizon_proto.v1.job_pb2.PlanJobResponse,
     ]
-    """PlanJob says how much memory a job would take and whether it fits, and changes nothing."""
+    """PlanJob returns how much memory a job would take and whether it fits, and changes nothing."""
 
     GetJob: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.GetJobRequest,
@@ -67,7 +67,7 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.UpdateJobRequest,
         horizon_proto.v1.job_pb2.UpdateJobResponse,
     ]
-    """UpdateJob changes what may change after submission, such as the priority."""
+    """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
 
     WatchJob: grpc.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.WatchJobRequest,
@@ -82,7 +82,7 @@ class JobServiceStub:
     """GetJobLogs streams the log of a job's worker."""
 
 class JobServiceAsyncStub:
-    """JobService takes fine-tuning jobs and tells what becomes of them."""
+    """JobService takes fine-tuning jobs and reports their progress."""
 
     SubmitJob: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.SubmitJobRequest,
@@ -94,7 +94,7 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.PlanJobRequest,
         horizon_proto.v1.job_pb2.PlanJobResponse,
     ]
-    """PlanJob says how much memory a job would take and whether it fits, and changes nothing."""
+    """PlanJob returns how much memory a job would take and whether it fits, and changes nothing."""
 
     GetJob: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.GetJobRequest,
@@ -130,7 +130,7 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.UpdateJobRequest,
         horizon_proto.v1.job_pb2.UpdateJobResponse,
     ]
-    """UpdateJob changes what may change after submission, such as the priority."""
+    """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
 
     WatchJob: grpc.aio.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.WatchJobRequest,
@@ -145,7 +145,7 @@ class JobServiceAsyncStub:
     """GetJobLogs streams the log of a job's worker."""
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
-    """JobService takes fine-tuning jobs and tells what becomes of them."""
+    """JobService takes fine-tuning jobs and reports their progress."""
 
     @abc.abstractmethod
     def SubmitJob(
@@ -161,7 +161,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.PlanJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.PlanJobResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.PlanJobResponse]]:
-        """PlanJob says how much memory a job would take and whether it fits, and changes nothing."""
+        """PlanJob returns how much memory a job would take and whether it fits, and changes nothing."""
 
     @abc.abstractmethod
     def GetJob(
@@ -209,7 +209,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.UpdateJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.UpdateJobResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.UpdateJobResponse]]:
-        """UpdateJob changes what may change after submission, such as the priority."""
+        """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
 
     @abc.abstractmethod
     def WatchJob(

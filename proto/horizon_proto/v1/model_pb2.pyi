@@ -35,7 +35,7 @@ class _ModelStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Checked; jobs may use it."""
 
 class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
-    """ModelState is where a model stands."""
+    """ModelState is the status of a model."""
 
 MODEL_STATE_UNSPECIFIED: ModelState.ValueType  # 0
 """Not set."""
@@ -68,7 +68,7 @@ class Model(google.protobuf.message.Message):
     owner: builtins.str
     """Who pushed it."""
     state: global___ModelState.ValueType
-    """Where it stands."""
+    """Its status."""
     architecture: builtins.str
     """model_type of its config.json; known when READY."""
     num_parameters: builtins.int
@@ -113,10 +113,13 @@ class CreateModelRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
+    CONFIG_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Chosen by the caller (a UUID): repeats of the same request are recognised by it. Required."""
     name: builtins.str
     """Name, unique per owner."""
+    config: builtins.bytes
+    """The content of config.json, so that a model that cannot be trained is refused before its files are sent. At most 1 MiB; optional."""
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.FileEntry]:
         """Its files."""
@@ -127,8 +130,9 @@ class CreateModelRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         name: builtins.str = ...,
         files: collections.abc.Iterable[horizon_proto.v1.blob_pb2.FileEntry] | None = ...,
+        config: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["files", b"files", "name", b"name", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "files", b"files", "name", b"name", "request_id", b"request_id"]) -> None: ...
 
 global___CreateModelRequest = CreateModelRequest
 
@@ -152,130 +156,6 @@ class CreateModelResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["model", b"model"]) -> None: ...
 
 global___CreateModelResponse = CreateModelResponse
-
-@typing.final
-class FindMissingModelBlobsRequest(google.protobuf.message.Message):
-    """FindMissingModelBlobsRequest names contents."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOBS_FIELD_NUMBER: builtins.int
-    @property
-    def blobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.BlobRef]:
-        """The contents."""
-
-    def __init__(
-        self,
-        *,
-        blobs: collections.abc.Iterable[horizon_proto.v1.blob_pb2.BlobRef] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs"]) -> None: ...
-
-global___FindMissingModelBlobsRequest = FindMissingModelBlobsRequest
-
-@typing.final
-class FindMissingModelBlobsResponse(google.protobuf.message.Message):
-    """FindMissingModelBlobsResponse names those to send."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MISSING_FIELD_NUMBER: builtins.int
-    @property
-    def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[horizon_proto.v1.blob_pb2.BlobStatus]:
-        """The missing ones with what has arrived of each."""
-
-    def __init__(
-        self,
-        *,
-        missing: collections.abc.Iterable[horizon_proto.v1.blob_pb2.BlobStatus] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing", b"missing"]) -> None: ...
-
-global___FindMissingModelBlobsResponse = FindMissingModelBlobsResponse
-
-@typing.final
-class WriteModelBlobRequest(google.protobuf.message.Message):
-    """WriteModelBlobRequest is one piece of an upload."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    CHUNK_FIELD_NUMBER: builtins.int
-    @property
-    def chunk(self) -> horizon_proto.v1.blob_pb2.BlobChunk:
-        """The piece."""
-
-    def __init__(
-        self,
-        *,
-        chunk: horizon_proto.v1.blob_pb2.BlobChunk | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk"]) -> None: ...
-
-global___WriteModelBlobRequest = WriteModelBlobRequest
-
-@typing.final
-class WriteModelBlobResponse(google.protobuf.message.Message):
-    """WriteModelBlobResponse says how far the content is."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: builtins.int
-    @property
-    def status(self) -> horizon_proto.v1.blob_pb2.BlobStatus:
-        """How far."""
-
-    def __init__(
-        self,
-        *,
-        status: horizon_proto.v1.blob_pb2.BlobStatus | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
-
-global___WriteModelBlobResponse = WriteModelBlobResponse
-
-@typing.final
-class QueryModelBlobStatusRequest(google.protobuf.message.Message):
-    """QueryModelBlobStatusRequest names a content."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BLOB_FIELD_NUMBER: builtins.int
-    @property
-    def blob(self) -> horizon_proto.v1.blob_pb2.BlobRef:
-        """The content."""
-
-    def __init__(
-        self,
-        *,
-        blob: horizon_proto.v1.blob_pb2.BlobRef | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob"]) -> None: ...
-
-global___QueryModelBlobStatusRequest = QueryModelBlobStatusRequest
-
-@typing.final
-class QueryModelBlobStatusResponse(google.protobuf.message.Message):
-    """QueryModelBlobStatusResponse says how far the content is."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: builtins.int
-    @property
-    def status(self) -> horizon_proto.v1.blob_pb2.BlobStatus:
-        """How far."""
-
-    def __init__(
-        self,
-        *,
-        status: horizon_proto.v1.blob_pb2.BlobStatus | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["status", b"status"]) -> None: ...
-
-global___QueryModelBlobStatusResponse = QueryModelBlobStatusResponse
 
 @typing.final
 class FinalizeModelRequest(google.protobuf.message.Message):
@@ -364,7 +244,7 @@ class ListModelsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """At most so many; default 100, at most 1000."""
+    """Maximum number to return; default 100, at most 1000."""
     page_token: builtins.str
     """From an earlier answer."""
     def __init__(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub(object):
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets.
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService.
     """
 
     def __init__(self, channel):
@@ -39,21 +39,6 @@ class ModelServiceStub(object):
                 '/horizon_proto.v1.ModelService/CreateModel',
                 request_serializer=horizon__proto_dot_v1_dot_model__pb2.CreateModelRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_model__pb2.CreateModelResponse.FromString,
-                _registered_method=True)
-        self.FindMissingModelBlobs = channel.unary_unary(
-                '/horizon_proto.v1.ModelService/FindMissingModelBlobs',
-                request_serializer=horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsResponse.FromString,
-                _registered_method=True)
-        self.WriteModelBlob = channel.stream_unary(
-                '/horizon_proto.v1.ModelService/WriteModelBlob',
-                request_serializer=horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobResponse.FromString,
-                _registered_method=True)
-        self.QueryModelBlobStatus = channel.unary_unary(
-                '/horizon_proto.v1.ModelService/QueryModelBlobStatus',
-                request_serializer=horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusRequest.SerializeToString,
-                response_deserializer=horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusResponse.FromString,
                 _registered_method=True)
         self.FinalizeModel = channel.unary_unary(
                 '/horizon_proto.v1.ModelService/FinalizeModel',
@@ -78,7 +63,7 @@ class ModelServiceStub(object):
 
 
 class ModelServiceServicer(object):
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets.
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService.
     """
 
     def CreateModel(self, request, context):
@@ -88,29 +73,8 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindMissingModelBlobs(self, request, context):
-        """FindMissingModelBlobs says which contents the caller still has to send.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WriteModelBlob(self, request_iterator, context):
-        """WriteModelBlob sends one content from its committed offset on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def QueryModelBlobStatus(self, request, context):
-        """QueryModelBlobStatus says from which offset to go on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def FinalizeModel(self, request, context):
-        """FinalizeModel checks config and every safetensors header and makes the model READY, or says which file is wrong.
+        """FinalizeModel checks config and every safetensors header and makes the model READY, or reports which file is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,21 +109,6 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=horizon__proto_dot_v1_dot_model__pb2.CreateModelRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_model__pb2.CreateModelResponse.SerializeToString,
             ),
-            'FindMissingModelBlobs': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindMissingModelBlobs,
-                    request_deserializer=horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsResponse.SerializeToString,
-            ),
-            'WriteModelBlob': grpc.stream_unary_rpc_method_handler(
-                    servicer.WriteModelBlob,
-                    request_deserializer=horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobResponse.SerializeToString,
-            ),
-            'QueryModelBlobStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.QueryModelBlobStatus,
-                    request_deserializer=horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusRequest.FromString,
-                    response_serializer=horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusResponse.SerializeToString,
-            ),
             'FinalizeModel': grpc.unary_unary_rpc_method_handler(
                     servicer.FinalizeModel,
                     request_deserializer=horizon__proto_dot_v1_dot_model__pb2.FinalizeModelRequest.FromString,
@@ -189,7 +138,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService(object):
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets.
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService.
     """
 
     @staticmethod
@@ -209,87 +158,6 @@ class ModelService(object):
             '/horizon_proto.v1.ModelService/CreateModel',
             horizon__proto_dot_v1_dot_model__pb2.CreateModelRequest.SerializeToString,
             horizon__proto_dot_v1_dot_model__pb2.CreateModelResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FindMissingModelBlobs(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/horizon_proto.v1.ModelService/FindMissingModelBlobs',
-            horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_model__pb2.FindMissingModelBlobsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WriteModelBlob(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/horizon_proto.v1.ModelService/WriteModelBlob',
-            horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_model__pb2.WriteModelBlobResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def QueryModelBlobStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/horizon_proto.v1.ModelService/QueryModelBlobStatus',
-            horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusRequest.SerializeToString,
-            horizon__proto_dot_v1_dot_model__pb2.QueryModelBlobStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

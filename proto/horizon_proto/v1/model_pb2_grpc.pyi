@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class ModelServiceStub:
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets."""
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     CreateModel: grpc.UnaryUnaryMultiCallable[
@@ -27,29 +27,11 @@ class ModelServiceStub:
     ]
     """CreateModel announces a model folder: its name and its files by content. It stays UPLOADING until finalized."""
 
-    FindMissingModelBlobs: grpc.UnaryUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.FindMissingModelBlobsRequest,
-        horizon_proto.v1.model_pb2.FindMissingModelBlobsResponse,
-    ]
-    """FindMissingModelBlobs says which contents the caller still has to send."""
-
-    WriteModelBlob: grpc.StreamUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.WriteModelBlobRequest,
-        horizon_proto.v1.model_pb2.WriteModelBlobResponse,
-    ]
-    """WriteModelBlob sends one content from its committed offset on."""
-
-    QueryModelBlobStatus: grpc.UnaryUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.QueryModelBlobStatusRequest,
-        horizon_proto.v1.model_pb2.QueryModelBlobStatusResponse,
-    ]
-    """QueryModelBlobStatus says from which offset to go on."""
-
     FinalizeModel: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.model_pb2.FinalizeModelRequest,
         horizon_proto.v1.model_pb2.FinalizeModelResponse,
     ]
-    """FinalizeModel checks config and every safetensors header and makes the model READY, or says which file is wrong."""
+    """FinalizeModel checks config and every safetensors header and makes the model READY, or reports which file is wrong."""
 
     GetModel: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.model_pb2.GetModelRequest,
@@ -70,7 +52,7 @@ class ModelServiceStub:
     """DeleteModel removes one that no job still needs."""
 
 class ModelServiceAsyncStub:
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets."""
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService."""
 
     CreateModel: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.model_pb2.CreateModelRequest,
@@ -78,29 +60,11 @@ class ModelServiceAsyncStub:
     ]
     """CreateModel announces a model folder: its name and its files by content. It stays UPLOADING until finalized."""
 
-    FindMissingModelBlobs: grpc.aio.UnaryUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.FindMissingModelBlobsRequest,
-        horizon_proto.v1.model_pb2.FindMissingModelBlobsResponse,
-    ]
-    """FindMissingModelBlobs says which contents the caller still has to send."""
-
-    WriteModelBlob: grpc.aio.StreamUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.WriteModelBlobRequest,
-        horizon_proto.v1.model_pb2.WriteModelBlobResponse,
-    ]
-    """WriteModelBlob sends one content from its committed offset on."""
-
-    QueryModelBlobStatus: grpc.aio.UnaryUnaryMultiCallable[
-        horizon_proto.v1.model_pb2.QueryModelBlobStatusRequest,
-        horizon_proto.v1.model_pb2.QueryModelBlobStatusResponse,
-    ]
-    """QueryModelBlobStatus says from which offset to go on."""
-
     FinalizeModel: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.model_pb2.FinalizeModelRequest,
         horizon_proto.v1.model_pb2.FinalizeModelResponse,
     ]
-    """FinalizeModel checks config and every safetensors header and makes the model READY, or says which file is wrong."""
+    """FinalizeModel checks config and every safetensors header and makes the model READY, or reports which file is wrong."""
 
     GetModel: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.model_pb2.GetModelRequest,
@@ -121,7 +85,7 @@ class ModelServiceAsyncStub:
     """DeleteModel removes one that no job still needs."""
 
 class ModelServiceServicer(metaclass=abc.ABCMeta):
-    """ModelService takes model folders (config, tokenizer, safetensors) the same way as datasets."""
+    """ModelService makes models of folders (config, tokenizer, safetensors), whose contents are sent with BlobService."""
 
     @abc.abstractmethod
     def CreateModel(
@@ -132,36 +96,12 @@ class ModelServiceServicer(metaclass=abc.ABCMeta):
         """CreateModel announces a model folder: its name and its files by content. It stays UPLOADING until finalized."""
 
     @abc.abstractmethod
-    def FindMissingModelBlobs(
-        self,
-        request: horizon_proto.v1.model_pb2.FindMissingModelBlobsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.model_pb2.FindMissingModelBlobsResponse, collections.abc.Awaitable[horizon_proto.v1.model_pb2.FindMissingModelBlobsResponse]]:
-        """FindMissingModelBlobs says which contents the caller still has to send."""
-
-    @abc.abstractmethod
-    def WriteModelBlob(
-        self,
-        request_iterator: _MaybeAsyncIterator[horizon_proto.v1.model_pb2.WriteModelBlobRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.model_pb2.WriteModelBlobResponse, collections.abc.Awaitable[horizon_proto.v1.model_pb2.WriteModelBlobResponse]]:
-        """WriteModelBlob sends one content from its committed offset on."""
-
-    @abc.abstractmethod
-    def QueryModelBlobStatus(
-        self,
-        request: horizon_proto.v1.model_pb2.QueryModelBlobStatusRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[horizon_proto.v1.model_pb2.QueryModelBlobStatusResponse, collections.abc.Awaitable[horizon_proto.v1.model_pb2.QueryModelBlobStatusResponse]]:
-        """QueryModelBlobStatus says from which offset to go on."""
-
-    @abc.abstractmethod
     def FinalizeModel(
         self,
         request: horizon_proto.v1.model_pb2.FinalizeModelRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.model_pb2.FinalizeModelResponse, collections.abc.Awaitable[horizon_proto.v1.model_pb2.FinalizeModelResponse]]:
-        """FinalizeModel checks config and every safetensors header and makes the model READY, or says which file is wrong."""
+        """FinalizeModel checks config and every safetensors header and makes the model READY, or reports which file is wrong."""
 
     @abc.abstractmethod
     def GetModel(

@@ -93,7 +93,7 @@ class Node(google.protobuf.message.Message):
     draining: builtins.bool
     """Whether the daemon is shutting down."""
     user: builtins.str
-    """The caller, as the daemon knows them."""
+    """Name of the calling user."""
     role: builtins.str
     """The caller's role: admin, user or viewer."""
     @property

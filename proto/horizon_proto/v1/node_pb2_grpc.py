@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class NodeServiceStub(object):
-    """NodeService tells about the machine.
+    """NodeService describes the machine.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class NodeServiceStub(object):
 
 
 class NodeServiceServicer(object):
-    """NodeService tells about the machine.
+    """NodeService describes the machine.
     """
 
     def GetNode(self, request, context):
@@ -70,7 +70,7 @@ def add_NodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NodeService(object):
-    """NodeService tells about the machine.
+    """NodeService describes the machine.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class NodeServiceStub:
-    """NodeService tells about the machine."""
+    """NodeService describes the machine."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     GetNode: grpc.UnaryUnaryMultiCallable[
@@ -28,7 +28,7 @@ class NodeServiceStub:
     """GetNode returns what the node is and how busy it is."""
 
 class NodeServiceAsyncStub:
-    """NodeService tells about the machine."""
+    """NodeService describes the machine."""
 
     GetNode: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.node_pb2.GetNodeRequest,
@@ -37,7 +37,7 @@ class NodeServiceAsyncStub:
     """GetNode returns what the node is and how busy it is."""
 
 class NodeServiceServicer(metaclass=abc.ABCMeta):
-    """NodeService tells about the machine."""
+    """NodeService describes the machine."""
 
     @abc.abstractmethod
     def GetNode(

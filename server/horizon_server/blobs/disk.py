@@ -1,4 +1,4 @@
-"""The file system calls that a full disk makes fail, and the sentence for when it is full."""
+"""The file system calls that fail on a full disk, and the message for that."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class SystemDisk:
         return shutil.disk_usage(folder).free
 
 
-_OF_UPLOADS = "what is durable of this upload is kept: free space there, then push again to go on"
+_OF_UPLOADS = "what is durable of this upload is kept: free space there, then push again to continue"
 
 
 @contextmanager
-def told_when_full(then: str = _OF_UPLOADS) -> Iterator[None]:
-    """Turn the system's "no space left" into a sentence, with what the caller can do.
+def disk_full_reported(then: str = _OF_UPLOADS) -> Iterator[None]:
+    """Turn the system's "no space left" into an error that says what the caller can do.
 
     Raises:
-        DiskFull: when the block failed for want of space.
+        DiskFull: when the block failed for lack of space.
     """
     try:
         yield

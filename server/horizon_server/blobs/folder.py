@@ -14,7 +14,7 @@ from horizon_server.records.blob import BlobFile
 
 
 def link_folder(store: BlobStore, files: Iterable[BlobFile], target: Path) -> None:
-    """Make `target` hold exactly these files, durably; a half-made one from before is replaced."""
+    """Make `target` hold exactly these files, durably; one that an earlier check left is replaced."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(mode=0o700, parents=True)
     for file in files:

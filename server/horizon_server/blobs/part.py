@@ -1,4 +1,4 @@
-"""One half upload on disk: appended to, made durable in stretches, hashed as it grows.
+"""One partial upload on disk: appended to, made durable in steps, hashed as it grows.
 
 Knows no network and no user. Everything here blocks.
 
@@ -19,7 +19,7 @@ _REHASH_BLOCK_BYTES = 4 * 2**20
 
 
 class Part:
-    """A half upload open for writing. `committed_bytes` are durable; what lies above may be lost."""
+    """A partial upload open for writing. `committed_bytes` are durable; bytes above may be lost."""
 
     def __init__(self, path: Path, descriptor: int, disk: Disk) -> None:
         self.path = path
@@ -32,18 +32,18 @@ class Part:
 
     @classmethod
     def open(cls, path: Path, *, offset: int, disk: Disk) -> Part:
-        """Open the part at `path`, making it when there is none, and stand at `offset`.
+        """Open the part at `path`, making it when there is none, at `offset`.
 
         An offset below what has arrived is taken: the bytes above it are sent again.
 
         Raises:
-            InvalidUpload: when the offset lies beyond what has arrived.
+            InvalidUpload: when the offset is beyond what has arrived.
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         part = cls(path, descriptor, disk)
         try:
-            part._stand_at(offset)
+            part._seek_to(offset)
         except BaseException:
             part.close()
             raise
@@ -94,10 +94,10 @@ class Part:
         if self.size_bytes == 0:
             self.path.unlink(missing_ok=True)
 
-    def _stand_at(self, offset: int) -> None:
+    def _seek_to(self, offset: int) -> None:
         if not 0 <= offset <= self.size_bytes:
             raise InvalidUpload(
-                f"the upload cannot go on at byte {offset}: {self.size_bytes} bytes have arrived; "
+                f"the upload cannot continue at byte {offset}: {self.size_bytes} bytes have arrived; "
                 "ask for the blob's status and send from there"
             )
         if offset < self.size_bytes:

@@ -13,7 +13,7 @@ from horizon_server.blobs.part import Part
 from horizon_server.blobs.threads import in_thread
 
 SYNC_EVERY_BYTES = 32 * 2**20
-"""So much is on its way to the disk at most, and lost at most when the power fails."""
+"""The most that is on its way to the disk, and so the most that is lost when the power fails."""
 
 
 class PartWriter:
@@ -35,7 +35,7 @@ class PartWriter:
         return self._given_bytes
 
     async def put(self, data: bytes) -> None:
-        """Write `data` behind what is being written; returns while it is.
+        """Write `data` after what is being written; returns before it is written.
 
         Raises:
             OSError: why an earlier piece could not be written, or made durable.
@@ -61,7 +61,7 @@ class PartWriter:
             await _ended(self._syncing)
             await in_thread(self._part.sync)
         except OSError:
-            await self._let_go()
+            await self._wait_for_threads()
             await in_thread(self._part.settle)
             raise
 
@@ -70,7 +70,7 @@ class PartWriter:
             self._held = b""
             self._writing = _start(lambda: self._part.append(data))
 
-    async def _let_go(self) -> None:
+    async def _wait_for_threads(self) -> None:
         """Wait until nothing touches the file any more, whatever comes of it."""
         for work in (self._writing, self._syncing):
             with suppress(OSError):
@@ -82,7 +82,7 @@ def _start(call: Callable[[], None]) -> asyncio.Future[None]:
 
 
 async def _ended(work: asyncio.Future[None] | None) -> None:
-    """Wait for `work`, which goes on when the waiting is cancelled."""
+    """Wait for `work`, which continues when the waiting is cancelled."""
     if work is not None:
         await asyncio.wait([work])
         work.result()

@@ -1,4 +1,4 @@
-"""Long work that goes on when the caller who asked for it hangs up, and that a second caller joins."""
+"""Long work that continues when the caller who asked for it hangs up, and that a second caller joins."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The contents on disk: half uploads per user, whole ones stored once for all.
+"""The contents on disk: partial uploads per user, whole contents stored once for all users.
 
-`uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` beside it says that they have sent all of it.
-`blobs/<aa>/<sha256>` is a whole, verified, durable content. Half uploads are never shared between users: who could go on with another's
-part, or be told that it exists, would learn what others have, and get at it without having it.
+`uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` next to it means that they have sent all of it.
+`blobs/<aa>/<sha256>` is a whole, verified, durable content. Partial uploads are never shared between users: a user who could continue
+another's upload, or learn that it exists, would learn what others have, and get it without having it.
 
-Knows no database: who refers to a content is told by `Uploads`.
+Knows no database: its caller passes which contents are referenced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
-from horizon_server.blobs.disk import Disk, SystemDisk, told_when_full
+from horizon_server.blobs.disk import Disk, SystemDisk, disk_full_reported
 from horizon_server.blobs.part import Part
 from horizon_server.blobs.part_writer import PartWriter
 from horizon_server.blobs.threads import in_thread, to_the_end
@@ -32,7 +32,7 @@ MAX_CHUNK_BYTES = 2**20
 _PART = ".part"
 _PROVED = ".proved"
 _UNWINDING_S = 0.25
-"""Who asks how far an upload is has lost the connection; the daemon hears of that a moment later, and then keeps what it still holds."""
+"""A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it holds."""
 
 
 class BlobStore:
@@ -65,11 +65,11 @@ class BlobStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, sha256: str) -> Path:
-        """Return where the whole content lies, or would lie."""
+        """Return the place of the whole content, whether or not it is there."""
         return self._blobs / sha256[:2] / sha256
 
     def holds(self, ref: BlobRef) -> bool:
-        """Whether the whole content is here, whoever sent it."""
+        """Whether the whole content is here, from any user."""
         path = self.path(ref.sha256)
         return path.is_file() and path.stat().st_size == ref.size_bytes
 
@@ -93,13 +93,13 @@ class BlobStore:
         Raises:
             InvalidUpload: a wrong offset, too many bytes, a chunk above 1 MiB, or bytes that have another sha256.
             UploadInProgress: when another connection keeps sending the same.
-            DiskFull: what is durable stays, and a retry goes on from there.
+            DiskFull: what is durable stays, and a retry continues from there.
             Stalled: when the stream stays silent for `silence_limit_s`; what arrived stays.
         """
         async with self._turns.take((owner, ref)) as turn:
             if self.proved_by(owner, ref):
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-            with told_when_full():
+            with disk_full_reported():
                 return await self._receive(turn, owner, ref, offset, chunks)
 
     async def forget_proofs(self, owner: str, refs: Iterable[BlobRef]) -> None:
@@ -108,7 +108,7 @@ class BlobStore:
         await in_thread(lambda: _unlink(entries))
 
     async def expire(self, max_age_s: float) -> int:
-        """Remove half uploads and proofs that were not touched for so long; return how many."""
+        """Remove partial uploads and proofs that were not touched for `max_age_s`; return how many."""
         return await in_thread(lambda: self._expire(self._clock() - max_age_s))
 
     async def remove_unreferenced(self, referenced: frozenset[str], among: Iterable[str]) -> int:
@@ -142,20 +142,20 @@ class BlobStore:
         writer = PartWriter(part)
         try:
             while True:
-                turn.begins_to_wait()
+                turn.waits_for_client()
                 async with asyncio.timeout(self._silence_limit_s):
                     data = await anext(chunks, None)
-                turn.got_data()
+                turn.has_data()
                 if data is None:
                     return
                 _check_chunk(data, writer.given_bytes, ref)
                 await writer.put(data)
         except TimeoutError as error:
             raise Stalled(
-                f"nothing came for {self._silence_limit_s:g} s; ask for the blob's status and go on from there"
+                f"nothing came for {self._silence_limit_s:g} s; ask for the blob's status and continue from there"
             ) from error
         finally:
-            turn.got_data()
+            turn.has_data()
             await to_the_end(writer.finish())
 
     def _refuse_what_cannot_fit(self, ref: BlobRef, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocking file work off the event loop, without ever leaving it half way behind the caller's back."""
+"""Blocking file work off the event loop, which is always over when its caller continues, cancelled or not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One writer at a time for each upload, without letting a dead connection block the laptop that came back.
 
 A second writer waits for the first. It gets the turn when the first ends, or when the first has waited too long for its client: then
-that client is taken for gone, and the first is cut.
+that client is considered gone, and the first is cut.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Turn:
         self._waiting_since: float | None = None
         self.ended = asyncio.Event()
 
-    def begins_to_wait(self) -> None:
+    def waits_for_client(self) -> None:
         """The writer waits for its client from now on."""
         self._waiting_since = self._clock()
 
-    def got_data(self) -> None:
+    def has_data(self) -> None:
         """The writer works: a slow disk is not a silent client."""
         self._waiting_since = None
 
@@ -60,7 +60,7 @@ class Turns:
         self._holders: dict[UploadKey, Turn] = {}
 
     async def is_free(self, key: UploadKey, wait_s: float) -> bool:
-        """Whether nobody holds the turn, or whoever does gives it back within `wait_s`."""
+        """Whether the turn is free, or its holder gives it back within `wait_s`."""
         if (holder := self._holders.get(key)) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -93,7 +93,7 @@ class Turns:
             if not scope.expired():
                 raise
             raise UploadInProgress(
-                "another connection has taken this upload over; ask for its status and go on from there",
+                "another connection has taken this upload over; ask for its status and continue from there",
                 retry_after_s=self._wait_s,
             ) from error
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,22 +63,8 @@ def decode_line(line: bytes) -> Line:
             event: WorkerLine = decode(line)
             return event
         error = plain["error"]
-        kind = _error_classes().get(error["reason"], WorkerFailed)
+        kind = next((kind for kind in HorizonError.__subclasses__() if kind.reason == error["reason"]), WorkerFailed)
         violations = [FieldViolation(field=field, description=text) for field, text in error["violations"]]
         return Failure(kind(str(error["message"]), violations=violations, retry_after_s=error["retry_after_s"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
-
-
-def _error_classes() -> dict[str, type[HorizonError]]:
-    """Every class of the error tree by its reason; of two with one reason, the class nearer to the root."""
-    found: dict[str, type[HorizonError]] = {}
-    for kind in _below(HorizonError):
-        found.setdefault(kind.reason, kind)
-    return found
-
-
-def _below(kind: type[HorizonError]) -> Iterator[type[HorizonError]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _below(child)

@@ -29,7 +29,7 @@ for _command in (serve, demo, user_group, token_group, plan, doctor):
 
 
 def run() -> int:
-    """Run the command line; errors for users are one sentence on stderr."""
+    """Run the command line; errors for users are one message on stderr."""
     try:
         code = horizond.main(standalone_mode=False)
     except click.ClickException as error:

@@ -18,6 +18,7 @@ from horizon_server.errors import BadSetting
 from horizon_server.records.account import ROLES
 from horizon_server.services.accounts import Accounts
 from horizon_server.settings import load_settings
+from horizon_server.state_dir import private_state_dir
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
 
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 @click.group(name="user")
 def user_group() -> None:
-    """Make and list users."""
+    """Make, list and remove users."""
 
 
 @user_group.command("add")
@@ -51,6 +52,15 @@ def user_list(output: str, config: Path | None, state_dir: Path | None) -> None:
     users = _with_accounts(config, state_dir, lambda a: a.users())
     rows = [{"name": u.name, "role": u.role, "project": u.project, "created": _day(u.created_s)} for u in users]
     print_rows(rows, output, name_key="name")
+
+
+@user_group.command("remove")
+@click.argument("name")
+@with_settings_options
+def user_remove(name: str, config: Path | None, state_dir: Path | None) -> None:
+    """Remove a user with all their tokens; their jobs, datasets and models stay. Running jobs continue: cancel them if they should not."""
+    num_tokens = _with_accounts(config, state_dir, lambda a: a.remove_user(name))
+    click.echo(f"user {name} is removed with {num_tokens} tokens", err=True)
 
 
 @click.group(name="token")
@@ -119,6 +129,7 @@ def _with_accounts(
     config: Path | None, state_dir: Path | None, call: Callable[[Accounts], Awaitable[Result]]
 ) -> Result:
     settings = load_settings(config, state_dir=state_dir)
+    private_state_dir(settings.state_dir)
 
     async def run() -> Any:
         database = await Database.open(settings.database_path)

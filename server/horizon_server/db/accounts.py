@@ -11,7 +11,7 @@ from horizon_server.records.account import Token, User
 
 
 class AccountStore:
-    """Implements `accounts.service.AccountStore`."""
+    """The tables of users and tokens. Each call is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -32,6 +32,23 @@ class AccountStore:
         async with self._database.reading() as session:
             rows = await session.scalars(select(UserRow).order_by(UserRow.name))
             return [_user(row) for row in rows]
+
+    async def remove_user(self, name: str) -> int:
+        """Remove a user and their tokens; return how many tokens.
+
+        Raises:
+            NotFound: when there is no such user.
+        """
+        async with self._database.session() as session:
+            row = await session.get(UserRow, name)
+            if row is None:
+                raise NotFound(f"user {name} does not exist; see: horizond user list")
+            tokens = (await session.scalars(select(TokenRow).where(TokenRow.user == name))).all()
+            for token in tokens:
+                await session.delete(token)
+            await session.flush()
+            await session.delete(row)
+            return len(tokens)
 
     async def add_token(self, token: Token, sha256: str) -> None:
         """Store a token by its hash.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -103,6 +104,12 @@ class Database:
         event loop waits for it at its end: a daemon that cannot stop.
         """
         driver: Any = connection.driver_connection
+        # First an end to its transaction: a closed connection keeps the lock of a write until the last cursor is collected, and the
+        # traceback of the cancelled call holds on to one. Sent to the connection's thread without waiting for the answer.
+        with contextlib.suppress(ValueError):  # it is closed already
+            rollback = driver.rollback()
+            rollback.send(None)
+            rollback.close()
         stopped = driver.stop()
         if stopped is not None:
             self._stopping[stopped] = driver  # kept until its thread has closed it
@@ -141,8 +148,8 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
 
-def migrate(path: Path) -> None:
-    """Bring the file at `path` to the newest schema. Two processes may do so at the same time: one waits for the other.
+def migrate(path: Path, revision: str = "head") -> None:
+    """Bring the file at `path` to the newest schema, or to the named one. Of two processes that do so at the same time one waits.
 
     Raises:
         BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
@@ -151,7 +158,8 @@ def migrate(path: Path) -> None:
     try:
         with _explained():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _upgrade(path)
+            path.touch(mode=0o600)  # SQLite gives its other files the same mode
+            _upgrade(path, revision)
     except DatabaseUnavailable as error:
         why = error.__cause__.orig if isinstance(error.__cause__, DBAPIError) else error
         raise _unusable(path, why) from error
@@ -167,7 +175,7 @@ def _unusable(path: Path, why: object) -> BadSetting:
     return BadSetting(f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir")
 
 
-def _upgrade(path: Path) -> None:
+def _upgrade(path: Path, revision: str) -> None:
     engine = create_engine(f"sqlite:///{path}", poolclass=NullPool)
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin)
@@ -177,7 +185,7 @@ def _upgrade(path: Path) -> None:
         with engine.connect().execution_options(immediate=True) as connection, connection.begin():
             attributes: dict[str, Any] = config.attributes
             attributes["connection"] = connection
-            alembic.command.upgrade(config, "head")
+            alembic.command.upgrade(config, revision)
     except CommandError as error:
         newest = ScriptDirectory.from_config(config).get_current_head()
         raise BadSetting(

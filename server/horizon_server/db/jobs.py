@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database
@@ -19,6 +20,9 @@ from horizon_server.events import JobEvent, Payload, StateChanged, decode, encod
 from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted, may_move
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
+
+Figures = tuple[int, str, dict[str, Any]]
+"""Number of an event, kind (step or eval), and figures by name."""
 
 _PLAIN = (
     "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step", "num_steps", "attempt",
@@ -167,6 +171,22 @@ class JobStore:
             rows = await session.scalars(query.order_by(EventRow.sequence).limit(limit))
             return [_event(row) for row in rows]
 
+    async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
+        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order.
+
+        SQLite takes them out of the stored events: a tenth of the work of reading those whole.
+        """
+        body = EventRow.body
+        taken_out = func.json_extract(body, "$.kind", *(f"$.{name}" for name in names))
+        query = (
+            select(EventRow.sequence, case((func.json_valid(body) == 1, taken_out), else_=body))
+            .where(EventRow.job_id == job_id, EventRow.sequence > sequence)
+            .where(or_(body.startswith('{"kind":"step"'), body.startswith('{"kind":"eval"')))
+        )
+        async with self._database.reading() as session:
+            rows = await session.execute(query.order_by(EventRow.sequence).limit(limit))
+            return [(number, *_figures(text, names)) for number, text in rows]
+
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
         async with self._database.reading() as session:
@@ -221,6 +241,13 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
 def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
     row.last_sequence += 1
     session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
+
+
+def _figures(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """A whole event comes where SQLite could not read it: NaN is not JSON to it."""
+    found = json.loads(text)
+    plain = found if isinstance(found, dict) else dict(zip(("kind", *names), found, strict=True))
+    return plain["kind"], {name: plain.get(name) for name in names}
 
 
 def _event(row: EventRow) -> JobEvent:

@@ -80,6 +80,14 @@ class ModelRow(Table):
     created_s: Mapped[float] = mapped_column(Float)
 
 
+class BlobReferenceRow(Table):
+    """One content that a dataset or model is made of, READY or announced. The files are in the resource's own row too, with their names."""
+
+    __tablename__ = "blob_references"
+    sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
+    resource_id: Mapped[str] = mapped_column(String(32), primary_key=True, index=True)
+
+
 class JobRow(Table):
     """A submitted job."""
 

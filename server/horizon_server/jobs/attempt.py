@@ -17,7 +17,15 @@ from typing import Any
 import structlog
 
 from horizon_server.children.child import CANCEL, STOP, Child, log_tail
-from horizon_server.errors import DatabaseUnavailable, DiskFull, DoesNotFit, HorizonError, WorkerFailed
+from horizon_server.errors import (
+    DatabaseUnavailable,
+    DiskFull,
+    DoesNotFit,
+    HorizonError,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerFailed,
+)
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
@@ -52,6 +60,9 @@ _STOP_MESSAGE = {
 }
 
 WORKER_MODULE = "horizon_server.worker"
+
+_UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
+"""Errors whose cause is in the log of the attempt."""
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
@@ -138,7 +149,7 @@ class Attempt:
             try:
                 await self._prepare_and_train()
             except HorizonError as error:
-                if isinstance(error, WorkerFailed):
+                if isinstance(error, _UNEXPLAINED):
                     await self._explain(self._folders.log(self.job.job_id, number))
                 await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
             except OSError as error:
@@ -222,7 +233,7 @@ class Attempt:
                 async with self._running(request, tuple(planes.values()), attempt_log) as child:
                     outcome = await child.answer(self._on_line)
             except HorizonError as error:
-                if not isinstance(error, WorkerFailed):  # `run` does it for those
+                if not isinstance(error, _UNEXPLAINED):  # `run` does it for those
                     await self._explain(attempt_log)
                 raise
         await self._finish(AttemptEnded(outcome=outcome))

@@ -1,34 +1,71 @@
 """What a model folder must be before a job may use it: a decoder with safetensors weights that belong to its config, and no code.
 
-Works on names alone when a folder is announced, so that nothing is sent in vain, and on headers when it has arrived. Never opens a
-pickle and never runs what it finds. Blocking.
+Checks names alone when a folder is announced, the config where the announcement carries it, so that nothing is sent in vain, and headers
+when the folder has arrived. Never opens a pickle and never runs what it finds. Blocking.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from horizon_formats.model_files import refusal
 from horizon_server.errors import FieldViolation, InvalidModel
-from horizon_server.planning.model_folder import check_edges, is_tied, stored_shapes
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
-from horizon_server.store.layout import (
-    build_layout,
-    is_output_projection,
-    parameter_shapes,
-    read_safetensors_headers,
-)
+from horizon_server.store.layout import parameter_shapes
+from horizon_server.store.model_files import CONFIG_FILE, read_config
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
-CONFIG_FILE = "config.json"
-
-_MAX_JSON_BYTES = 64 * 2**20
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
-_CODE = (".py", ".pyc", ".so", ".sh")
+_MAX_TOKENIZER_CONFIG_BYTES = 64 * 2**20
 _DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")
+_BASE_CLASS = "Model"
+"""A base model is saved without an output projection of its own: where the embedding is tied to it, nothing is missing."""
+_ENCODER_TYPES = frozenset(
+    {
+        "albert",
+        "bert",
+        "big_bird",
+        "camembert",
+        "convbert",
+        "data2vec-text",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+    }
+    | {
+        "esm",
+        "eurobert",
+        "flaubert",
+        "funnel",
+        "ibert",
+        "layoutlm",
+        "longformer",
+        "luke",
+        "megatron-bert",
+        "mobilebert",
+        "modernbert",
+    }
+    | {
+        "mpnet",
+        "mra",
+        "nezha",
+        "nomic_bert",
+        "nystromformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+    }
+    | {"splinter", "squeezebert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"}
+)
+"""Architectures whose base class reads text in both directions, unless their config says is_decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +85,7 @@ def check_names(files: Sequence[BlobFile]) -> None:
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
         for i, file in enumerate(files)
-        if (problem := _name_problem(file.path))
+        if (problem := refusal(file.path))
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -60,78 +97,16 @@ def check_names(files: Sequence[BlobFile]) -> None:
         raise InvalidModel("the folder has no .safetensors weights at its top; save the model with save_pretrained")
 
 
-def check_folder(folder: Path) -> ModelFacts:
-    """Return what the folder holds, having read its config and every weight header.
+def check_config(config: Mapping[str, Any]) -> str:
+    """Refuse what config.json alone rules out; returns its model_type.
 
     Raises:
-        InvalidModel: with the file and what is wrong with it.
+        InvalidModel: with the field and what is wrong with it.
     """
-    config = _read_config(folder)
-    _refuse_code(folder, config)
-    _refuse_other_architectures(config)
-    try:
-        headers = read_safetensors_headers(folder)
-        shapes = parameter_shapes(headers)
-        odd = next((name for name in headers if name not in shapes and name.endswith(".weight")), None)
-        if odd is not None:
-            raise InvalidModel(
-                f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model unquantised"
-            )
-        return ModelFacts(
-            architecture=config["model_type"], num_parameters=_count_parameters(config, stored_shapes(config, headers))
-        )
-    except InvalidModel as error:
-        raise InvalidModel(_without_place(error.message, folder), violations=error.violations) from error
-
-
-def _name_problem(path: str) -> str | None:
-    suffix = PurePosixPath(path).suffix.lower()
-    if suffix in _PICKLES:
-        return (
-            "may be a pickle, which can run code when it is opened and is never taken; leave it out, and have the weights as "
-            "safetensors (save_pretrained writes them)"
-        )
-    if suffix in _CODE:
-        return "is code, which is never taken or run here; leave it out, and use an architecture that transformers has built in"
-    return None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder / CONFIG_FILE)
-    model_type = config.get("model_type")
+    model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
         raise InvalidModel(f"{CONFIG_FILE} has no model_type; push a folder written by save_pretrained")
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InvalidModel(f"the folder has no {path.name} at its top; push a folder written by save_pretrained")
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise InvalidModel(f"{path.name} is larger than {_MAX_JSON_BYTES} bytes, which is no configuration")
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise InvalidModel(f"{path.name} is JSON, but not an object")
-    return document
-
-
-def _refuse_code(folder: Path, config: Mapping[str, Any]) -> None:
-    for name, document in ((CONFIG_FILE, config), ("tokenizer_config.json", None)):
-        if document is None:
-            if not (folder / name).is_file():
-                continue
-            document = _read_json(folder / name)
-        if document.get("auto_map"):
-            raise InvalidModel(
-                f"{name} names code of its own (auto_map), which is never run here; use an architecture and a tokenizer that "
-                "transformers has built in, and remove auto_map"
-            )
-
-
-def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
+    _refuse_code(CONFIG_FILE, config)
     if config.get("is_encoder_decoder"):
         raise InvalidModel(
             f"{CONFIG_FILE} says is_encoder_decoder; only decoder-only language models can be trained here"
@@ -140,25 +115,65 @@ def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
         raise InvalidModel(
             f"{CONFIG_FILE} has a quantization_config; quantised weights cannot be trained: push the model in bf16 or fp32"
         )
-    architectures = config.get("architectures")
-    named = architectures if isinstance(architectures, list) else []
-    if named and not any(isinstance(name, str) and name.endswith(_DECODER_CLASSES) for name in named):
+    named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    is_encoder = model_type in _ENCODER_TYPES and not config.get("is_decoder")
+    known = _DECODER_CLASSES if is_encoder else (*_DECODER_CLASSES, _BASE_CLASS)
+    if named and not any(name.endswith(known) for name in named):
         raise InvalidModel(
-            f"{CONFIG_FILE} names {named[0]!r}; only decoder-only language models (...ForCausalLM) can be trained here"
+            f"{CONFIG_FILE} names {named[0]!r:.80}; only decoder-only language models (...ForCausalLM) can be trained here"
+        )
+    return model_type
+
+
+def check_folder(folder: Path) -> ModelFacts:
+    """Return what the folder holds, having read its config and every weight header as a job's plan does.
+
+    Raises:
+        InvalidModel: with the file and what is wrong with it.
+    """
+    try:
+        model_type = check_config(read_config(folder))
+        _check_tokenizer_config(folder / "tokenizer_config.json")
+        try:
+            found = open_model_folder(folder)
+        except InvalidModel:
+            # Weights of other number formats do not count, so that others seem to be missing: the format is the reason.
+            _refuse_quantised(read_safetensors_headers(folder))
+            raise
+        _refuse_quantised(found.headers)
+        return ModelFacts(architecture=model_type, num_parameters=found.layout.num_parameters)
+    except InvalidModel as error:
+        # Where the folder is on the node is not the caller's concern.
+        message = error.message.replace(f"{folder}/", "").replace(str(folder), "the model folder")
+        raise InvalidModel(message, violations=error.violations) from error
+
+
+def _refuse_code(name: str, document: Mapping[str, Any]) -> None:
+    if document.get("auto_map"):
+        raise InvalidModel(
+            f"{name} names code of its own (auto_map), which is never run here; use an architecture and a tokenizer that "
+            "transformers has built in, and remove auto_map"
         )
 
 
-def _count_parameters(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
-    projections = [name for name in shapes if is_output_projection(name)]
-    tied = is_tied(config, shapes)
-    check_edges(config, shapes, tied=tied)
-    num_layers = config.get("num_hidden_layers")
-    if isinstance(num_layers, int) and not isinstance(num_layers, bool) and num_layers > 0:
-        return build_layout(shapes, num_layers=num_layers, tied=tied).num_parameters
-    shared = projections if tied else []
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in shared)
+def _check_tokenizer_config(file: Path) -> None:
+    if not file.is_file():
+        return
+    if file.stat().st_size > _MAX_TOKENIZER_CONFIG_BYTES:
+        raise InvalidModel(f"{file.name} is larger than {_MAX_TOKENIZER_CONFIG_BYTES} bytes, which no tokenizer needs")
+    try:
+        document = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{file.name} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise InvalidModel(f"{file.name} is JSON, but not an object")
+    _refuse_code(file.name, document)
 
 
-def _without_place(sentence: str, folder: Path) -> str:
-    """Where the folder lies on the node is no business of the caller."""
-    return sentence.replace(f"{folder}/", "").replace(str(folder), "the model folder")
+def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
+    shapes = parameter_shapes(headers)
+    odd = next((name for name in headers if name not in shapes and name.endswith(".weight")), None)
+    if odd is not None:
+        raise InvalidModel(
+            f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model unquantised"
+        )

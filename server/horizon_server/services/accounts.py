@@ -18,7 +18,7 @@ _MAX_TOKEN_LENGTH = 256
 
 
 class Accounts:
-    """Makes users and tokens, and tells who a token belongs to."""
+    """Makes users and tokens, and finds the user of a token."""
 
     def __init__(self, store: AccountStore, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -43,6 +43,14 @@ class Accounts:
     async def users(self) -> list[User]:
         """Return all users by name."""
         return await self._store.users()
+
+    async def remove_user(self, name: str) -> int:
+        """Remove a user and all their tokens; what they own stays. Return how many tokens they had.
+
+        Raises:
+            NotFound: when there is no such user.
+        """
+        return await self._store.remove_user(name)
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
         """Make a token for `user` and return it with its secret, which nobody can show again.

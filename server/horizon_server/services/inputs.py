@@ -60,7 +60,7 @@ class NodeResources:
         )
 
     async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
-        """Return a READY dataset by id, whoever asks."""
+        """Return a READY dataset by id, for a job that was allowed to use it."""
         return self._files(await self._datasets.by_id(dataset_id))
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:

@@ -6,9 +6,10 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
+from horizon_server.db.jobs import Figures
 from horizon_server.errors import (
     DoesNotFit,
     Draining,
@@ -213,6 +214,10 @@ class JobService:
         job = await self.get(principal, key)
         async for event in self._journal.follow(job.job_id, after_sequence):
             yield event
+
+    async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
+        """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
+        return await self._journal.store.figures_after(job.job_id, after, names, limit)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False

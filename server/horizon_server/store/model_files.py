@@ -44,8 +44,17 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
+    return parse_config(file.read_bytes(), str(file))
+
+
+def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
+    """The object in the content of a config.json; `file` names it in messages.
+
+    Raises:
+        InvalidModel: it is not a JSON object.
+    """
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InvalidModel(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

@@ -1,6 +1,6 @@
 """The worker's entry: `python -m horizon_server.worker REQUEST --events-fd N`, see `children.entry`.
 
-Nothing here is meant to be typed by hand, but it can be: the request file next to an attempt's log is all it needs besides descriptors.
+Nothing here is meant to be typed by hand, but it can be: the request file next to an attempt's log holds all it needs but the descriptors.
 """
 
 from __future__ import annotations

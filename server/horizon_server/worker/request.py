@@ -30,7 +30,7 @@ class WorkerRequest:
     device: DeviceKind
     device_limit_bytes: int
     activation_placement: ActivationPlacement
-    trace: Path | None
+    trace: Path | None = None
     """Where to write what ran when on the device's queues, next to the request."""
 
     @classmethod

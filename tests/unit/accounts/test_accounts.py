@@ -82,6 +82,20 @@ async def test_wrong_names_are_refused(accounts: Accounts) -> None:
         await accounts.revoke_token("tok_none")
 
 
+async def test_a_removed_user_is_gone_with_all_tokens(accounts: Accounts) -> None:
+    await accounts.add_user("ada")
+    await accounts.add_user("bob")
+    secrets = [(await accounts.create_token(name, lifetime_s=None))[1] for name in ("ada", "ada", "bob")]
+    assert await accounts.remove_user("ada") == 2
+    for secret in secrets[:2]:
+        with pytest.raises(Unauthenticated, match="not known"):
+            await accounts.authenticate(secret)
+    assert (await accounts.authenticate(secrets[2])).name == "bob"
+    assert [user.name for user in await accounts.users()] == ["bob"]
+    with pytest.raises(NotFound, match="horizond user list"):
+        await accounts.remove_user("ada")
+
+
 USER = Principal(name="ada", role="user", project="ada")
 ADMIN = Principal(name="root", role="admin", project="root")
 VIEWER = Principal(name="eve", role="viewer", project="eve")

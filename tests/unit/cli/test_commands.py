@@ -44,7 +44,7 @@ EVERY_COMMAND = dict(_commands(horizond))
 
 
 def test_the_promised_commands_are_there() -> None:
-    promised = "serve; demo; user add; user list; token create; token list; token revoke; plan; doctor"
+    promised = "serve; demo; user add; user list; user remove; token create; token list; token revoke; plan; doctor"
     assert {tuple(words.split()) for words in promised.split(";")} == set(EVERY_COMMAND)
 
 

@@ -22,6 +22,7 @@ from horizon_client.cli.root import horizon
 from horizon_client.connection import RetryPolicy
 from horizon_proto.v1 import (
     blob_pb2,
+    blob_pb2_grpc,
     checkpoint_pb2,
     checkpoint_pb2_grpc,
     dataset_pb2,
@@ -108,6 +109,7 @@ class FakeDaemon:
     async def _start(self) -> None:
         server = grpc.aio.server(interceptors=[_Gate(self)])
         job_pb2_grpc.add_JobServiceServicer_to_server(_Jobs(self), server)
+        blob_pb2_grpc.add_BlobServiceServicer_to_server(_Blobs(self), server)
         dataset_pb2_grpc.add_DatasetServiceServicer_to_server(_Datasets(self), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(self), server)
         checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(self), server)
@@ -177,6 +179,20 @@ def _not_found(what: str) -> Refusal:
     return Refusal(grpc.StatusCode.NOT_FOUND, f"{what} does not exist", reason="NOT_FOUND")
 
 
+class _Blobs(blob_pb2_grpc.BlobServiceServicer):
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self.d = daemon
+
+    async def FindMissingBlobs(self, request: Any, context: Any) -> Any:
+        return blob_pb2.FindMissingBlobsResponse(missing=self.d.blobs.missing(request.blobs))
+
+    async def WriteBlob(self, request_iterator: Any, context: Any) -> Any:
+        return blob_pb2.WriteBlobResponse(status=await self.d.blobs.write(request_iterator))
+
+    async def QueryBlobStatus(self, request: Any, context: Any) -> Any:
+        return blob_pb2.QueryBlobStatusResponse(status=self.d.blobs.status(request.blob))
+
+
 class _Datasets(dataset_pb2_grpc.DatasetServiceServicer):
     def __init__(self, daemon: FakeDaemon) -> None:
         self.d = daemon
@@ -197,15 +213,6 @@ class _Datasets(dataset_pb2_grpc.DatasetServiceServicer):
         )
         self.d.datasets[request.name] = created
         return dataset_pb2.CreateDatasetResponse(dataset=created)
-
-    async def FindMissingBlobs(self, request: Any, context: Any) -> Any:
-        return dataset_pb2.FindMissingBlobsResponse(missing=self.d.blobs.missing(request.blobs))
-
-    async def WriteBlob(self, request_iterator: Any, context: Any) -> Any:
-        return dataset_pb2.WriteBlobResponse(status=await self.d.blobs.write(request_iterator))
-
-    async def QueryBlobStatus(self, request: Any, context: Any) -> Any:
-        return dataset_pb2.QueryBlobStatusResponse(status=self.d.blobs.status(request.blob))
 
     async def FinalizeDataset(self, request: Any, context: Any) -> Any:
         found = next(d for d in self.d.datasets.values() if d.dataset_id == request.dataset_id)
@@ -254,15 +261,6 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
         )
         self.d.models[request.name] = created
         return model_pb2.CreateModelResponse(model=created)
-
-    async def FindMissingModelBlobs(self, request: Any, context: Any) -> Any:
-        return model_pb2.FindMissingModelBlobsResponse(missing=self.d.blobs.missing(request.blobs))
-
-    async def WriteModelBlob(self, request_iterator: Any, context: Any) -> Any:
-        return model_pb2.WriteModelBlobResponse(status=await self.d.blobs.write(request_iterator))
-
-    async def QueryModelBlobStatus(self, request: Any, context: Any) -> Any:
-        return model_pb2.QueryModelBlobStatusResponse(status=self.d.blobs.status(request.blob))
 
     async def FinalizeModel(self, request: Any, context: Any) -> Any:
         found = next(m for m in self.d.models.values() if m.model_id == request.model_id)

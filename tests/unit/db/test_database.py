@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
 import uuid
@@ -14,10 +15,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, select, text
 
-from horizon_server.db.database import Database
+from horizon_server.db.database import NUM_READERS, Database, migrate
 from horizon_server.db.requests import Requests
 from horizon_server.db.tables import Table, UserRow
-from horizon_server.errors import InvalidSpec, RequestIdReused
+from horizon_server.errors import BadSetting, InvalidSpec, RequestIdReused
 
 
 @pytest.fixture
@@ -95,3 +96,53 @@ async def test_a_request_id_that_is_no_uuid_is_refused(database: Database) -> No
     with pytest.raises(InvalidSpec, match="must be a UUID"):
         async with database.session() as session:
             await Requests().once(session, user="ada", request_id="1", method="M", body={})
+
+
+async def test_a_newer_database_is_refused_in_one_message(database: Database, tmp_path: Path) -> None:
+    async with database.session() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    with pytest.raises(BadSetting, match=r"horizon.db was made by a newer version of horizon-train.*update") as caught:
+        await Database.open(tmp_path / "horizon.db")
+    assert "\n" not in caught.value.message
+
+
+async def test_writes_do_not_wait_for_reads(database: Database) -> None:
+    """Every reader is taken, for as long as the test likes: a write lands all the same."""
+    taken, over = asyncio.Semaphore(0), asyncio.Event()
+
+    async def read() -> None:
+        async with database.reading() as session:
+            await session.execute(text("SELECT 1"))
+            taken.release()
+            await over.wait()
+
+    readers = [asyncio.create_task(read()) for _ in range(50)]
+    async with asyncio.timeout(30):
+        for _ in range(NUM_READERS):
+            await taken.acquire()
+        async with database.session() as session:
+            session.add(UserRow(name="ada", role="user", project="ada", created_s=0))
+        assert not any(task.done() for task in readers)
+        over.set()
+        await asyncio.gather(*readers)
+
+
+def test_an_older_database_keeps_its_queue(tmp_path: Path) -> None:
+    path = tmp_path / "horizon.db"
+    migrate(path, "0002")
+    with sqlite3.connect(path) as connection:
+        columns = (
+            "job_id, owner, name, spec, model_id, dataset_id, eval_dataset_id, job_state, reason, message, wanted, step"
+        )
+        columns += ", num_steps, attempt, created_s, queued_s, started_s, ended_s, last_step, last_sequence"
+        for number in range(3):
+            values = f"'j{number}','ada','n','{{}}','m','d','','QUEUED','','','',0,0,0,0,0,0,0,'',1"
+            connection.execute(f"INSERT INTO jobs ({columns}) VALUES ({values})")
+            connection.execute(f"INSERT INTO events VALUES ('j{number}', 1, 0, '{{}}')")
+    migrate(path)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT job_id, queue_order FROM jobs ORDER BY queue_order").fetchall() == [
+            ("j0", 1), ("j1", 2), ("j2", 3),
+        ]  # fmt: skip
+        assert connection.execute("SELECT count(*) FROM events").fetchone() == (3,)
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []

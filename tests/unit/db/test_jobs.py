@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import WrongJobState
-from horizon_server.events import Message, StateChanged, StepDone
+from horizon_server.events import EvalDone, Message, StateChanged, StepDone
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
@@ -117,3 +118,21 @@ async def test_counts_name_every_state(store: JobStore) -> None:
     await created(store, "j1")
     counts = await store.counts()
     assert counts == {state.value: int(state is JobState.QUEUED) for state in JobState}
+
+
+async def test_figures_are_taken_out_of_steps_and_evaluations(store: JobStore) -> None:
+    created, _ = await store.create(job("job_1"), request_id=str(uuid.uuid4()))
+    evaluated = EvalDone(step=3, eval_loss=2.0, num_targets=1)
+    for payload in (
+        STEP,
+        Message(level="info", text='{"kind":"step"'),
+        evaluated,
+        dataclasses.replace(STEP, loss=math.nan),
+    ):
+        await store.append("job_1", payload)
+    first = created.last_sequence + 1
+    step, evaluation, odd = await store.figures_after("job_1", 0, ("step", "loss", "eval_loss"), 10)
+    assert step == (first, "step", {"step": 3, "loss": 1.5, "eval_loss": None})
+    assert evaluation == (first + 2, "eval", {"step": 3, "loss": None, "eval_loss": 2.0})
+    assert (odd[:2], odd[2]["step"], math.isnan(odd[2]["loss"])) == ((first + 3, "step"), 3, True)
+    assert await store.figures_after("job_1", first, ("step",), 1) == [(first + 2, "eval", {"step": 3})]

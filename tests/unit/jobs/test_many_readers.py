@@ -16,6 +16,7 @@ from horizon_server.errors import TooManyCalls
 from horizon_server.events import Message
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.spec import parse_job_spec
 
 EVE = Principal(name="eve", role="user", project="eve")
 NUM_QUEUED = 1500
@@ -104,17 +105,15 @@ class Statements:
 async def test_submit_and_get_cost_the_same_whatever_waits(
     daemon: DaemonParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from horizon_server.db import jobs as table
-
     num_parsed = 0
-    parse = table.parse_job_spec
+    parse = parse_job_spec
 
     def counted(plain: object) -> object:
         nonlocal num_parsed
         num_parsed += 1
         return parse(plain)
 
-    monkeypatch.setattr(table, "parse_job_spec", counted)
+    monkeypatch.setattr("horizon_server.db.jobs.parse_job_spec", counted)
     running = await held(daemon)
     template = await daemon.submit(ADA, "waiting")
     statements, jobs = Statements(daemon), daemon.services.jobs
@@ -160,5 +159,5 @@ async def test_the_bound_is_each_users_own(tmp_path: Path) -> None:
     other = asyncio.create_task(call("ada"))
     second.cancel()
     release.set()
-    assert await asyncio.wait_for(asyncio.gather(first, other), 10) == ["eve", "ada"]
+    assert tuple(await asyncio.wait_for(asyncio.gather(first, other), 10)) == ("eve", "ada")
     assert turns._users == {}

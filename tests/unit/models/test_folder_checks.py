@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from horizon_server.errors import InvalidModel
-from horizon_server.models.folder_checks import check_folder, check_names
+from horizon_server.models.folder_checks import ModelFacts, check_config, check_folder, check_names
 from horizon_server.records.blob import BlobFile
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "vocab_size": 32,
+    "num_attention_heads": 2,
     "tie_word_embeddings": False,
 }
 SHAPES = {
@@ -56,8 +59,6 @@ def test_a_sound_folder_tells_architecture_and_parameters(tmp_path: Path) -> Non
 def test_tied_weights_count_once(tmp_path: Path) -> None:
     config = {**CONFIG, "tie_word_embeddings": True}
     assert check_folder(write(tmp_path / "m", config=config)).num_parameters == NUM_PARAMETERS - 32 * 8
-    unnumbered = {"model_type": "odd", "tie_word_embeddings": True}
-    assert check_folder(write(tmp_path / "n", config=unnumbered)).num_parameters == NUM_PARAMETERS - 32 * 8
     without_head = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     silent = {name: value for name, value in CONFIG.items() if name != "tie_word_embeddings"}
     folder = write(tmp_path / "o", config=silent, weights=safetensors(without_head))
@@ -86,8 +87,8 @@ def test_configs_that_cannot_be_trained_are_refused(tmp_path: Path, change: dict
     [
         ({"vocab_size": 33, "hidden_size": 8}, "model.embed_tokens.weight has shape [32, 8], .* ask for 33 x 8"),
         ({"vocab_size": 32, "hidden_size": 9}, "model.embed_tokens.weight has shape [32, 8], .* ask for 32 x 9"),
-        ({"n_embd": 16}, "model.embed_tokens.weight has shape [32, 8], .* ask for any x 16"),
-        ({"vocab_size": 32, "text_config": {"vocab_size": 30}}, "model.embed_tokens.weight has shape .* 30 x any"),
+        ({"word_embed_proj_dim": 16}, "model.embed_tokens.weight has shape [32, 8], .* ask for 32 x 16"),
+        ({"text_config": {**CONFIG, "vocab_size": 30}}, "model.embed_tokens.weight has shape .* 30 x 8"),
     ],
 )
 def test_tables_that_do_not_fit_the_config_are_named(tmp_path: Path, change: dict[str, Any], tensor: str) -> None:
@@ -111,10 +112,10 @@ def test_an_untied_projection_that_does_not_fit_is_named_and_a_tied_one_is_left_
     [
         {"vocab_size": 32, "hidden_size": 8},
         {"vocab_size": 32, "hidden_size": 24, "word_embed_proj_dim": 8},
-        {"vocab_size": "32", "hidden_size": None},
+        {"text_config": {**CONFIG}, "vocab_size": None},
     ],
 )
-def test_tables_that_fit_or_cannot_be_judged_are_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_tables_that_fit_are_taken(tmp_path: Path, config: dict[str, Any]) -> None:
     assert check_folder(write(tmp_path / "m", config={**CONFIG, **config})).num_parameters == NUM_PARAMETERS
 
 
@@ -129,8 +130,25 @@ def test_a_table_of_another_rank_is_named(tmp_path: Path, shape: tuple[int, ...]
 def test_a_config_must_be_a_json_object(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path / "m")
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(InvalidModel, match=r"config\.json is"):
+    with pytest.raises(InvalidModel, match=r"config\.json (is|must)"):
         check_folder(folder)
+
+
+def test_a_base_model_whose_embedding_is_its_projection_is_taken(tmp_path: Path) -> None:
+    tied = {name.removeprefix("model."): shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    config = CONFIG | {"architectures": ["Qwen3Model"], "model_type": "qwen3", "tie_word_embeddings": True}
+    facts = check_folder(write(tmp_path / "m", config=config, weights=safetensors(tied)))
+    assert facts == ModelFacts(architecture="qwen3", num_parameters=NUM_PARAMETERS - 32 * 8)
+    with pytest.raises(InvalidModel, match="no tensor is the output projection"):
+        check_folder(write(tmp_path / "n", config=config | {"tie_word_embeddings": False}, weights=safetensors(tied)))
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM"])
+def test_an_encoder_is_refused_by_its_config_alone(architecture: str) -> None:
+    with pytest.raises(InvalidModel, match=f"config.json names '{architecture}'; only decoder-only"):
+        check_config({"model_type": "bert", "architectures": [architecture]})
+    if architecture.endswith("Model"):
+        assert check_config({"model_type": "bert", "architectures": [architecture], "is_decoder": True}) == "bert"
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """CheckpointService on the wire: lists what a job has written and reads its files out in pieces."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
 
 import asyncio

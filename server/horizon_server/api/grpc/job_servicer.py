@@ -1,6 +1,5 @@
 """JobService on the wire: a thin layer over `jobs.service`."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

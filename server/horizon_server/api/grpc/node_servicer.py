@@ -1,6 +1,5 @@
 """NodeService on the wire."""
 
-# ruff: noqa: D102, N802  # the contract names and documents the calls
 from __future__ import annotations
 
 from typing import Any

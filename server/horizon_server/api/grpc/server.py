@@ -11,6 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from horizon_proto.v1 import (
+    blob_pb2,
+    blob_pb2_grpc,
     checkpoint_pb2,
     checkpoint_pb2_grpc,
     dataset_pb2,
@@ -22,6 +24,7 @@ from horizon_proto.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
+from horizon_server.api.grpc.blob_servicer import BlobServicer
 from horizon_server.api.grpc.checkpoint_servicer import CheckpointServicer
 from horizon_server.api.grpc.dataset_servicer import DatasetServicer
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
@@ -42,6 +45,7 @@ SERVICE_NAMES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in (
         (job_pb2, "JobService"),
+        (blob_pb2, "BlobService"),
         (dataset_pb2, "DatasetService"),
         (model_pb2, "ModelService"),
         (checkpoint_pb2, "CheckpointService"),
@@ -91,10 +95,9 @@ async def start_grpc_server(
     )
     job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(services.jobs), server)
     checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointServicer(services.jobs), server)
-    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(
-        DatasetServicer(services.datasets, services.previews, services.blobs), server
-    )
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models, services.blobs), server)
+    blob_pb2_grpc.add_BlobServiceServicer_to_server(BlobServicer(services.blobs), server)
+    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(DatasetServicer(services.datasets, services.previews), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models), server)
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(services.node), server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

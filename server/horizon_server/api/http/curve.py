@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint
-from horizon_server.api.open_streams import closing
-from horizon_server.events import EvalDone, JobEvent, StepDone
 from horizon_server.records.job import JobRecord
+from horizon_server.services.jobs import JobService
 
 MAX_POINTS = 2000
 KEPT_CURVES = 32
+_BATCH = 1000
+"""Events read at a time, so that other calls get their turn in between."""
+_FIGURES = tuple({**CurvePoint.model_fields, **EvalPoint.model_fields})
 
 PointT = TypeVar("PointT", CurvePoint, EvalPoint)
 
@@ -52,19 +53,19 @@ class Curve(Generic[PointT]):
 
 @dataclass
 class _JobCurve:
-    """What was read of one job, up to `sequence`. The lock lets requests at the same time share one reading."""
+    """What was read of one job, up to event `sequence`. The lock lets requests at the same time share one reading."""
 
     sequence: int = 0
     steps: Curve[CurvePoint] = field(default_factory=Curve)
     evals: Curve[EvalPoint] = field(default_factory=Curve)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def add(self, event: JobEvent) -> None:
-        if isinstance(event.payload, StepDone):
-            self.steps.add(CurvePoint.model_validate(event.payload))
-        elif isinstance(event.payload, EvalDone):
-            self.evals.add(EvalPoint.model_validate(event.payload))
-        self.sequence = event.sequence
+    def add(self, sequence: int, kind: str, figures: dict[str, Any]) -> None:
+        if kind == "step":
+            self.steps.add(CurvePoint(**figures))
+        else:
+            self.evals.add(EvalPoint(**figures))
+        self.sequence = sequence
 
 
 class Curves:
@@ -77,19 +78,19 @@ class Curves:
         self._kept: OrderedDict[str, _JobCurve] = OrderedDict()
         self._max_kept = max_kept
 
-    async def read(self, job: JobRecord, events_after: Callable[[int], AsyncIterator[JobEvent]]) -> CurveBody:
-        """Return the curve up to the newest event that `job` knows of, so that a running job's curve ends too."""
+    async def read(self, jobs: JobService, job: JobRecord) -> CurveBody:
+        """Return the curve up to now."""
         curve = self._kept.setdefault(job.job_id, _JobCurve())
         self._kept.move_to_end(job.job_id)
         while len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
         async with curve.lock:
-            if curve.sequence < job.last_sequence:
-                async with closing(events_after(curve.sequence)) as events:
-                    async for event in events:
-                        curve.add(event)
-                        if event.sequence >= job.last_sequence:
-                            break
+            while curve.sequence < job.last_sequence:
+                batch = await jobs.figures(job, names=_FIGURES, after=curve.sequence, limit=_BATCH)
+                for sequence, kind, figures in batch:
+                    curve.add(sequence, kind, figures)
+                if len(batch) < _BATCH:
+                    curve.sequence = max(curve.sequence, job.last_sequence)  # what follows is of other kinds
         return CurveBody(
             job_id=job.job_id,
             num_steps=job.num_steps,

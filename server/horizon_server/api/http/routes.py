@@ -114,7 +114,7 @@ async def get_curve(request: Request, services: Services, caller: Caller, job_id
     """Show the job's loss curve: at most 2000 points."""
     job = await services.jobs.get(caller, job_id)
     curves: Curves = request.app.state.curves
-    return await curves.read(job, lambda after: services.jobs.watch(caller, job.job_id, after))
+    return await curves.read(services.jobs, job)
 
 
 @router.get("/jobs/{job_id}/checkpoints", responses=_JOB_ERRORS, response_model=bodies.CheckpointList)

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from horizon_proto.v1 import (
     blob_pb2,
+    blob_pb2_grpc,
     checkpoint_pb2_grpc,
     dataset_pb2,
     dataset_pb2_grpc,
@@ -37,6 +38,7 @@ class Caller:
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self.metadata = (("authorization", f"Bearer {token}"),)
         self.stubs = {
+            "blobs": blob_pb2_grpc.BlobServiceStub(channel),
             "datasets": dataset_pb2_grpc.DatasetServiceStub(channel),
             "models": model_pb2_grpc.ModelServiceStub(channel),
             "jobs": job_pb2_grpc.JobServiceStub(channel),
@@ -57,15 +59,15 @@ class Caller:
         return (await self.call("datasets", "CreateDataset", request)).dataset
 
     async def missing(self, files: dict[str, bytes]) -> list[Any]:
-        request = dataset_pb2.FindMissingBlobsRequest(blobs=[ref_of(content) for content in files.values()])
-        return list((await self.call("datasets", "FindMissingBlobs", request)).missing)
+        request = blob_pb2.FindMissingBlobsRequest(blobs=[ref_of(content) for content in files.values()])
+        return list((await self.call("blobs", "FindMissingBlobs", request)).missing)
 
     async def write(self, content: bytes, offset: int = 0, *, ref: Any = None, size: int = 2**20) -> Any:
-        return (await self.call("datasets", "WriteBlob", requests_of(content, offset, ref=ref, size=size))).status
+        return (await self.call("blobs", "WriteBlob", requests_of(content, offset, ref=ref, size=size))).status
 
     async def status(self, content: bytes) -> Any:
-        request = dataset_pb2.QueryBlobStatusRequest(blob=ref_of(content))
-        return (await self.call("datasets", "QueryBlobStatus", request)).status
+        request = blob_pb2.QueryBlobStatusRequest(blob=ref_of(content))
+        return (await self.call("blobs", "QueryBlobStatus", request)).status
 
     async def push(self, name: str, files: dict[str, bytes], **options: Any) -> Any:
         dataset = await self.create(name, files, **options)
@@ -80,8 +82,7 @@ class Caller:
         created = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name=name, files=entries_of(files))
         model = (await self.call("models", "CreateModel", created)).model
         for content in files.values():
-            chunks = (model_pb2.WriteModelBlobRequest(chunk=request.chunk) for request in requests_of(content, 0))
-            await self.call("models", "WriteModelBlob", chunks)
+            await self.write(content)
         request = model_pb2.FinalizeModelRequest(model_id=model.model_id)
         return (await self.call("models", "FinalizeModel", request)).model
 
@@ -99,11 +100,11 @@ def entries_of(files: dict[str, bytes]) -> list[blob_pb2.FileEntry]:
 
 def requests_of(
     content: bytes, offset: int, *, ref: Any = None, size: int = 2**20
-) -> Iterator[dataset_pb2.WriteBlobRequest]:
+) -> Iterator[blob_pb2.WriteBlobRequest]:
     chunk = blob_pb2.BlobChunk(blob=ref or ref_of(content), offset=offset)
     for start in range(0, max(1, len(content)), size):
         chunk.data = content[start : start + size]
-        yield dataset_pb2.WriteBlobRequest(chunk=chunk)
+        yield blob_pb2.WriteBlobRequest(chunk=chunk)
         chunk = blob_pb2.BlobChunk()
 
 

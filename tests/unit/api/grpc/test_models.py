@@ -21,7 +21,10 @@ def folder(seed: int = 0) -> dict[str, bytes]:
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
-    config = {"model_type": "tiny", "num_hidden_layers": 1, "tie_word_embeddings": False, "seed": seed}
+    config = {
+        "model_type": "tiny", "num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 4, "num_attention_heads": 1,
+        "tie_word_embeddings": False, "seed": seed,
+    }  # fmt: skip
     return {
         "config.json": json.dumps(config).encode(),
         "model.safetensors": struct.pack("<Q", len(raw)) + raw + bytes(offset),
@@ -93,16 +96,20 @@ async def test_pickles_are_refused_before_anything_is_sent(world: Any) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_missing_and_status_speak_of_models_too(world: Any) -> None:
-    content = folder()["config.json"]
-    ref = world.ann.ref_of(content)
-    missing = await world.ann.call(
-        "models", "FindMissingModelBlobs", model_pb2.FindMissingModelBlobsRequest(blobs=[ref])
-    )
-    assert [status.blob for status in missing.missing] == [ref]
-    await world.ann.write(content)
-    status = await world.ann.call("models", "QueryModelBlobStatus", model_pb2.QueryModelBlobStatusRequest(blob=ref))
-    assert status.status.complete, "a content is the same for datasets and models"
+async def test_an_encoder_is_refused_before_anything_is_sent(world: Any) -> None:
+    content = json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}).encode()
+    files = {**folder(), "config.json": content}
+    entries = [
+        blob_pb2.FileEntry(path=path, sha256=world.ann.ref_of(data).sha256, size_bytes=len(data))
+        for path, data in files.items()
+    ]
+    request = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name="bert", files=entries, config=content)
+    with pytest.raises(grpc.aio.AioRpcError, match="names 'BertForMaskedLM'; only decoder-only") as caught:
+        await world.ann.call("models", "CreateModel", request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    request.config = folder()["config.json"]
+    with pytest.raises(grpc.aio.AioRpcError, match=r"the announced config\.json is not the one of files"):
+        await world.ann.call("models", "CreateModel", request)
 
 
 async def test_folders_that_a_crash_left_are_swept(world: Any) -> None:

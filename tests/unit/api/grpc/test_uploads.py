@@ -15,12 +15,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from horizon_proto.v1 import blob_pb2, dataset_pb2, dataset_pb2_grpc
+from horizon_proto.v1 import blob_pb2, blob_pb2_grpc, dataset_pb2, dataset_pb2_grpc
 from horizon_server.blobs.disk import SystemDisk
 from horizon_server.blobs.store import BlobStore
-from horizon_server.blobs.uploads import Uploads
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.records.blob import BlobRef
+from horizon_server.services.uploads import Uploads
 
 CONTENT = random.Random(1).randbytes(2 * 2**20 + 11)
 REF = blob_pb2.BlobRef(sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
@@ -72,16 +72,16 @@ CUTS = [0, 1, 1000, 2**16 - 1, 2**16, 2**19, 2**20 - 1, 2**20, 2**20 + 1, 2 * 2*
 
 @pytest.mark.parametrize("cut", CUTS)
 async def test_an_upload_that_was_cut_goes_on(world: Any, cut: int) -> None:
-    async def then_hang() -> AsyncIterator[dataset_pb2.WriteBlobRequest]:
-        yield dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF))
+    async def then_hang() -> AsyncIterator[blob_pb2.WriteBlobRequest]:
+        yield blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF))
         for start in range(0, cut, 2**18):
             data = CONTENT[start : min(cut, start + 2**18)]
-            yield dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=data))
+            yield blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=data))
         arrived.set()
         await asyncio.Event().wait()
 
     arrived = asyncio.Event()
-    call = world.ann.call("datasets", "WriteBlob", then_hang())
+    call = world.ann.call("blobs", "WriteBlob", then_hang())
     await arrived.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -113,21 +113,21 @@ async def test_streams_that_break_the_rules_are_refused(world: Any, content: byt
 
 
 async def test_a_stream_must_name_one_blob_first(world: Any) -> None:
-    nameless = [dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=b"x"))]
+    nameless = [blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=b"x"))]
     two = [
-        dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, data=b"x")),
-        dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=blob_pb2.BlobRef(sha256="ab" * 32, size_bytes=9))),
+        blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, data=b"x")),
+        blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=blob_pb2.BlobRef(sha256="ab" * 32, size_bytes=9))),
     ]
     for stream in ([], nameless, two):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await world.ann.call("datasets", "WriteBlob", iter(stream))
+            await world.ann.call("blobs", "WriteBlob", iter(stream))
         assert reason(caught) == ("INVALID_ARGUMENT", "INVALID_UPLOAD")
 
 
-def long_stream(ref: blob_pb2.BlobRef, offset: int = 0, *, num: int = 24) -> Iterator[dataset_pb2.WriteBlobRequest]:
-    yield dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=ref, offset=offset))
+def long_stream(ref: blob_pb2.BlobRef, offset: int = 0, *, num: int = 24) -> Iterator[blob_pb2.WriteBlobRequest]:
+    yield blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=ref, offset=offset))
     for _ in range(num):
-        yield dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=bytes(2**20)))
+        yield blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=bytes(2**20)))
 
 
 async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any, chats: bytes) -> None:
@@ -137,16 +137,16 @@ async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any,
 
     def blocking() -> tuple[bool, str]:
         with grpc.insecure_channel(world.address) as channel:
-            stub = dataset_pb2_grpc.DatasetServiceStub(channel)
+            stub = blob_pb2_grpc.BlobServiceStub(channel)
             fine = stub.WriteBlob(long_stream(there), metadata=world.ann.metadata, timeout=20).status.complete
             with pytest.raises(grpc.RpcError) as caught:
                 stub.WriteBlob(long_stream(REF, offset=7), metadata=world.ann.metadata, timeout=20)
             return fine, caught.value.code().name
 
     for _ in range(3):
-        assert (await world.ann.call("datasets", "WriteBlob", long_stream(there))).status.complete
+        assert (await world.ann.call("blobs", "WriteBlob", long_stream(there))).status.complete
         with pytest.raises(grpc.aio.AioRpcError, match="0 bytes have arrived") as refused:
-            await world.ann.call("datasets", "WriteBlob", long_stream(REF, offset=7))
+            await world.ann.call("blobs", "WriteBlob", long_stream(REF, offset=7))
         assert reason(refused) == ("INVALID_ARGUMENT", "INVALID_UPLOAD")
     with ThreadPoolExecutor(1) as thread:
         assert await asyncio.get_running_loop().run_in_executor(thread, blocking) == (True, "INVALID_ARGUMENT")
@@ -154,8 +154,8 @@ async def test_a_refused_or_needless_stream_does_not_hang_its_sender(world: Any,
 
 async def opened(caller: Any, offset: int = 0) -> Any:
     """An upload stream that has named its blob and sent no data yet."""
-    call = caller.stubs["datasets"].WriteBlob(metadata=caller.metadata, timeout=20)
-    await call.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, offset=offset)))
+    call = caller.stubs["blobs"].WriteBlob(metadata=caller.metadata, timeout=20)
+    await call.write(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(blob=REF, offset=offset)))
     return call
 
 
@@ -189,7 +189,7 @@ async def test_a_full_disk_is_reported_and_the_upload_continues_when_there_is_ro
 
 async def test_a_daemon_that_stops_keeps_what_has_arrived(world: Any) -> None:
     call = await opened(world.ann)
-    await call.write(dataset_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=CONTENT[: 2**20])))
+    await call.write(blob_pb2.WriteBlobRequest(chunk=blob_pb2.BlobChunk(data=CONTENT[: 2**20])))
     part = world.root / "uploads" / "ann" / f"{REF.sha256}-{REF.size_bytes}.part"
     async with asyncio.timeout(5):
         while not part.exists() or part.stat().st_size < 2**20:  # noqa: ASYNC110  # the bytes come through the network
@@ -211,9 +211,22 @@ async def test_a_client_that_listens_first_learns_of_a_refusal_before_it_sends_d
 
 async def test_a_stream_without_a_token_is_refused_without_hanging(world: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        stub: Any = dataset_pb2_grpc.DatasetServiceStub(world.channel)
+        stub: Any = blob_pb2_grpc.BlobServiceStub(world.channel)
         await stub.WriteBlob(long_stream(REF), timeout=20)
     assert reason(caught) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+
+
+async def test_prepared_tokens_go_with_the_last_dataset_of_their_content(world: Any, chats: bytes) -> None:
+    removed: list[str] = []
+    world.services.datasets._remove_prepared = removed.append
+    first = await world.ann.push("chats", {"a.jsonl": chats})
+    await world.bob.push("mine", {"a.jsonl": chats})
+    await world.ann.create("unfinished", {"b.jsonl": b"x"})
+    for caller, name in ((world.ann, "chats"), (world.ann, "unfinished")):
+        await caller.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name=name))
+    assert removed == [], "another dataset has the same content"
+    await world.bob.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="mine"))
+    assert removed == [first.digest]
 
 
 async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, chats: bytes) -> None:
@@ -394,7 +407,7 @@ async def test_announced_sizes_are_bounded(world: Any) -> None:
             await call
         assert reason(caught) == ("INVALID_ARGUMENT", "TOO_LARGE")
     unknown = dataset_pb2.CreateDatasetRequest(request_id=str(uuid.uuid4()), name="x", format=77)  # type: ignore[arg-type]
-    with pytest.raises(grpc.aio.AioRpcError, match="older than the client"):
+    with pytest.raises(grpc.aio.AioRpcError, match="format is '77'"):
         await world.ann.call("datasets", "CreateDataset", unknown)
 
 

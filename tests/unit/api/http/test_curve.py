@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import math
 from typing import Any
 
 import httpx
+import pytest
 
 from horizon_server.api.http.bodies import CurvePoint, EvalPoint
 from horizon_server.api.http.curve import MAX_POINTS, Curve, Curves
-from horizon_server.events import EvalDone, JobEvent
-from horizon_server.records.job import JobRecord, JobState
-from horizon_server.spec import parse_job_spec
+from horizon_server.events import EvalDone
 
 
 async def test_a_running_jobs_curve_ends(ann: httpx.AsyncClient, world: Any, make_step: Any) -> None:
@@ -65,49 +64,50 @@ def test_steps_repeated_after_a_resume_replace_the_first_ones() -> None:
     assert [(point.step, point.loss) for point in curve.points] == [(1, 5.0), (2, 4.5), (3, 3.5), (4, 3.0)]
 
 
-class Events:
-    """An endless job; remembers what was read."""
+def reads(world: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """After which event each reading of the database started."""
+    store, started = world.journal.store, []
+    figures_after = store.figures_after
 
-    def __init__(self, make_step: Any) -> None:
-        self.read: list[int] = []
-        self.num_closed = 0
-        self._make_step = make_step
+    async def counted(job_id: str, sequence: int, *rest: Any) -> Any:
+        started.append(sequence)
+        return await figures_after(job_id, sequence, *rest)
 
-    async def after(self, sequence: int) -> AsyncIterator[JobEvent]:
-        try:
-            while True:
-                sequence += 1
-                self.read.append(sequence)
-                yield JobEvent(job_id="j-1", sequence=sequence, time_s=0.0, payload=self._make_step(sequence))
-                await asyncio.sleep(0)
-        finally:
-            self.num_closed += 1
+    monkeypatch.setattr(store, "figures_after", counted)
+    return started
 
 
-def job(last_sequence: int, job_id: str = "j-1") -> JobRecord:
-    spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d"})
-    return JobRecord(
-        job_id=job_id, owner="ann", spec=spec, model_id="m", dataset_id="d", eval_dataset_id="",
-        job_state=JobState.RUNNING, last_sequence=last_sequence,
-    )  # fmt: skip
-
-
-async def test_each_event_is_read_once_whoever_asks_and_when(make_step: Any) -> None:
-    curves, events = Curves(), Events(make_step)
-    at_once = await asyncio.gather(*(curves.read(job(7), events.after) for _ in range(10)))
+async def test_each_event_is_read_once_whoever_asks_and_when(
+    world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = reads(world, monkeypatch)
+    curves, jobs = Curves(), world.services.jobs
+    job = await world.job(*(make_step(step) for step in range(1, 8)))
+    at_once = await asyncio.gather(*(curves.read(jobs, job) for _ in range(10)))
     assert all([point.step for point in curve.points] == list(range(1, 8)) for curve in at_once)
-    later = await curves.read(job(9), events.after)
-    assert [point.step for point in later.points] == list(range(1, 10))
-    assert events.read == list(range(1, 10))
-    assert events.num_closed == 2
+    assert started == [0]
+    later = await world.append(
+        job, make_step(8), make_step(9, math.nan), EvalDone(step=9, eval_loss=1.5, num_targets=1)
+    )
+    curve = await curves.read(jobs, later)
+    assert [point.step for point in curve.points] == list(range(1, 10))
+    assert (curve.points[-1].loss, curve.evals[-1].eval_loss) == (None, 1.5)
+    assert started == [0, job.last_sequence]
 
 
-async def test_only_the_newest_curves_are_kept(make_step: Any) -> None:
-    curves, events = Curves(max_kept=2), Events(make_step)
-    for number in range(3):
-        await curves.read(job(1, f"j-{number}"), events.after)
-    assert len(events.read) == 3
-    await curves.read(job(1, "j-2"), events.after)
-    assert len(events.read) == 3
-    assert [point.step for point in (await curves.read(job(1, "j-0"), events.after)).points] == [1]
-    assert len(events.read) == 4
+async def test_a_long_job_is_read_in_batches(world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizon_server.api.http.curve._BATCH", 3)
+    started = reads(world, monkeypatch)
+    job = await world.job(*(make_step(step) for step in range(1, 8)))
+    curve = await Curves().read(world.services.jobs, job)
+    assert [point.step for point in curve.points] == list(range(1, 8))
+    assert started == [0, 4, 7]
+
+
+async def test_only_the_newest_curves_are_kept(world: Any, make_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = reads(world, monkeypatch)
+    curves = Curves(max_kept=2)
+    made = [await world.job(make_step(1), name=f"j-{number}") for number in range(3)]
+    for job in (*made, made[2], made[0]):
+        assert len((await curves.read(world.services.jobs, job)).points) == 1
+    assert len(started) == 4

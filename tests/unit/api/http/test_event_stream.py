@@ -45,7 +45,8 @@ async def test_a_stream_resumes_after_the_last_event(
     ann: httpx.AsyncClient, world: Any, make_step: Any, way: dict[str, Any]
 ) -> None:
     job = await world.job(make_step(1), make_step(2), state=JobState.SUCCEEDED)
-    frames = _frames((await ann.get(f"/horizon/v1/jobs/{job.job_id}/events", **way)).text)
+    path = f"/horizon/v1/jobs/{job.job_id}/events"
+    frames = _frames((await ann.get(path, headers=way.get("headers"), params=way.get("params"))).text)
     assert [frame["id"] for frame in frames if "id" in frame] == ["6", "7"]
 
 
@@ -58,11 +59,10 @@ async def test_nothing_to_come_ends_the_reconnecting(ann: httpx.AsyncClient, wor
 
 @pytest.mark.parametrize("given", ["-1", "one", "1.5", "9" * 19])
 async def test_a_wrong_number_is_named(ann: httpx.AsyncClient, given: str) -> None:
-    for way, field in (
-        ({"params": {"after": given}}, "after"),
-        ({"headers": {"Last-Event-ID": given}}, "last-event-id"),
-    ):
-        answer = await ann.get("/horizon/v1/jobs/any/events", **way)
+    path = "/horizon/v1/jobs/any/events"
+    in_query = await ann.get(path, params={"after": given})
+    in_header = await ann.get(path, headers={"Last-Event-ID": given})
+    for answer, field in ((in_query, "after"), (in_header, "last-event-id")):
         assert answer.status_code == 422
         assert answer.json()["error"]["violations"][0]["field"] == field
 

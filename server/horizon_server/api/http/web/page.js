@@ -51,7 +51,7 @@ function fact(value, label, extra) {
 
 async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers: { Authorization: `Bearer ${token}`, ...options.headers } });
-  if (answer.status === 401) { signOut("This token is not, or no longer, valid."); throw new Error("signed out"); }
+  if (answer.status === 401) { signOut("This token is wrong, expired or revoked."); throw new Error("signed out"); }
   if (!answer.ok) {
     const body = await answer.json().catch(() => null);
     throw new Error(body && body.error ? body.error.message : `the daemon answered ${answer.status}`);
@@ -72,7 +72,7 @@ function showNode(node) {
     ...node.accelerators.map((a) => fact(a.name, `GPU ${a.index}, ${bytes(a.memory_bytes)}`)),
   ];
   if (!node.accelerators.length) facts.push(fact("none", "GPUs"));
-  if (node.draining) facts.push(fact("draining", "takes no new work"));
+  if (node.draining) facts.push(fact("draining", "accepts no new jobs"));
   el("node").replaceChildren(...facts);
 }
 
@@ -83,7 +83,7 @@ function showQueue(queue) {
       make("span", "quiet", job.owner), make("span", `chip ${tone(job.state)}`, job.state));
     return row;
   });
-  el("queue").replaceChildren(...(rows.length ? rows : [make("li", "quiet", "Nothing waits.")]));
+  el("queue").replaceChildren(...(rows.length ? rows : [make("li", "quiet", "No jobs are waiting.")]));
 }
 
 function jobRow(job) {
@@ -115,7 +115,9 @@ function showDetail(job) {
   if (step) {
     facts.push(fact(`${job.step} of ${job.num_steps}`, `step, epoch ${short(step.epoch, 3)}`), fact(short(step.loss), "train loss"),
       fact(short(step.grad_norm, 3), "gradient norm"), fact(short(step.learning_rate, 3), "learning rate"),
-      fact(short(step.tokens_per_second, 3), "tokens/s"), fact(`${Math.round((step.overlap_ratio || 0) * 100)} %`, "transfer hidden"));
+      fact(short(step.tokens_per_second, 3), "tokens/s"));
+    // Without a device there is no link to overlap.
+    if (job.plan && job.plan.device !== "host") facts.push(fact(`${Math.round((step.overlap_ratio || 0) * 100)} %`, "transfer overlap"));
   }
   facts.push(fact(String(job.attempt), "attempt"));
   el("figures").replaceChildren(...facts);
@@ -251,7 +253,7 @@ async function refresh() {
     el("no-jobs").hidden = page.jobs.length > 0;
     const shown = page.jobs.find((job) => job.job_id === chosen);
     if (shown) showDetail(shown);
-    else if (!chosen && page.jobs.length) open(page.jobs[0].job_id);
+    else if (!chosen && page.jobs.length) open((page.jobs.find((job) => job.state === "RUNNING") || page.jobs[0]).job_id);
     el("problem").hidden = true;
     el("link").textContent = "live";
     el("link").className = "chip good";

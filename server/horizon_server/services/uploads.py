@@ -1,7 +1,7 @@
-"""Who has which content: what a caller still has to send, and what nobody needs any more.
+"""Who has which content: what a caller still has to send, and what nothing refers to any more.
 
 A caller has a content when something of theirs that is READY is made of it, or when they have sent all of it. What others have sent is
-never told: it has to be sent again, and is then stored once.
+never shown: it has to be sent again, and is then stored once.
 
 Knows owners by name only; whether a caller may upload at all is decided above.
 """
@@ -9,26 +9,14 @@ Knows owners by name only; whether a caller may upload at all is decided above.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from horizon_server.blobs.store import BlobStore
+from horizon_server.db.blobs import BlobReferences
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, check_ref
 
 MAX_REFS = 8192
-
-
-class BlobReferences(Protocol):
-    """Tells which contents datasets and models are made of, by sha256."""
-
-    async def of_ready(self, owner: str, among: Collection[str]) -> frozenset[str]:
-        """Return those of `among` that something READY of `owner` is made of."""
-        ...
-
-    async def of_all(self) -> frozenset[str]:
-        """Return the contents of everything, READY or announced, of everybody."""
-        ...
 
 
 class Uploads:
@@ -42,7 +30,7 @@ class Uploads:
         max_blob_bytes: int,
         on_upload: Callable[[int, str], None] = lambda num_bytes, result: None,
     ) -> None:
-        """`on_upload` is told the bytes of each call and its result: stored, partial, refused or cut."""
+        """`on_upload` gets the bytes of each call and its result: stored, partial, refused or cut."""
         self._store = store
         self._references = references
         self._max_blob_bytes = max_blob_bytes
@@ -51,7 +39,7 @@ class Uploads:
 
     @property
     def store(self) -> BlobStore:
-        """Where the contents lie."""
+        """Where the contents are."""
         return self._store
 
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
@@ -129,8 +117,8 @@ class Uploads:
     async def collect(self, files: Iterable[BlobFile]) -> int:
         """Remove those contents that nothing refers to any more; return how many."""
         async with self._collecting:
-            referenced = await self._references.of_all()
-            return await self._store.remove_unreferenced(referenced, {file.sha256 for file in files})
+            candidates = {file.sha256 for file in files}
+            return await self._store.remove_unreferenced(await self._references.of_any(candidates), candidates)
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return how many files."""
@@ -141,14 +129,14 @@ class Uploads:
     async def _status(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> BlobStatus:
         if self._has(owner, ref, ready):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-        return await self._store.status(owner, ref)  # makes the empty content, which nobody has to send
+        return await self._store.status(owner, ref)  # makes the empty content, which need not be sent
 
     def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
         return (ref.sha256 in ready and self._store.holds(ref)) or self._store.proved_by(owner, ref)
 
 
 class _Counted:
-    """Chunks on their way, with the bytes that came by."""
+    """Counts the bytes of the chunks that pass."""
 
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks

@@ -1,6 +1,6 @@
-"""Pushed resources in the database: announced once per request, unique by owner and name, listed newest first.
+"""Datasets and models in the database: announced once per request, unique by owner and name, listed newest first.
 
-What datasets and models have in common. Every public call is one transaction.
+The columns of their tables are the fields of their records. Every public call is one transaction.
 """
 
 from __future__ import annotations
@@ -9,76 +9,53 @@ import base64
 import binascii
 import dataclasses
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import delete, insert, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from horizon_server.db.database import Database
 from horizon_server.db.requests import Requests
-from horizon_server.db.tables import DatasetRow, ModelRow
+from horizon_server.db.tables import BlobReferenceRow, DatasetRow, ModelRow
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
 from horizon_server.records.blob import MAX_FILES, BlobFile
-
-
-class Named(Protocol):
-    """What a resource's record tells the repository."""
-
-    @property
-    def id(self) -> str: ...  # noqa: D102
-    @property
-    def owner(self) -> str: ...  # noqa: D102
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def ready(self) -> bool: ...  # noqa: D102
-    @property
-    def created_s(self) -> float: ...  # noqa: D102
-    @property
-    def files(self) -> tuple[BlobFile, ...]: ...  # noqa: D102
-    def same_content(self, other: Self, /) -> bool: ...  # noqa: D102
-
+from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.model import ModelRecord
+from horizon_server.records.pushed import PushedRecord
 
 RowT = TypeVar("RowT", DatasetRow, ModelRow)
-RecordT = TypeVar("RecordT", bound=Named)
+RecordT = TypeVar("RecordT", bound=PushedRecord)
 
 
-class NamedRows(ABC, Generic[RowT, RecordT]):
-    """One table of pushed resources. Subclasses say which, and how a row becomes a record."""
+class PushedStore(Generic[RowT, RecordT]):
+    """One table of pushed resources. Subclasses say which, and the record of its rows."""
 
-    what: str
     row_type: type[RowT]
+    record_type: type[RecordT]
 
     def __init__(self, database: Database, requests: Requests) -> None:
         self._database = database
         self._requests = requests
-
-    @abstractmethod
-    def id_column(self) -> InstrumentedAttribute[str]:
-        """Return the column of the table's ids."""
-
-    @abstractmethod
-    def to_record(self, row: RowT) -> RecordT:
-        """Return what the domain knows of a row."""
-
-    @abstractmethod
-    def to_row(self, record: RecordT) -> RowT:
-        """Return the row of a new record."""
-
-    @abstractmethod
-    def request_body(self, record: RecordT) -> object:
-        """Return what makes two create calls the same call, as plain data."""
+        self._kind = self.record_type.kind
+        self._id: InstrumentedAttribute[str] = getattr(self.row_type, f"{self._kind}_id")
 
     async def create(self, record: RecordT, *, request_id: str) -> tuple[RecordT, RecordT | None]:
-        """Store an announcement, or return what the same request or the same content made before; see the services' ports."""
+        """Store an announcement and return it with the unfinished one of the same name that it replaced.
+
+        An earlier call of the same request_id, or the same content under the same name, gives what is there already.
+
+        Raises:
+            RequestIdReused: when the request_id was used for something else.
+            AlreadyExists: when the name is taken by other content.
+            NotFound: when what the request had made is deleted by now.
+        """
         request: dict[str, Any] = {
             "user": record.owner,
             "request_id": request_id,
-            "method": f"Create{self.what.capitalize()}",
-            "body": self.request_body(record),
+            "method": f"Create{self._kind.capitalize()}",
+            "body": record.announcement,
         }
         async with self._database.session() as session:
             earlier = await self._requests.once(session, **request)
@@ -88,33 +65,37 @@ class NamedRows(ABC, Generic[RowT, RecordT]):
             if existing is not None and not existing.same_content(record):
                 if existing.ready:
                     raise AlreadyExists(
-                        f"{self.what} {record.name} exists with other content ({existing.id}); delete it or choose another name"
+                        f"{self._kind} {record.name} exists with other content ({existing.id}); delete it or choose another name"
                     )
                 await self._delete(session, existing.id)
                 existing, replaced = None, existing
             if existing is None:
-                session.add(self.to_row(record))
+                plain = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+                session.add(self.row_type(**plain | {"files": [dataclasses.asdict(file) for file in record.files]}))
                 await session.flush()
+                shas = {file.sha256 for file in record.files}
+                references = [{"sha256": sha256, "resource_id": record.id} for sha256 in shas]
+                await session.execute(insert(BlobReferenceRow), references)
             stored = existing or record
             await self._requests.record(session, **request, resource_id=stored.id)
             return stored, replaced
 
     async def find(self, key: str) -> list[RecordT]:
         """Return those of that id or name, of all owners."""
-        query = select(self.row_type).where((self.id_column() == key) | (self.row_type.name == key))
+        query = select(self.row_type).where((self._id == key) | (self.row_type.name == key))
         async with self._database.reading() as session:
-            return [self.to_record(row) for row in await session.scalars(query)]
+            return [self._record(row) for row in await session.scalars(query)]
 
     async def page(self, *, owner: str | None, limit: int, token: str) -> tuple[list[RecordT], str]:
         """Return a page, newest first, and the token of the next; a page ends early where its files would be too many."""
-        order = (self.row_type.created_s, self.id_column())
+        order = (self.row_type.created_s, self._id)
         query = select(self.row_type).order_by(*(column.desc() for column in order)).limit(limit + 1)
         if owner is not None:
             query = query.where(self.row_type.owner == owner)
         if token:
             query = query.where(tuple_(*order) < _read_token(token))
         async with self._database.reading() as session:
-            records = [self.to_record(row) for row in await session.scalars(query)]
+            records = [self._record(row) for row in await session.scalars(query)]
         page = records[: _fitting(records, limit)]
         more = len(records) > len(page)
         return page, _token(page[-1]) if more else ""
@@ -128,12 +109,18 @@ class NamedRows(ABC, Generic[RowT, RecordT]):
         """Return those announced before that time and never finalized."""
         query = select(self.row_type).where(self.row_type.ready.is_(False), self.row_type.created_s < before_s)
         async with self._database.reading() as session:
-            return [self.to_record(row) for row in await session.scalars(query)]
+            return [self._record(row) for row in await session.scalars(query)]
+
+    async def has_ready(self, digest: str) -> bool:
+        """Whether anything READY of any user has this digest."""
+        query = select(self._id).where(self.row_type.digest == digest, self.row_type.ready.is_(True)).limit(1)
+        async with self._database.reading() as session:
+            return await session.scalar(query) is not None
 
     async def ids(self) -> frozenset[str]:
         """Return the ids of all."""
         async with self._database.reading() as session:
-            return frozenset(await session.scalars(select(self.id_column())))
+            return frozenset(await session.scalars(select(self._id)))
 
     async def make_ready(self, resource_id: str, **fields: Any) -> RecordT:
         """Set `fields` and make it READY.
@@ -145,44 +132,54 @@ class NamedRows(ABC, Generic[RowT, RecordT]):
             row = await session.get(self.row_type, resource_id)
             if row is None:
                 raise NotFound(
-                    f"{self.what} {resource_id} was deleted, or replaced by a newer push, while it was being checked"
+                    f"{self._kind} {resource_id} was deleted, or replaced by a newer push, while it was being checked"
                 )
             for name, value in fields.items():
                 setattr(row, name, value)
             row.ready = True
-            return self.to_record(row)
+            return self._record(row)
 
     async def _made_earlier(self, session: AsyncSession, resource_id: str) -> RecordT:
         row = await session.get(self.row_type, resource_id)
         if row is None:
             raise NotFound(
-                f"{self.what} {resource_id}, which this request_id made, is deleted; push with a new request_id"
+                f"{self._kind} {resource_id}, which this request_id made, is deleted; push with a new request_id"
             )
-        return self.to_record(row)
+        return self._record(row)
 
     async def _same_name(self, session: AsyncSession, record: RecordT) -> RecordT | None:
         query = select(self.row_type).where(self.row_type.owner == record.owner, self.row_type.name == record.name)
         row = await session.scalar(query)
-        return self.to_record(row) if row else None
+        return self._record(row) if row else None
 
     async def _delete(self, session: AsyncSession, resource_id: str) -> None:
+        await session.execute(delete(BlobReferenceRow).where(BlobReferenceRow.resource_id == resource_id))
         row = await session.get(self.row_type, resource_id)
         if row is not None:
             await session.delete(row)
             await session.flush()
 
-
-def file_documents(files: Sequence[BlobFile]) -> list[dict[str, object]]:
-    """Return files as the table keeps them."""
-    return [dataclasses.asdict(file) for file in files]
-
-
-def blob_files(documents: Any) -> tuple[BlobFile, ...]:
-    """Return files from the table."""
-    return tuple(BlobFile(**document) for document in documents)
+    def _record(self, row: RowT) -> RecordT:
+        plain = {field.name: getattr(row, field.name) for field in dataclasses.fields(self.record_type)}
+        documents: list[dict[str, Any]] = row.files
+        return self.record_type(**plain | {"files": tuple(BlobFile(**document) for document in documents)})
 
 
-def _fitting(records: Sequence[Named], limit: int) -> int:
+class DatasetStore(PushedStore[DatasetRow, DatasetRecord]):
+    """The datasets."""
+
+    row_type = DatasetRow
+    record_type = DatasetRecord
+
+
+class ModelStore(PushedStore[ModelRow, ModelRecord]):
+    """The models."""
+
+    row_type = ModelRow
+    record_type = ModelRecord
+
+
+def _fitting(records: Sequence[PushedRecord], limit: int) -> int:
     """Return how many of the records make a page: at least one, and few enough files for one message."""
     num_files = 0
     for i, record in enumerate(records[:limit]):
@@ -192,14 +189,14 @@ def _fitting(records: Sequence[Named], limit: int) -> int:
     return min(limit, len(records))
 
 
-def _token(record: Named) -> str:
+def _token(record: PushedRecord) -> str:
     return base64.urlsafe_b64encode(json.dumps([record.created_s, record.id]).encode()).decode()
 
 
 def _read_token(token: str) -> tuple[float, str]:
     try:
         created_s, resource_id = json.loads(base64.urlsafe_b64decode(token))
-        if isinstance(created_s, float) and isinstance(resource_id, str):
+        if isinstance(created_s, float) and isinstance(resource_id, str) and resource_id.isascii():
             return created_s, resource_id
     except (ValueError, TypeError, binascii.Error, RecursionError):
         pass

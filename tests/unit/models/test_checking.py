@@ -1,0 +1,145 @@
+"""The child that checks model folders: small files that would take hours or gigabytes are refused, and the daemon's loop keeps its pace."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from horizon_server.api.status import status_of
+from horizon_server.children.child import Limits
+from horizon_server.errors import InvalidModel, WorkerDied
+from horizon_server.models.checking import LIMITS, check_model
+from horizon_server.models.folder_checks import ModelFacts
+from horizon_server.store.safetensors_header import MAX_TENSORS
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 2,
+    "tie_word_embeddings": True,
+}
+TENSORS: dict[str, Any] = {
+    "model.embed_tokens.weight": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]},
+    "model.layers.0.mlp.weight": {"dtype": "F32", "shape": [4], "data_offsets": [32, 48]},
+}
+LONGEST_FREEZE_S = 1.0
+"""The audit measured 2 to 17 s. The rest is what a busy machine may add."""
+
+
+def write(folder: Path, *, config: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    header = json.dumps(TENSORS | (tensors or {})).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(48))
+    return folder
+
+
+def empty(shape: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [48, 48]}
+
+
+async def longest_freeze_s(stop: asyncio.Event) -> float:
+    """Return the longest time that the event loop was held up until `stop`."""
+    longest_s, last_s = 0.0, time.monotonic()
+    while not stop.is_set():
+        await asyncio.sleep(0.01)
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s - 0.01), now_s
+    return longest_s
+
+
+async def test_a_sound_folder_is_described(tmp_path: Path) -> None:
+    assert await check_model(write(tmp_path)) == ModelFacts(architecture="llama", num_parameters=12)
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ({"config": {"num_hidden_layers": 20_000_000}}, "num_hidden_layers is 20000000"),
+        ({"config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000"),
+        ({"config": {"num_hidden_layers": 10**30}}, "num_hidden_layers is 1"),
+        ({"config": {"intermediate_size": 10**18}}, "intermediate_size is 1"),
+        ({"tensors": {"bomb": empty([2**62] * 50_000)}}, "at most 8 dimensions"),
+        ({"tensors": {"bomb": empty([0] * 5_000_000)}}, "more values than"),
+        ({"tensors": {".".join(["a", *["0"] * 20_000, "w"]): empty([0])}}, "at most 512 characters and 4 numbers"),
+        ({"tensors": {".".join(["a", *["0"] * 100_000, "w"]): empty([0])}}, "at most 512 characters and 4 numbers"),
+        ({"tensors": {f"t{i}": empty([0]) for i in range(700_000)}}, "at most 200000|larger than|announces a header"),
+        ({"tensors": {"model.layers.\u00b2.w": empty([0])}}, "characters that a name cannot have"),
+        ({"tensors": {f"model.layers.{'1' * 5000}.w": empty([0])}}, "at most 512 characters"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+async def test_every_bomb_of_the_audit_is_refused_while_the_loop_keeps_its_pace(
+    tmp_path: Path, folder: dict[str, Any], words: str
+) -> None:
+    place = write(tmp_path, **folder)
+    memory_before = psutil.Process().memory_info().rss
+    stop = asyncio.Event()
+    watching = asyncio.create_task(longest_freeze_s(stop))
+    with pytest.raises(InvalidModel, match=words) as caught:
+        await asyncio.wait_for(check_model(place), 60)
+    stop.set()
+    assert await watching < LONGEST_FREEZE_S
+    assert psutil.Process().memory_info().rss - memory_before < 32 * 2**20, "no memory of the daemon's own"
+    assert str(tmp_path) not in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+async def test_a_tenth_of_the_largest_folder_stays_within_a_fifth_of_the_limits(tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.{layer}.mlp.experts.{expert}.down_projection_of_this_expert.weight": empty([0, 0])
+        for layer in range(100)
+        for expert in range(MAX_TENSORS // 1000)
+    }
+    place = write(tmp_path, config={"num_hidden_layers": 100}, tensors=tensors)
+    assert LIMITS.memory_bytes is not None and LIMITS.cpu_s is not None
+    tight = dataclasses.replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 5, cpu_s=LIMITS.cpu_s // 5)
+    assert (await check_model(place, limits=tight)).num_parameters == 12
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [(Limits(memory_bytes=64 * 2**20), "more memory to read"), (Limits(wall_s=0.01), "more time to read")],
+)
+async def test_a_check_at_its_limits_blames_the_folder(tmp_path: Path, limits: Limits, words: str) -> None:
+    tensors = {f"t{i}": empty([0]) for i in range(150_000)}
+    with pytest.raises(InvalidModel, match=words):
+        await check_model(write(tmp_path, tensors=tensors), limits=limits)
+
+
+def checks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "horizon_server.models.check" in child.cmdline()]
+
+
+async def check_and(act: Callable[[asyncio.Task[ModelFacts]], object], place: Path) -> asyncio.Task[ModelFacts]:
+    """Start a check, and act on it while its process loads its modules."""
+    task = asyncio.create_task(check_model(place))
+    async with asyncio.timeout(60):
+        while not checks():  # noqa: ASYNC110  # a process appears without an event
+            await asyncio.sleep(0)
+    act(task)
+    await asyncio.wait([task])
+    return task
+
+
+async def test_a_check_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
+    task = await check_and(lambda _: checks()[0].kill(), write(tmp_path))
+    error = task.exception()
+    assert isinstance(error, WorkerDied)
+    assert (status_of(error).grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)
+
+
+async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    task = await check_and(lambda task: task.cancel(), write(tmp_path))
+    assert task.cancelled()
+    assert checks() == []
