@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from horizon_server.children.entry import EventWriter
+from horizon_server.datasets.preview import child
 from horizon_server.datasets.preview.child import render
 from horizon_server.datasets.preview.request import (
     MAX_CHARACTERS,
@@ -21,7 +22,6 @@ from horizon_server.datasets.preview.request import (
     PreviewOptions,
     PreviewRequest,
     PreviewRow,
-    child,
     rows_from_answer,
 )
 from horizon_server.datasets.reading import StoredFile
