@@ -9,7 +9,6 @@ Shapes: N tokens of the dataset, D documents, T tokens of one row.
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,28 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.packing import PackedRows, SingleRows
 from horizon_server.engine.permutation import Keys, permutation_keys, permuted
 from horizon_server.errors import InvalidData
-
-TOKENS_FILE = "tokens.safetensors"
-REPORT_FILE = "report.json"
+from horizon_server.store.prepared import open_prepared
 
 # What is permuted; part of the key of its permutation.
 _ROWS, _DOCUMENTS = 1, 2
 _ROWS_AT_ONCE = 1 << 16
 
-_DTYPES = {"input_ids": np.dtype(np.int32), "trained": np.dtype(np.uint8), "document_starts": np.dtype(np.int64)}
-
 
 class PreparedDataset:
-    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole.
-
-    Raises: InvalidData where the folder is incomplete or inconsistent.
-    """
+    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole."""
 
     def __init__(
         self,
@@ -58,20 +49,11 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path) -> PreparedDataset:
-        """Map the tensors that the preparation child wrote into `folder`."""
-        path = folder / TOKENS_FILE
-        planes: dict[str, NDArray[Any]] = {}
-        try:
-            report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-            with safe_open(path, framework="pt") as tensors:
-                for name, dtype in _DTYPES.items():
-                    planes[name] = tensors.get_tensor(name).numpy()
-                    if planes[name].dtype != dtype:
-                        raise InvalidData(
-                            f"{path}: {name} is {planes[name].dtype}, expected {dtype}; prepare the dataset again"
-                        )
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
+        """Map the planes that the preparation child wrote into `folder`.
+
+        Raises: InvalidData where the folder is incomplete or inconsistent.
+        """
+        planes, report = open_prepared(folder)
         return cls(
             input_ids_N=planes["input_ids"],
             trained_N=planes["trained"],
