@@ -23,13 +23,13 @@ from horizon_server.api.grpc.convert import attribute_of, from_message, to_messa
 from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.figures import TransferFigures
-from horizon_server.jobs.node import NodeStatus
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
 MESSAGES: dict[type[Any], type[WireMessage]] = {

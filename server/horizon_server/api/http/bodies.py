@@ -22,13 +22,13 @@ from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from horizon_server.datasets.preview import DatasetPreview
-from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import may_see
+from horizon_server.services.node import NodeStatus
 
 PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
     {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
