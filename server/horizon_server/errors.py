@@ -8,16 +8,9 @@ also inherit the stdlib type they refine, so that code which knows nothing of ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
-
-@dataclass(frozen=True, kw_only=True)
-class FieldViolation:
-    """One refused field: its path (`train.learning_rate`, `line[17].messages[2].role`) and why, in one sentence."""
-
-    field: str
-    description: str
+from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonError(Exception):
@@ -73,7 +66,7 @@ class InvalidUpload(HorizonError, ValueError):
 
 
 class UploadInProgress(HorizonError, RuntimeError):
-    """Another connection of the same user is sending the same content right now; a retry after a while goes on from there."""
+    """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
 
     reason = "UPLOAD_IN_PROGRESS"
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
+from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
@@ -33,7 +35,6 @@ from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
@@ -47,6 +48,7 @@ from horizon_server.services.datasets import DatasetService
 from horizon_server.services.inputs import NodeResources, PreparationRecipes
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
+from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
 from horizon_server.services.uploads import Uploads
@@ -69,8 +71,6 @@ class Parts:
     """What the daemon is made of, wired."""
 
     services: Services
-    accounts: Accounts
-    jobs: JobService
     lifecycle: Lifecycle
     journal: Journal
     scheduler: Scheduler
@@ -175,8 +175,13 @@ async def wire(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
+    prepared_root = settings.state_dir / "prepared"
     datasets = DatasetService(
-        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=store.user_of
+        DatasetStore(database, requests),
+        uploads,
+        max_bytes=settings.max_dataset_bytes,
+        in_use=store.user_of,
+        remove_prepared=partial(remove_prepared, prepared_root),
     )
     models = ModelService(
         ModelStore(database, requests),
@@ -202,7 +207,7 @@ async def wire(
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
     )
-    recipes = PreparationRecipes(settings.state_dir / "prepared")
+    recipes = PreparationRecipes(prepared_root)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
@@ -247,8 +252,6 @@ async def wire(
     )
     return Parts(
         services=services,
-        accounts=accounts,
-        jobs=jobs,
         lifecycle=lifecycle,
         journal=journal,
         scheduler=scheduler,

@@ -1,6 +1,6 @@
 """Rows of a dataset as a model would see them, rendered in a child process with limits.
 
-Knows who may see what by `jobs.ports.Resources`, and nothing of templates or tokens: the daemon never runs what came with a model.
+Knows nothing of templates or tokens: the daemon never runs what came with a model.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from horizon_server.children.child import Limits, run_child
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preview import (
+from horizon_server.datasets.preview.request import (
     DatasetPreview,
     PreviewOptions,
     PreviewRequest,
     PreviewRow,
     rows_from_answer,
 )
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import (
     InvalidModel,
     InvalidSpec,
     OutOfMemory,
     Stalled,
 )
-from horizon_server.jobs.ports import Resources
 from horizon_server.records.account import Principal
+from horizon_server.services.inputs import NodeResources
 
 _AT_ONCE = 2
 _MEMORY_BYTES = 4 * 2**30
@@ -37,7 +37,7 @@ class Previews:
     Thread: belongs to one event loop. A caller who hangs up ends the child.
     """
 
-    def __init__(self, resources: Resources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
+    def __init__(self, resources: NodeResources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
         """`limit_s` is the longest time that one preview may take. The child gets one thread: few rows need no more."""
         self._resources = resources
         self._environment = {**environment, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -67,7 +67,7 @@ class Previews:
             sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
             raise InvalidSpec.of("offset", sentence)
         request = PreviewRequest(
-            dataset_files=tuple(DataFile.at(path, name=name) for name, path in files.files),
+            dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
             model_dir=model_dir,
             format=files.format,
             field_map=files.field_map,
@@ -80,7 +80,7 @@ class Previews:
     async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
         try:
             answer = await run_child(
-                "horizon_server.datasets.render_preview",
+                "horizon_server.datasets.preview.child",
                 request.to_mapping(),
                 who="the preview",
                 environment=self._environment,

@@ -190,7 +190,7 @@ def named(*paths: str) -> list[BlobFile]:
 @pytest.mark.parametrize(
     ("paths", "sentence"),
     [
-        (["config.json", "pytorch_model.bin"], "never taken"),
+        (["config.json", "pytorch_model.bin"], "never accepted"),
         (["config.json", "model.safetensors", "training_args.bin"], "training_args.bin may be a pickle"),
         (["config.json", "model.safetensors", "sub/optimizer.PT"], "may be a pickle"),
         (["config.json", "model.safetensors", "modeling_odd.py"], "is code"),
