@@ -237,7 +237,7 @@ class WorkerFailed(ServerFailed):
 class WorkerCrashed(ServerFailed):
     """A child process of the server crashed; the same call will most likely crash it again."""
 
-    reason = "WORKER_DIED"
+    reason = "WORKER_CRASHED"
 
 
 class OutOfMemory(ServerFailed):

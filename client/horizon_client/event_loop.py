@@ -51,16 +51,28 @@ class LoopThread:
     def iterate(self, items: AsyncIterator[ValueT]) -> Iterator[ValueT]:
         """Yield what an async generator yields, and close it when the caller stops."""
         end = object()
+        step: asyncio.Task[Any] | None = None
 
         async def advance() -> object:
+            nonlocal step
+            step = asyncio.current_task()
             return await anext(items, end)
+
+        async def close() -> None:
+            # an interrupt just before `run` began to wait has left the step running, and a running generator cannot be closed
+            if step is not None and not step.done():
+                step.cancel()
+                await asyncio.wait([step])
+            aclose: Callable[[], Coroutine[Any, Any, None]] | None = getattr(items, "aclose", None)
+            if aclose is not None:
+                await aclose()
 
         try:
             while (item := self.run(advance())) is not end:
                 yield cast("ValueT", item)
         finally:
             if self.is_open:
-                self.run(_close(items))
+                self.run(close())
 
     def close(self) -> None:
         """Cancel the work in progress and stop the thread. May be called twice."""
@@ -72,12 +84,6 @@ async def _then_set(work: Coroutine[Any, Any, ValueT], unwound: threading.Event)
         return await work
     finally:
         unwound.set()
-
-
-async def _close(items: AsyncIterator[Any]) -> None:
-    aclose: Callable[[], Coroutine[Any, Any, None]] | None = getattr(items, "aclose", None)
-    if aclose is not None:
-        await aclose()
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -48,7 +48,8 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
         return _from_transport(error.code(), str(error.details() or ""), server)
     retry = _detail(status, error_details_pb2.RetryInfo())
     bad_request = _detail(status, error_details_pb2.BadRequest())
-    return _kind(info.reason, error.code())(
+    kind = _BY_REASON.get(info.reason) or _BY_CODE.get(error.code(), errors.ServerFailed)
+    return kind(
         status.message or f"horizond at {server} answered {error.code().name} without a message",
         reason=info.reason,
         violations=[
@@ -73,19 +74,13 @@ def _detail(status: status_pb2.Status | None, into: DetailT) -> DetailT | None:
     return next((into for detail in (status.details if status else ()) if detail.Unpack(into)), None)
 
 
-def _kind(reason: str, code: StatusCode) -> type[HorizonClientError]:
-    """Return the class for a reason; where two classes share it, the one that may be retried if the code means that."""
-    by_code = _BY_CODE.get(code, errors.ServerFailed)
-    of_reason = [leaf for leaf in _leaves() if leaf.reason == reason and leaf.__module__ == errors.__name__]
-    may_retry = issubclass(by_code, errors.Unavailable)
-    same = [leaf for leaf in of_reason if issubclass(leaf, errors.Unavailable) == may_retry]
-    return (same or of_reason or [by_code])[0]
-
-
 def _leaves(kind: type[HorizonClientError] = HorizonClientError) -> Iterator[type[HorizonClientError]]:
     for leaf in kind.__subclasses__():
         yield leaf
         yield from _leaves(leaf)
+
+
+_BY_REASON = {leaf.reason: leaf for leaf in _leaves() if leaf.__module__ == errors.__name__}
 
 
 def _from_transport(code: StatusCode, details: str, server: str) -> HorizonClientError:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 from horizon_server.errors import AlreadyExists, DiskFull
 
@@ -20,7 +21,7 @@ PARTIAL_SUFFIX = ".partial"
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def is_out_of_space(error: BaseException | None) -> bool:
+def is_out_of_space(error: BaseException | None) -> TypeGuard[OSError]:
     """Whether an error says that the disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in _OUT_OF_SPACE
 

@@ -41,14 +41,14 @@ def test_an_expired_token_and_a_revoked_one(node: Node, shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("job", "get", "nope"), "job nope does not exist, or is not yours; see: horizon job list"),
-        (("job", "watch", "nope"), "job nope does not exist"),
-        (("job", "logs", "nope"), "job nope does not exist"),
-        (("job", "cancel", "nope"), "job nope does not exist"),
+        (("job", "get", "nope"), "job 'nope' does not exist, or is not yours; see: horizon job list"),
+        (("job", "watch", "nope"), "job 'nope' does not exist"),
+        (("job", "logs", "nope"), "job 'nope' does not exist"),
+        (("job", "cancel", "nope"), "job 'nope' does not exist"),
         (("dataset", "get", "nope"), "dataset 'nope' does not exist, or is not yours"),
         (("dataset", "delete", "nope"), "dataset 'nope' does not exist, or is not yours"),
         (("model", "get", "nope"), "model 'nope' does not exist, or is not yours"),
-        (("checkpoint", "pull", "nope", "--to", "out"), "job nope does not exist"),
+        (("checkpoint", "pull", "nope", "--to", "out"), "job 'nope' does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -60,8 +60,8 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(node: Node, she
         read_until(watch, "step ")
         watch.send_signal(signal.SIGINT)
         _, notes = watch.communicate(timeout=30)
-        assert watch.returncode == 130
-        assert f"the job runs on; watch it again with: horizon job watch {job.job_id}" in notes
+        assert watch.returncode == 130, notes
+        assert f"the job continues; to return to it: horizon job watch {job.job_id}" in notes
         assert "Traceback" not in notes
         wait_for_step(client, job.job_id, client.jobs.get(job.job_id).step + 2)
         shell.works("job", "cancel", job.job_id)

@@ -69,7 +69,7 @@ def take_steps(work: Path, *, first: int, count: int, num_threads: int, save: bo
 def _digest(store: HostStore, name: str) -> str:
     digest = hashlib.sha256()
     for plane in _PLANES:
-        digest.update(store.tensor(name, plane).contiguous().view(torch.uint8).numpy())
+        digest.update(store.tensor(name, plane).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -61,3 +61,10 @@ def test_children_get_no_daemon_settings_and_no_hub(monkeypatch: pytest.MonkeyPa
     environment = child_environment()
     assert not any(name.startswith("HORIZOND_") for name in environment)
     assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_shell_of_the_daemon_does_not_choose_the_threads_that_a_job_multiplies_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MKL_NUM_THREADS", "8")
+    assert child_environment()["MKL_NUM_THREADS"] == "1"

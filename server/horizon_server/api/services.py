@@ -6,8 +6,6 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from horizon_server.errors import Unauthenticated
-from horizon_server.records.account import Principal
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.jobs import JobService
@@ -48,15 +46,3 @@ class Services:
     blobs: Uploads
     node: NodeFacts
     refused_tokens: RefusedTokens = field(default_factory=RefusedTokens)
-
-    async def authenticate(self, secret: str, *, peer: str) -> Principal:
-        """Return who presents `secret`.
-
-        Raises:
-            Unauthenticated: when it is wrong, expired or revoked; the log gets a line.
-        """
-        try:
-            return await self.accounts.authenticate(secret)
-        except Unauthenticated:
-            self.refused_tokens.add(peer)
-            raise

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import click
 
-from horizon_server.cli.options import print_mapping, size_text, with_settings_options
+from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.ledger import max_parameters
@@ -24,6 +24,7 @@ from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.planning.rates import Machine, RateBook, measure_rates
 from horizon_server.planning.roofline import DeviceRates
 from horizon_server.settings import Settings, child_environment, load_settings
+from horizon_server.sizes import size_text
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION

@@ -61,11 +61,6 @@ def print_mapping(mapping: dict[str, Any], output: str) -> None:
             click.echo(f"{key:<{width}}  {value}")
 
 
-def size_text(num_bytes: float) -> str:
-    """A size in MiB, or in GiB from one GiB on."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
-
-
 def _print_table(rows: list[dict[str, Any]]) -> None:
     if not rows:
         click.echo("none")

@@ -151,7 +151,7 @@ def _converted(
     if kind == "Concatenate":
         return {final: [concatenate([part for source in sources for part in pieces.get(source, [])], dim)]}
     if kind == "Transpose" and len(pieces) == 1:
-        dim0, dim1 = _transposed_dims(operation)
+        dim0, dim1 = int(getattr(operation, "dim0", 0)), int(getattr(operation, "dim1", 1))
         fits = getattr(operation, "check_dims", False) and only.shape == tuple(wanted[name].shape)
         return {final: [only if fits else only.transposed(dim0, dim1)]}
     if kind in ("Chunk", "Split") and len(pieces) == 1 and not getattr(operation, "num_shards_attribute", None):
@@ -162,10 +162,6 @@ def _converted(
         f"{name}: the checkpoint stores it in a form that takes {kind} to convert, which is not supported; load the model with "
         "transformers and save it again in the form of its class (save_original_format=False)"
     )
-
-
-def _transposed_dims(operation: object) -> tuple[int, int]:
-    return int(getattr(operation, "dim0", 0)), int(getattr(operation, "dim1", 1))
 
 
 def _check_lists(sources: _Sources) -> None:

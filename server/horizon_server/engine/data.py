@@ -1,7 +1,7 @@
 """From a prepared dataset on disk to the micro-batches of step i: order, packing and labels.
 
-Owns the order in which documents are seen. Must not know how they were tokenised, what a job is or how a step is computed. Everything
-follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
+Owns the order in which documents are seen. Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number
+of its step, so a resume asks for the next i.
 
 Shapes: N tokens of the dataset, D documents, T tokens of one row.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
-from horizon_server.engine.packing import PackedRows, Rows, SingleRows
+from horizon_server.engine.packing import PackedRows, SingleRows
 from horizon_server.engine.permutation import Keys, permutation_keys, permuted
 from horizon_server.errors import InvalidData
 
@@ -147,7 +147,7 @@ class StepPlan:
         self._row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
         self._tokens_per_step = tokens_per_step
         lengths = dataset.document_lengths
-        self._rows: Rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)
+        self._rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)
         self._seed = seed
         self._shuffle = shuffle
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e

@@ -147,6 +147,7 @@ class ForwardBackward:
         all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
         tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
         self._activations.reserve(tokens.num_tokens)
+        # In fp64, because the losses of all chunks of a step add up in it.
         loss = self._device.place(torch.zeros((), dtype=torch.float64))
         return _Pass(tokens=tokens, loss=loss, key=key)
 
@@ -188,7 +189,7 @@ class ForwardBackward:
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
         unit_index = self._head_request.unit_index
         slot = self._sink.open(unit_index)
-        self._device.compute.submit(partial(_zero, self._activations.gradient), label="zero hidden gradient")
+        self._device.compute.submit(self._activations.gradient.zero_, label="zero hidden gradient")
         for chunk in self._chunks(current.tokens):
             work = partial(self._head_gradients, current, chunk, flat, slot.flat)
             self._device.compute.submit(work, label=f"backward {unit_index}")
@@ -247,7 +248,11 @@ class ForwardBackward:
             )
         self._activations.layer_input(0)[span].copy_(hidden_1TD[0])
         current.calls[index] = calls
-        num_bytes = _distinct_bytes(calls)
+        # All layers of a kind get the same masks and tables, which count once.
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for call in calls for t in call.tensors()
+        }
+        num_bytes = sum(storages.values())
         self._device.charge("workspace", num_bytes)
         current.call_bytes += num_bytes
 
@@ -277,7 +282,7 @@ class ForwardBackward:
         with self._device.workspace(("head", supervised_S.numel())):
             logits_SV = self._template.head(leaves, hidden_1SD)
             loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
-            _backward(loss, None)
+            torch.autograd.backward(loss)
         current.loss += loss.detach()
         assert hidden_1SD.grad is not None
         self._activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
@@ -288,10 +293,11 @@ class ForwardBackward:
         # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
         hidden_1TD = self._activations.layer_input(layer)[span][None].data.requires_grad_()
         leaves = _leaves(self._template.places(layer + 1), flat, gradient, self._sink.reached)
+        # As in forward, so that the recompute draws the same dropout masks.
         self._seed(current, layer + 1, index)
         with self._device.workspace(("layer", self._template.layer_groups[layer], hidden_1TD.shape[1])):
             output_1TD = self._template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
-            _backward(output_1TD, gradient_TD[None])
+            torch.autograd.backward(output_1TD, gradient_TD[None])
         assert hidden_1TD.grad is not None
         gradient_TD.copy_(hidden_1TD.grad[0])
 
@@ -312,7 +318,7 @@ class ForwardBackward:
             hidden_1TD, _ = self._template.embed(
                 leaves, current.tokens.row_ids_N[span], current.tokens.position_ids_N[span]
             )
-            _backward(hidden_1TD, self._activations.gradient[span][None])
+            torch.autograd.backward(hidden_1TD, self._activations.gradient[span][None])
 
 
 def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: set[str]) -> dict[str, Tensor]:
@@ -347,16 +353,3 @@ def _add_rows(table: Tensor, rows_R: Tensor | None, padding_row: int | None, gra
         return
     # Rows are distinct, so that no two additions meet and the result is the same in any order.
     table.index_add_(0, rows_R, gradient_RD.to(table.dtype))
-
-
-def _backward(output: Tensor, gradient: Tensor | None) -> None:
-    torch.autograd.backward(output, gradient)
-
-
-def _zero(tensor: Tensor) -> None:
-    tensor.zero_()
-
-
-def _distinct_bytes(calls: Sequence[LayerCall]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for call in calls for t in call.tensors()}
-    return sum(storages.values())

@@ -69,7 +69,7 @@ class GradientSink:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
         ring = self._ring(unit_index)
         slot = ring.take(self._device.compute)
-        self._device.compute.submit(lambda: _zero(slot.flat), label=f"zero gradient {unit_index}")
+        self._device.compute.submit(slot.flat.zero_, label=f"zero gradient {unit_index}")
         return slot
 
     def send_loss(self, loss: Tensor) -> None:
@@ -137,7 +137,3 @@ class GradientSink:
 
     def _ring(self, unit_index: int) -> SlotRing:
         return self._layer_ring if self._template.layout.units[unit_index].kind == "layer" else self._edge_ring
-
-
-def _zero(flat: Tensor) -> None:
-    flat.zero_()

@@ -15,8 +15,8 @@ from torch import Tensor
 from horizon_server.engine.template import Template
 from horizon_server.planning.ledger import LayerMemory
 
-LENGTHS = (256, 512)
-"""Tokens of the two rows. Recurrent layers work on chunks of up to 256 tokens and pad to them, so shorter rows would count too much."""
+LENGTHS = (512, 1024)
+"""Tokens of the two rows. Recurrent layers work on chunks of up to 256 tokens and pad to them, so a curve through shorter rows is wrong."""
 
 
 def measure_layer_memory(folder: Path, *, lengths: tuple[int, int] = LENGTHS) -> LayerMemory:

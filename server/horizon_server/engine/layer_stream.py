@@ -68,6 +68,7 @@ class LayerStream:
         pending: list[tuple[Slot, Event]] = []
         num_fetched = 0
         for position, request in enumerate(requests):
+            # As far ahead as slots are free: with two of them, the next unit is copied while this one computes.
             while num_fetched < len(requests) and self._ring(requests[num_fetched]).available:
                 pending.append(self._fetch(requests[num_fetched]))
                 num_fetched += 1
@@ -78,7 +79,7 @@ class LayerStream:
             self._ring(request).release(slot, self._device.compute)
 
     def close(self) -> None:
-        """Give the slots back. The queues must be idle."""
+        """Free the slots. The queues must be idle."""
         self._layer_ring.close()
         self._edge_ring.close()
 
@@ -96,6 +97,7 @@ class LayerStream:
             return slot, device.h2d.record()
         unit = template.layout.units[request.unit_index]
         device.upload_unit(self._store, unit.index, slot.flat[: unit.num_elements])
+        # A tied head computes with the table, which is in another unit with an update of its own.
         if unit.kind == "head" and template.tied:
             self._wait_for_update(0)
             device.upload_unit(self._store, 0, slot.flat[unit.num_elements : template.head_elements])

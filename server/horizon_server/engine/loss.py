@@ -1,7 +1,6 @@
 """The training loss: cross-entropy summed over supervised tokens, as a fraction of all supervised tokens of the step.
 
-Owns the scaling that makes the loss the token-weighted mean for any split into micro-batches and chunks. Must not know the
-model or the schedule.
+Owns the scaling that makes the loss the token-weighted mean for any split into micro-batches and chunks.
 
 It is what the plain forward of transformers computes. For mixtures of experts that forward adds the routers' auxiliary loss only where
 the config sets `output_router_logits`; such a config is refused, any other is trained without.

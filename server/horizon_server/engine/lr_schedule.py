@@ -1,7 +1,6 @@
 """Learning rate as a pure function of the step.
 
-Owns the three schedules with warmup. Must not know optimizers or trainers. The formulas are those that transformers' schedulers of
-the same names use, so that curves compare.
+Owns the three schedules with warmup. The formulas are those of transformers' schedulers of the same names, so that curves compare.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     _refuse_auxiliary_loss(config)
     _refuse_dropped_layers(config)
     config = copy.deepcopy(config)
+    # Caches are for generation; the engine reads outputs by name.
     config.use_cache = False
     config.return_dict = True
     if config._attn_implementation not in _ATTENTIONS:
@@ -119,6 +120,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
                 module._parameters[name] = new
     _check_buffers(model)
     model.train(False)
+    # The engine differentiates by its own leaves, which are views into streamed weights.
     model.requires_grad_(False)
     return model
 

@@ -1,7 +1,6 @@
 """One packed row of tokens, ready for the model: the only shape in which data enters the engine.
 
-Owns the meaning of labels, positions and document boundaries. Must not know where the tokens came from, how rows were chosen or
-what a step is.
+Owns the meaning of labels, positions and document boundaries.
 
 Shapes: T = tokens of the row.
 """

@@ -1,10 +1,10 @@
 """Restores modules that change themselves when they run.
 
-Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has seen, or is
+Some modules of transformers do: a rotary table grows with the longest position it has seen, or is
 overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on where it was stopped. Here
 each call starts from the same state.
 
-Owns the buffers and plain attributes of the modules it is given. Must not know what they mean.
+Owns the buffers and plain attributes of the modules it is given.
 Thread: the thread that calls the modules.
 """
 
@@ -31,7 +31,11 @@ class ModuleState:
     """The state of some modules as it is now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [(module, _attributes(module), _kept_buffers(module)) for module in modules]
+        # Not the training mode, which is switched between calls on purpose.
+        self._modules = [
+            (module, {name: value for name, value in vars(module).items() if name != "training"}, _kept_buffers(module))
+            for module in modules
+        ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -39,6 +43,7 @@ class ModuleState:
         try:
             yield
         finally:
+            # Also after an error: the trials of a template run code that may fail halfway.
             for module, attributes, buffers in self._modules:
                 _restore_attributes(module, attributes)
                 _restore_buffers(module, buffers)
@@ -52,10 +57,6 @@ class ModuleState:
                 module._buffers[name] = buffer
 
 
-def _attributes(module: nn.Module) -> dict[str, object]:
-    return {name: value for name, value in vars(module).items() if name != "training"}
-
-
 def _kept_buffers(module: nn.Module) -> dict[str, _KeptBuffer]:
     # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to keep.
     return {
@@ -67,6 +68,7 @@ def _kept_buffers(module: nn.Module) -> dict[str, _KeptBuffer]:
 
 def _restore_attributes(module: nn.Module, attributes: dict[str, object]) -> None:
     current = vars(module)
+    # Compared by number first: this runs for every call of a layer.
     if len(current) != len(attributes) + 1:
         for name in [name for name in current if name not in attributes and name != "training"]:
             del current[name]
@@ -84,9 +86,6 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, _KeptBuffer]) -> None
             kept.version = kept.buffer._version
         if module._buffers.get(name) is not kept.buffer:
             module._buffers[name] = kept.buffer
-    for name in [name for name, buffer in module._buffers.items() if _is_new(name, buffer, buffers)]:
-        del module._buffers[name]
-
-
-def _is_new(name: str, buffer: Tensor | None, buffers: dict[str, _KeptBuffer]) -> bool:
-    return name not in buffers and buffer is not None and not buffer.is_meta
+    for name, buffer in list(module._buffers.items()):
+        if name not in buffers and buffer is not None and not buffer.is_meta:
+            del module._buffers[name]

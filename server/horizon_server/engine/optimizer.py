@@ -44,6 +44,7 @@ class Optimizer:
         `reached` are the tensors that have a gradient; the others stay as they are.
         """
         for unit in self._store.layout.units:
+            # Forward order is the order in which the next step reads the weights.
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
             self.queue.submit(work, label=f"update {unit.index}")
             self._updated[unit.index] = self.queue.record()

@@ -2,7 +2,7 @@
 
 What best-fit does depends on lengths only, so it is done once for a histogram of them: rows that hold documents of the same lengths are
 one pattern, and ten million documents are packed by a few thousand decisions. Which document takes which place is a permutation
-within each length, drawn again for every epoch. Must not know tokens, steps or files.
+within each length, drawn again for every epoch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horizon_server.engine.permutation import Keys, permuted
-
-
-class Rows(Protocol):
-    """A way to pack documents into rows: every document is in one row."""
-
-    num_rows: int
-
-    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens each of these rows holds."""
-        ...
-
-    def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
-        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
-        ...
 
 
 class SingleRows:
@@ -42,9 +27,11 @@ class SingleRows:
         self.num_rows = len(lengths)
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens each of these rows holds."""
         return self._lengths[rows]
 
     def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
+        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
         del keys  # the order of the rows is that of the documents
         return [[document] for document in rows.tolist()]
 
@@ -54,7 +41,10 @@ class PackedRows:
 
     def __init__(self, lengths: NDArray[np.int64], limit: int) -> None:
         counts = np.bincount(lengths)
-        self._patterns = list(_pack({int(n): int(counts[n]) for n in np.flatnonzero(counts)}, limit))
+        rows = _OpenRows(limit)
+        for length in np.flatnonzero(counts)[::-1].tolist():
+            rows.place(length, int(counts[length]))
+        self._patterns = list(rows.patterns())
         self._class_starts = np.concatenate([[0], np.cumsum(counts)])
         # Sixteen bits sort by radix, ten times as fast.
         keys = lengths.astype(np.uint16) if len(counts) <= 2**16 else lengths
@@ -66,9 +56,11 @@ class PackedRows:
         self.num_rows = int(self._first_rows[-1])
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens each of these rows holds."""
         return self._tokens[self._pattern_of(rows)]
 
     def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
+        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
         lengths: list[int] = []
         slots: list[int] = []
         ends = [0]
@@ -103,13 +95,6 @@ class _Pattern:
     @property
     def num_tokens(self) -> int:
         return sum(length * per_row for length, per_row in self.contents)
-
-
-def _pack(counts: dict[int, int], limit: int) -> Iterator[_Pattern]:
-    rows = _OpenRows(limit)
-    for length in sorted(counts, reverse=True):
-        rows.place(length, counts[length])
-    yield from rows.patterns()
 
 
 class _OpenRows:

@@ -4,7 +4,7 @@ Some architectures change how they count positions once a row is long: the rotar
 document, or attention gets a temperature by the position in the row. The trial on the real weights runs short documents, so it
 cannot see that. Everything a model derives from positions alone costs next to nothing, so here it is computed for rows of any length.
 
-Owns that trial. Must not know weights, streaming or what is done about the limit.
+Owns that trial.
 Shapes: T = tokens of the trial.
 """
 
@@ -26,6 +26,8 @@ CallsOf = Callable[[Tensor], list[LayerCall]]
 """Computes the calls of all layers for a row of these positions."""
 
 _MAX_ROW_TOKENS = 1 << 24
+"""Positions up to here are exact in fp32."""
+
 _DOCUMENT_TOKENS = 16
 _TOLERANCE = 1e-5
 
@@ -49,6 +51,7 @@ def find_packing_limit(
 
     if not differs(_MAX_ROW_TOKENS):
         return None
+    # Once a length changes something, all greater ones do: thresholds are crossed once.
     lengths = range(_DOCUMENT_TOKENS, _MAX_ROW_TOKENS)
     return lengths[bisect.bisect_left(lengths, True, key=differs)] - 1
 
@@ -127,6 +130,7 @@ class _CountedPositions(TorchFunctionMode):
         named = dict(kwargs or {})
         if func is torch.arange:
             counted: Tensor = func(*args, **{**named, "device": "cpu"})
+            # Counted on the CPU, because on the meta device numbers have no values.
             if counted.shape == self._positions_T.shape:
                 return self._keep(self._positions_T.to(counted.dtype))
             return func(*args, **named)
@@ -137,15 +141,14 @@ class _CountedPositions(TorchFunctionMode):
             if not any(leaf.is_meta for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
                 return tree_map_only(Tensor, self._keep, result)
         self.used.extend(derived)
-        args, named = tree_map_only(Tensor, self._without_values, (args, named))
+        # They meet tensors without storage here, and an operation needs its operands on one device.
+        meta = {id(tensor): tensor.to("meta") for tensor in derived}
+        args, named = tree_map_only(Tensor, lambda tensor: meta.get(id(tensor), tensor), (args, named))
         return func(*args, **named)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._derived[id(tensor)] = tensor
         return tensor
-
-    def _without_values(self, tensor: Tensor) -> Tensor:
-        return tensor.to("meta") if id(tensor) in self._derived else tensor
 
 
 def _tensors(calls: Sequence[LayerCall]) -> dict[object, Tensor]:
@@ -165,6 +168,7 @@ def _same_end(packed: Tensor, alone: Tensor) -> bool:
         if longer < length:
             return False
         packed = packed.narrow(dim, longer - length, length)
+    # Cosines of equal angles differ in the last bit by where in a vector they are computed.
     if not alone.is_floating_point() and not alone.is_complex():
         return torch.equal(packed, alone)
     return torch.allclose(packed, alone, rtol=_TOLERANCE, atol=_TOLERANCE)

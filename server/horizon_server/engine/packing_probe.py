@@ -27,6 +27,7 @@ def supports_packing(forward_backward: ForwardBackward, *, vocab_size: int, comp
     documents = [torch.randint(vocab_size, (n,), generator=generator) for n in _DOCUMENT_LENGTHS]
     inputs_ND, outputs_ND = forward_backward.hidden_states([_row(documents), *(_row([d]) for d in documents)])
     added_ND = (outputs_ND - inputs_ND).float()
+    # The first half is the packed row, the second the same documents in rows of their own.
     packed_ND, apart_ND = added_ND.chunk(2)
     return float((packed_ND - apart_ND).norm()) <= _TOLERANCE[compute_dtype] * float(apart_ND.norm())
 

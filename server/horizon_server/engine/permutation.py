@@ -2,7 +2,7 @@
 
 A Feistel network over pairs of digits of a mixed radix. Each round adds to one digit a hash of the other, which can be undone, so the
 whole is a bijection whatever the hash. The pairs cover a few more numbers than asked for; one that lands there is mapped again until it is
-back (cycle walking). Must not know what is permuted.
+back (cycle walking).
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3.
 """

@@ -1,6 +1,6 @@
 """Where a parameter is in a flat buffer: a strided view where the tensors it is made of allow it, else views to be joined.
 
-Owns the arithmetic of stacking, concatenating, transposing and cutting such places without touching a weight. Must not know models.
+Owns the arithmetic of stacking, concatenating, transposing and cutting such places without touching a weight.
 
 Units: elements.
 """

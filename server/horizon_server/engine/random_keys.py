@@ -1,6 +1,6 @@
 """Which random numbers dropout draws: a seed of its own for every piece of work, so that doing it again draws the same.
 
-Owns the derivation of seeds. Must not know generators or devices.
+Owns the derivation of seeds.
 
 A unit's work on a micro-batch has one seed per step of a run, whether it runs for the first time, is recomputed in backward, or runs
 after a resume.

@@ -1,7 +1,7 @@
 """How fast this machine computes, copies and updates, measured with the engine itself: what `planning.roofline` predicts steps from.
 
 Layers are timed as training runs them (template, slots, recompute, fp32 accumulation), on one-layer llamas of a few widths with random
-weights; copies and the optimizer on a store of their own. Owns what is timed and how often. Must not know jobs or files.
+weights; copies and the optimizer on a store of their own. Owns what is timed and how often.
 
 A run is bounded in time, by `budget_s` and what the last width takes beyond it, and in memory, by its widest model: the process peaked
 at 2.3 GiB on the host device, and keeps 2.8 GiB of planes for the widest one on cuda.

@@ -1,6 +1,6 @@
 """A ring of equal pieces of memory, handed out in turn; an event says when a piece may be overwritten.
 
-Owns the pieces and their free events. Must not know their content.
+Owns the pieces and their free events.
 """
 
 from __future__ import annotations

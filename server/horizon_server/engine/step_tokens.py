@@ -1,6 +1,6 @@
 """The tokens of a step as the schedule needs them: laid end to end, embedding ids renumbered, targets listed.
 
-Owns that rearrangement, done on the host before anything is queued. Must not know weights or queues.
+Owns that rearrangement, done on the host before anything is queued.
 
 Shapes: N = tokens of the step, T = tokens of one micro-batch, R = distinct ids, S = supervised tokens.
 """

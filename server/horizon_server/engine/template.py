@@ -79,24 +79,26 @@ class Template:
         self.config = model.config
         table, projection = _ends(model)
         self.tied = projection.weight is table.weight
-        self.shapes = _parameter_shapes(model, tied=self.tied)
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=self.tied)}
         layer_list_name, layer_list = find_layer_list(model)
         self.num_layers = len(layer_list)
         base_name = layer_list_name.partition(".")[0]
         self._base_model = model.get_submodule(base_name)
         self._prefixes = {"embedding": f"{base_name}.", "layer": f"{layer_list_name}.", "head": ""}
         layout = layout or build_layout(_stored_shapes(model), num_layers=self.num_layers, tied=self.tied)
+        # The head's buffer is laid out by `tied`, so both must mean the same.
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
         bindings = bind(model, layout)
         self.layout = layout
 
         self.embedding_parameter = name_of_parameter(model, table.weight)
-        self.projection_name = f"{_name_of_module(model, projection)}.weight"
+        self.projection_name = f"{next(n for n, m in model.named_modules() if m is projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
         self.max_document_tokens = max_positions(model.config)
         self.draws_random_numbers = draws_random_numbers(model.config)
-        self.padding_id = _take_padding_id(table)
+        # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
+        self.padding_id, table.padding_idx = table.padding_idx, None
         self._model = model
         self._tape = Tape(num_layers=self.num_layers)
         self._layers, self.layer_groups = _share(list(layer_list))
@@ -112,6 +114,7 @@ class Template:
             {group: (self._layers[group], calls[group]) for group in self.layer_groups}, hidden_size=self.hidden_size
         )
         self.train(False)
+        # After the search above, which replaces a projection's forward for good.
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in set(self.layer_groups)}
         self.packing_limit = self._find_packing_limit(shapes, calls)
 
@@ -311,10 +314,6 @@ def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]
     return {name: value for name, value in {**inputs, "use_cache": False}.items() if name in known}
 
 
-def _parameter_shapes(model: nn.Module, *, tied: bool) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=tied)}
-
-
 def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     table: object = model.get_input_embeddings()
     projection: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -322,17 +321,3 @@ def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
         kinds = f"{type(table).__name__} and {type(projection).__name__}"
         raise InvalidModel(f"a model whose ends are {kinds}, not an embedding table and a projection, is not supported")
     return table, projection
-
-
-def _name_of_module(model: nn.Module, wanted: nn.Module) -> str:
-    for name, module in model.named_modules():
-        if module is wanted:
-            return str(name)
-    raise AssertionError("the module belongs to the model")
-
-
-def _take_padding_id(embedding: nn.Embedding) -> int | None:
-    # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
-    padding_id = embedding.padding_idx
-    embedding.padding_idx = None
-    return padding_id

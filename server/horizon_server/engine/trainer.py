@@ -1,7 +1,6 @@
 """The engine's interface: takes one optimizer step from the micro-batches of that step.
 
-Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue. Must not know jobs,
-datasets, files or the wire.
+Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue.
 
 Thread: one driving thread per trainer.
 """
@@ -91,6 +90,7 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
         )
+        # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_parameter
@@ -115,6 +115,7 @@ class Trainer:
         answer = supports_packing(
             self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
         )
+        # The trial is no part of any step's figures.
         self._device.take_use()
         return answer
 
@@ -134,21 +135,50 @@ class Trainer:
             DoesNotFit: the step needs more device memory than its limit.
         """
         start_s = time.perf_counter()
-        self._check(micro_batches)
-        rows = self._rows(micro_batches)
-        learning_rate = self._learning_rate()
+        rows = self._checked_rows(micro_batches)
+        config, num_units = self.config, len(self._template.layout.units)
+        learning_rate = learning_rate_at(
+            self._step,
+            learning_rate=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            num_steps=config.num_steps,
+        )
         if self._updates_in_backward:
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
+        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self._step))
         grad_norm = global_norm(self._sink.square_sums)
-        num_updated = self._update(loss, grad_norm, learning_rate)
-        skipped = _reason_to_skip(num_updated, num_units=len(self._template.layout.units))
+        num_updated = 0
+        if self._updates_in_backward:
+            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
+        elif math.isfinite(loss) and math.isfinite(grad_norm):
+            grad_scale = clip_coefficient(grad_norm, config.max_grad_norm)
+            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            num_updated = num_units
+        skipped = ""
+        if num_updated < num_units:
+            skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
         self._step += 1
+        # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
         self._num_updates += num_updated > 0
         self._num_skipped += bool(skipped)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
         self._stop_if_diverged(loss, skipped)
-        return self._report(rows, loss, grad_norm, learning_rate, skipped, duration_s=time.perf_counter() - start_s)
+        use = self._device.take_use()
+        return StepFigures(
+            **vars(use),
+            step=self._step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_tokens=sum(row.num_tokens for row in rows),
+            duration_s=time.perf_counter() - start_s,
+            overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
+            skipped=skipped,
+            model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
+            device_memory_bytes=dict(self._device.peak_bytes()),
+            host_memory_bytes={**self._store.host_bytes(), **self._device.host_peak_bytes()},
+        )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
         """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training does.
@@ -159,9 +189,9 @@ class Trainer:
             InvalidData: as `train_step`.
         """
         start_s = time.perf_counter()
-        self._check(micro_batches)
-        rows = self._rows(micro_batches)
+        rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
+        # In groups no larger than a step, so that an evaluation needs no more memory than training.
         for group in _groups(rows, max_tokens=self._forward_backward.capacity_tokens):
             group_targets = sum(row.num_targets for row in group)
             if group_targets:
@@ -205,6 +235,7 @@ class Trainer:
 
         It does not complain about a failure that `train_step` has already raised.
         """
+        # Work that is still queued would write into freed memory.
         for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
         self._optimizer.wait()
@@ -223,22 +254,6 @@ class Trainer:
             update_queue=self._optimizer.queue,
         )
 
-    def _update(self, loss: float, grad_norm: float, learning_rate: float) -> int:
-        """Submit the update, unless it went along with backward; returns how many units have, or will have, new weights."""
-        if self._updates_in_backward:
-            return num_updated_in_backward(loss, self._sink.square_sums)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return 0
-        grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-        self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
-        return len(self._template.layout.units)
-
-    def _check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        template = self._template
-        check_micro_batches(
-            micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
-        )
-
     def _stop_if_diverged(self, loss: float, skipped: str) -> None:
         if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
             return
@@ -248,21 +263,18 @@ class Trainer:
             "bad rows in the data"
         )
 
-    def _rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        packed = any(len(m.document_lengths) > 1 for m in micro_batches)
-        if not packed:
-            return list(micro_batches)
-        limit = self._template.packing_limit if self.supports_packing else 0
-        return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
-
-    def _learning_rate(self) -> float:
-        return learning_rate_at(
-            self._step,
-            learning_rate=self.config.learning_rate,
-            schedule=self.config.lr_schedule,
-            warmup_steps=self.config.warmup_steps,
-            num_steps=self.config.num_steps,
+    def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches, packed only as far as the model keeps documents independent of each other."""
+        template = self._template
+        check_micro_batches(
+            micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
         )
+        if all(len(row.document_lengths) == 1 for row in micro_batches):
+            return list(
+                micro_batches
+            )  # The trial on the weights costs a forward, so it is left out where nothing is packed.
+        limit = template.packing_limit if self.supports_packing else 0
+        return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
     def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
         beta1, beta2 = self.config.betas
@@ -275,38 +287,6 @@ class Trainer:
             weight_decay=self.config.weight_decay,
             grad_scale=grad_scale,
         )
-
-    def _report(
-        self,
-        rows: list[MicroBatch],
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        skipped: str,
-        *,
-        duration_s: float,
-    ) -> StepFigures:
-        use = self._device.take_use()
-        return StepFigures(
-            **vars(use),
-            step=self._step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            num_tokens=sum(row.num_tokens for row in rows),
-            duration_s=duration_s,
-            overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
-            skipped=skipped,
-            model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
-            device_memory_bytes=dict(self._device.peak_bytes()),
-            host_memory_bytes={**self._store.host_bytes(), **self._device.host_peak_bytes()},
-        )
-
-
-def _reason_to_skip(num_updated: int, *, num_units: int) -> str:
-    if num_updated == num_units:
-        return ""
-    return "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
 
 
 def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBatch]]:

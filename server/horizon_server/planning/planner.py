@@ -16,6 +16,7 @@ from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_m
 from horizon_server.planning.rates import RatesByDevice
 from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.sizes import size_text
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import (
     StoreLayout,
@@ -217,15 +218,15 @@ class Planner:
         if need <= limit_bytes and arena <= choice.device_limit_bytes:
             return ""
         if need > limit_bytes:
-            short = f"the job needs {_gib(need)} GiB of host memory and {_gib(limit_bytes)} GiB are available"
+            short = f"the job needs {size_text(need)} of host memory and {size_text(limit_bytes)} are available"
         else:
             short = (
-                f"the job needs {_gib(arena)} GiB on the device and {_gib(choice.device_limit_bytes)} GiB are allowed"
+                f"the job needs {size_text(arena)} on the device and {size_text(choice.device_limit_bytes)} are allowed"
             )
         store = sum(ledger.host.get(part, 0) for part in ("weights", "moments", "gradients"))
         if store > limit_bytes:
             billions = layout.num_parameters / 1e9
-            return f"{short}; {_gib(store)} GiB of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
+            return f"{short}; {size_text(store)} of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
         return f"{short}; {self._advice(spec, model, layout, limit_bytes, choice)}"
 
     def _advice(self, spec: JobSpec, model: ModelShape, layout: StoreLayout, limit_bytes: int, choice: _Choice) -> str:
@@ -250,7 +251,3 @@ def _warning(spec: JobSpec) -> str:
         f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
         f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from horizon_server.sizes import size_text
+
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
 
 
@@ -63,13 +65,9 @@ class JobPlan:
     @property
     def summary(self) -> str:
         """One sentence for people."""
-        on_device = f" and {_gib(self.device_total_bytes)} GiB on the device" if self.device != "host" else ""
-        planned = f"planned {_gib(self.host_total_bytes)} GiB on the host{on_device}"
+        on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
+        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"
         return f"{planned}, predicted {speed}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"

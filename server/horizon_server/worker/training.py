@@ -62,10 +62,13 @@ class Training:
         template = Template.from_folder(request.model, layout=layout)
         _check_sequence_length(self._spec.train.sequence_length, template.max_document_tokens)
         self._packing_limit = template.packing_limit
-        self._store = HostStore.attach(
-            template.layout, request.planes, grad_dtype=_grad_dtype(request.grad_dtype_bytes)
-        )
-        self._resumed_state = self._load()
+        grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
+        self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
+        self._resumed_state: dict[str, Any] | None = None
+        if request.resume_from is None:
+            load_model(self._store, request.model)
+        else:
+            self._resumed_state = load_checkpoint(self._store, request.resume_from)
         self._trace = Trace() if request.trace else None
         self._device = device_for(
             request.device,
@@ -75,13 +78,16 @@ class Training:
         )
         dataset = PreparedDataset.open(request.prepared)
         packing_wanted = self._spec.train.packing != "false"
+        # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = _step_plan(dataset, self._spec, packing=packing_wanted, packing_limit=self._packing_limit)
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         if packing_wanted:
             self._report_packing()
-        self._events.send(Message(level="info", text=_data_summary(self._plan, dataset)))
+        rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
+        text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
+        self._events.send(Message(level="info", text=text))
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
@@ -98,9 +104,10 @@ class Training:
         if step == 0 and self._evaluation is not None:
             self._evaluate(0)
         saved = step
-        every = self._spec.checkpoint.every_steps
+        save_every, evaluate_every = self._spec.checkpoint.every_steps, self._spec.eval_every_steps
         while step < self._plan.num_steps:
             if self._orders.current is not Order.CONTINUE:
+                # A cancelled job is not resumed, so nothing is written for it.
                 if self._orders.current is Order.STOP and step > saved:
                     self._save(step)
                 return False
@@ -108,9 +115,10 @@ class Training:
             step = figures.step
             self._num_input_tokens_seen += figures.num_tokens
             self._events.send(self._step_done(figures))
-            if self._due(step, self._spec.eval_every_steps):
+            # First, so that a checkpoint of the same step carries its loss and can be kept as the best.
+            if self._evaluation is not None and evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
-            if every and step % every == 0 and step < self._plan.num_steps:
+            if save_every and step % save_every == 0 and step < self._plan.num_steps:
                 self._save(step)
                 saved = step
         if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
@@ -126,13 +134,6 @@ class Training:
         self._store.close()
         if self._trace is not None and self._request.trace is not None:
             self._trace.write(self._request.trace)
-
-    def _load(self) -> dict[str, Any] | None:
-        if self._request.resume_from is None:
-            load_model(self._store, self._request.model)
-            return None
-        kept: dict[str, Any] = load_checkpoint(self._store, self._request.resume_from)
-        return kept
 
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
@@ -197,9 +198,6 @@ class Training:
         self._last_eval = (step, done.eval_loss)
         self._events.send(done)
 
-    def _due(self, step: int, every: int) -> bool:
-        return self._evaluation is not None and every > 0 and step % every == 0
-
     def _report_packing(self) -> None:
         """The trainer splits rows that the architecture would mix up; the user should know."""
         if self._trainer.supports_packing:
@@ -242,10 +240,6 @@ class Training:
         )
 
 
-def _grad_dtype(num_bytes: int) -> torch.dtype | None:
-    return {0: None, 2: torch.bfloat16, 4: torch.float32}[num_bytes]
-
-
 def _check_sequence_length(sequence_length: int, max_document_tokens: int | None) -> None:
     """The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out."""
     if max_document_tokens is not None and sequence_length > max_document_tokens:
@@ -265,13 +259,6 @@ def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packin
         seed=train.seed,
         epochs=train.epochs,
         max_steps=train.max_steps,
-    )
-
-
-def _data_summary(plan: StepPlan, dataset: PreparedDataset) -> str:
-    return (
-        f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {plan.num_rows} rows, which are "
-        f"{100 * plan.packing_efficiency:.1f} % full; {plan.num_steps} steps"
     )
 
 

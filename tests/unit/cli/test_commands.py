@@ -156,7 +156,7 @@ def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) 
     flags = ("--model-dir", str(model), "--config", str(tmp_path / "small.toml"))
     code, out, _ = command("plan", str(tmp_path / "job.yaml"), *flags)
     assert code == 1
-    assert "GiB are available" in out
+    assert "MiB are available" in out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -163,3 +164,23 @@ async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: FakeD
     assert repr(checkpoint) == (
         "Checkpoint(job_id='job-1', step=10, size_bytes=50, create_time=None, eval_loss=None, last=False, best=False)"
     )
+
+
+def test_an_interrupt_at_any_moment_of_a_watch_is_an_interrupt(
+    client: Client, daemon: FakeDaemon, finished_job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.events, daemon.never_ending = daemon.events[:3], True
+    daemon.jobs[finished_job].state = job_pb2.JOB_STATE_RUNNING
+    events = iter(client.jobs.watch(finished_job))
+    assert _sequences([next(events) for _ in range(3)]) == [1, 2, 3]
+    schedule = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", schedule)
+        schedule(work, loop)
+        raise KeyboardInterrupt  # the step runs, but nothing waits for it yet
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(events)
+    assert client.jobs.get(finished_job).state == "RUNNING", "and the client can still be used"

@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.engine.packing import PackedRows, Rows, SingleRows
+from horizon_server.engine.packing import PackedRows, SingleRows
 from horizon_server.engine.permutation import Keys, permutation_keys
 
 lengths_lists = st.lists(st.integers(1, 30), min_size=1, max_size=120)
 
 
-def documents_of(rows: Rows, keys: Keys | None = None) -> list[list[int]]:
+def documents_of(rows: PackedRows | SingleRows, keys: Keys | None = None) -> list[list[int]]:
     return rows.documents_of(np.arange(rows.num_rows), keys)
 
 

@@ -35,7 +35,7 @@ def job(job_state: JobState = JobState.RUNNING, *, max_steps: int | None = None,
 def test_a_plan_in_one_sentence() -> None:
     assert PLAN.summary == "planned 3.00 GiB on the host, predicted 4,096 tokens/s, bound by compute"
     on_cuda = dataclasses.replace(PLAN, device="cuda", prediction=None)
-    assert on_cuda.summary == "planned 3.00 GiB on the host and 0.50 GiB on the device"
+    assert on_cuda.summary == "planned 3.00 GiB on the host and 512.0 MiB on the device"
 
 
 def test_the_whole_time_is_known_with_the_steps() -> None:

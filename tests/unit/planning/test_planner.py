@@ -131,7 +131,7 @@ def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path
 
 def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder: Path) -> None:
     plan = worker_memory(folder, spec_of(sequence_length=64), arena_bytes=1_500_000).plan
-    assert "GiB on the device and 0.00 GiB are allowed; it would fit with train.tokens_per_step:" in plan.message
+    assert "MiB on the device and 1.4 MiB are allowed; it would fit with train.tokens_per_step:" in plan.message
 
 
 async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 from fastapi import Depends, FastAPI, Response
 
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.curve import Curves
-from horizon_server.api.http.page import load_page
 from horizon_server.api.http.problems import install_handlers
 from horizon_server.api.http.routes import router
 from horizon_server.api.http.security import Edge, authenticated
@@ -17,6 +19,9 @@ from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.version import VERSION
+
+_STYLE_MARK = "/*style*/"
+_SCRIPT_MARK = "/*script*/"
 
 
 def make_app(
@@ -86,7 +91,7 @@ def _add_metrics(app: FastAPI, guards: list[Any], metrics: Metrics) -> None:
 
 
 def _add_front(app: FastAPI, version: str) -> None:
-    page, policy = load_page()
+    page, policy = _load_page()
 
     @app.get("/", include_in_schema=False)
     async def show_page() -> Response:
@@ -96,3 +101,28 @@ def _add_front(app: FastAPI, version: str) -> None:
     async def show_version() -> VersionBody:
         """Show the daemon's version."""
         return VersionBody(version=version)
+
+
+def _load_page() -> tuple[bytes, str]:
+    """Return the one self-contained document, and the policy that lets exactly its own script and style run."""
+    folder = resources.files("horizon_server.api.http") / "web"
+    document, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    assert document.count(_STYLE_MARK) == 1
+    assert document.count(_SCRIPT_MARK) == 1
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src '{_hash_of(script)}'",
+            f"style-src '{_hash_of(style)}'",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+    return document.replace(_STYLE_MARK, style).replace(_SCRIPT_MARK, script).encode(), policy
+
+
+def _hash_of(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -39,8 +39,12 @@ async def authenticated(
         raise Unauthenticated(
             "send the header 'Authorization: Bearer TOKEN'; 'horizond token create USER' makes a token"
         )
-    peer = request.client.host if request.client else "an unknown address"
-    return await services_of(request).authenticate(credentials.credentials, peer=peer)
+    services = services_of(request)
+    try:
+        return await services.accounts.authenticate(credentials.credentials)
+    except Unauthenticated:
+        services.refused_tokens.add(request.client.host if request.client else "an unknown address")
+        raise
 
 
 Caller = Annotated[Principal, Depends(authenticated)]

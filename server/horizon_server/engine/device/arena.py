@@ -1,6 +1,6 @@
 """A device's memory as a bounded account: who holds how much, and a clear refusal when it would not fit.
 
-Owns the numbers. Must not know queues, units or models.
+Owns the numbers.
 
 Units: bytes.
 """

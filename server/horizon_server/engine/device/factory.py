@@ -1,6 +1,6 @@
 """Which device a run computes on.
 
-Owns the choice by kind and its refusal in words. Must not know jobs or plans.
+Owns the choice by kind and its refusal in words.
 """
 
 from __future__ import annotations

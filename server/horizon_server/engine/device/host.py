@@ -1,7 +1,6 @@
 """The host device: a CPU in the place of a GPU, with real queues, real copies and a bounded arena.
 
 Owns the exact fp32 copy-in (hi + lo merged), the copy-out of gradients with their norms, link emulation and the debug switches.
-Must not know models or the schedule.
 
 Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class HostDevice(QueuedDevice):
         self._copy(self.d2h, source, target)
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
-        self.d2h.submit(lambda: _copy(source, target), label="loss")
+        self.d2h.submit(partial(target.copy_, source), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         num_bytes = target.numel() * target.element_size()
@@ -182,7 +182,3 @@ class HostDevice(QueuedDevice):
         self._workspace_bytes[key] = num_bytes
         self.arena.charge("workspace", num_bytes)
         self.arena.charge("workspace", -num_bytes)
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)

@@ -1,6 +1,6 @@
 """Host memory that a device copies from and to, besides the store: activation checkpoints and gradients on their way.
 
-Owns the mappings and their account. Must not know their content, nor how a device makes them fast.
+Owns the mappings and their account.
 
 Units: bytes.
 """

@@ -1,6 +1,6 @@
 """Which host memory the device copies from and to directly, and the detour for what it does not.
 
-Owns the registered ranges and the staging ring. Must not know planes, units or schedules.
+Owns the registered ranges and the staging ring.
 
 Units: bytes, unless a name says elements.
 """

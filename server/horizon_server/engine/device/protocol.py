@@ -21,7 +21,8 @@ from horizon_server.store.host_store import HostStore
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
 HostComponent = Literal["activations", "staging"]
-Work = Callable[[], None]
+Work = Callable[[], object]
+"""Its result is dropped, so that a tensor's own method can be work."""
 
 
 class Event(Protocol):

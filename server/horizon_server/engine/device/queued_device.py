@@ -85,7 +85,7 @@ class QueuedDevice:
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         if self._poison_on_free:
-            queue.submit(partial(_fill_with_nan, tensor), label="poison")
+            queue.submit(partial(tensor.fill_, torch.nan), label="poison")
 
     def host_queue(self, name: str) -> HostQueue:
         queue = HostQueue(name, num_threads=1, **self._queue_options())
@@ -124,7 +124,3 @@ class QueuedDevice:
             "delay_seed": self._delay_seed,
             "trace": self._trace,
         }
-
-
-def _fill_with_nan(tensor: Tensor) -> None:
-    tensor.fill_(torch.nan)

@@ -1,6 +1,6 @@
 """What each queue did and when, and what of it compute had to wait for.
 
-Owns intervals and their arithmetic. Must not know threads, tensors or the schedule.
+Owns intervals and their arithmetic.
 
 Units: seconds of one monotonic clock.
 """

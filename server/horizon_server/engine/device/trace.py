@@ -1,6 +1,6 @@
 """A record of what ran when on a device's queues, for a person who wants to see it and for tests that compute from it.
 
-Owns the bounded record and its export. Must not know how queues run or what the work means.
+Owns the bounded record and its export.
 
 Units: seconds of one monotonic clock.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,36 @@ async def test_a_message_that_cannot_be_decoded_is_refused_without_a_traceback(
         assert caught.value.code().name == code
     assert f"not a valid request of /{service}/{method.name}" in str(caught.value.details())
     assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("method", ["/horizon_proto.v1.NodeService/GetNode", "/horizon_proto.v1.JobService/WatchJob"])
+async def test_a_call_without_a_token_is_refused_before_its_message_arrives(world: Any, method: str) -> None:
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    calls = [world.channel.stream_unary(method)(silent(), timeout=20) for _ in range(20)]
+    async with asyncio.timeout(10):
+        codes = [await call.code() for call in calls]
+    assert {code.name for code in codes} == {"UNAUTHENTICATED"}
+
+
+async def test_one_user_cannot_take_all_calls(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizon_server.api.grpc.interceptor.MAX_CALLS_PER_USER", 3)
+    job = await world.job()
+    request = job_pb2.WatchJobRequest(job_id=job.job_id)
+    watches = [world.ann.call("jobs", "WatchJob", request) for _ in range(3)]
+    for watch in watches:
+        await watch.read()
+    with pytest.raises(grpc.aio.AioRpcError, match="ann has 3 calls open") as caught:
+        await world.ann.call("node", "GetNode", GET_NODE)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await world.bob.call("node", "GetNode", GET_NODE)).node.user == "bob"
+    watches[0].cancel()
+    async with asyncio.timeout(10):
+        while world.num_watching(job) > 2:  # noqa: ASYNC110  # the server learns of it through the network
+            await asyncio.sleep(0.005)
+    assert (await world.ann.call("node", "GetNode", GET_NODE)).node.user == "ann"
 
 
 async def test_refused_tokens_leave_one_line_a_minute(world: Any, caplog: pytest.LogCaptureFixture) -> None:

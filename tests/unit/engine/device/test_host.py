@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,18 @@ def device() -> Iterator[HostDevice]:
     device = HostDevice(num_threads=1)
     yield device
     device.close()
+
+
+def test_only_the_compute_thread_computes_with_several_threads() -> None:
+    device = HostDevice(num_threads=2)
+    numbers = dict[str, int]()
+    device.compute.submit(lambda: numbers.update(compute=torch.get_num_threads()))
+    device.close()
+    later = threading.Thread(target=lambda: numbers.update(later=torch.get_num_threads()))
+    later.start()
+    later.join()
+
+    assert numbers == {"compute": 2, "later": 1}
 
 
 def test_a_unit_arrives_as_its_exact_fp32_master(store: HostStore, device: HostDevice) -> None:
