@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from bench.models import qwen3_config, random_store
 from bench.tokenisation import SHARED, write_chats
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
-from horizon_server.datasets.prepare import prepare
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
@@ -37,7 +37,7 @@ def prepared(folder: Path) -> PreparedDataset:
     write_chats(folder / "chats.jsonl", DATA_BYTES)
     tiny_base = SHARED / "models" / "tiny-base"
     request = PrepareRequest(
-        dataset_files=(DataFile.at(folder / "chats.jsonl"),),
+        dataset_files=(StoredFile.at(folder / "chats.jsonl"),),
         model_dir=tiny_base if tiny_base.is_dir() else write_demo_model(folder / "model"),
         output_dir=folder / "prepared",
         options=PrepareOptions(),

@@ -20,11 +20,11 @@ import time
 from itertools import chain
 from pathlib import Path
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
-from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.text_codec import TextCodec
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
+from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.settings import child_environment
@@ -73,7 +73,7 @@ def prepare_all(model: Path, data: Path, num_processes: int) -> dict[str, float]
     """Time the preparation of the file."""
     with tempfile.TemporaryDirectory() as folder:
         request = PrepareRequest(
-            dataset_files=(DataFile.at(data),),
+            dataset_files=(StoredFile.at(data),),
             model_dir=model,
             output_dir=Path(folder) / "prepared",
             options=PrepareOptions(format=DatasetFormat.MESSAGES, sequence_length=8192),

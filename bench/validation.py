@@ -18,9 +18,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.validation import validate_file
+from horizon_formats.file_check import check_files
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 TOTAL_BYTES = 100 * 10**6
@@ -98,7 +98,7 @@ def _parse(text: bytes) -> None:
 
 
 def _validate(path: Path) -> None:
-    validate_file(DataFile.at(path), dataset_format=DatasetFormat.AUTO, field_map={})
+    check_files([StoredFile.at(path)], name=path.name, dataset_format=DatasetFormat.AUTO, field_map={})
 
 
 def _timed(call: Callable[[], None]) -> float:

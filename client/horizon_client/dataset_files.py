@@ -1,26 +1,22 @@
-"""Which local files make a dataset, and the fast check of their rows before anything is sent. The server checks every row again."""
+"""Which local files make a dataset, and the check of their rows before anything is sent.
+
+The rules are those of the server, by the same code (`horizon_formats`). Parquet and zstd need Arrow and are left to the server.
+"""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from horizon_client.data_containers import (
-    COMPRESSED_SUFFIXES,
-    SUFFIXES,
-    Container,
-    container_of,
-    open_expanded,
-    plain_suffix,
-)
-from horizon_client.data_fields import AUTO, TEXT, RowFields
-from horizon_client.data_rows import check_array, check_lines, check_text
-from horizon_client.errors import BadFile
+from horizon_client.errors import BadFile, InvalidRequest
 from horizon_client.transfer.files import SourceFile, in_pieces
 from horizon_client.transfer.reporter import SILENT, Progress, Reporter
+from horizon_formats.file_check import DatasetCheck
+from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
+from horizon_formats.formats import parse_format
+from horizon_formats.problems import FormatError, InvalidOption, ServerOnly
 
 Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One file or folder, or several."""
@@ -52,53 +48,40 @@ async def check_dataset_files(
     files: Sequence[SourceFile],
     on_progress: Callable[[Progress], None],
     *,
-    format: str = AUTO,  # noqa: A002 - the name users know from the command and the contract
+    format: str = "auto",  # noqa: A002 - the name users know from the command and the contract
     field_map: Mapping[str, str] | None = None,
 ) -> None:
-    """Read the files through once, those that only the server can read excepted.
+    """Read the files through once, except those that only the server can read.
 
     Raises:
-        BadFile: naming the file and its bad rows, the first 100 of them as violations.
+        BadFile: naming the first file with bad rows, the first 100 of them as violations.
+        InvalidRequest: when format or map are wrong whatever the files hold.
     """
     total = sum(file.size_bytes for file in files)
     done = 0
-    formats: dict[str, Path] = {}
-    for file in files:
-
-        def report(num_bytes: int, name: str = file.path) -> None:
-            nonlocal done
-            done = min(done + num_bytes, total)
-            on_progress(Progress(phase="check", name=name, done_bytes=done, total_bytes=total))
-
-        fields = RowFields(format, field_map or {})
-        await in_pieces(_checking(file.source, fields), report)
-        if fields.decided:
-            formats.setdefault(fields.format, file.source)
-    if len(formats) > 1:
-        found = ", ".join(f"{path} is {name}" for name, path in formats.items())
-        raise BadFile(f"the files of one dataset must have one format, but {found}; push them as separate datasets")
-
-
-def _checking(path: Path, fields: RowFields) -> Iterator[int]:
     try:
-        container = container_of(path)
-        if container is Container.UNREAD:
-            return
-        with open_expanded(path) as file:
-            if container is Container.PLAIN_TEXT:
-                if fields.format not in (AUTO, TEXT):
-                    raise BadFile(f"{path} is plain text, but format {fields.format} needs rows; write JSON lines")
-                fields.format = TEXT
-                yield from check_text(path, file)
-            elif container is Container.JSON_ARRAY:
-                yield from check_array(path, file, fields)
-            else:
-                yield from check_lines(path, file, fields)
-    except (EOFError, zlib.error) as error:
-        raise BadFile(f"{path} is a damaged gzip file; compress it again") from error
+        check = DatasetCheck(parse_format(format), field_map or {})
+        for file in files:
+
+            def report(num_bytes: int, name: str = file.path) -> None:
+                nonlocal done
+                done = min(done + num_bytes, total)
+                on_progress(Progress(phase="check", name=name, done_bytes=done, total_bytes=total))
+
+            await in_pieces(_checking(check, file.source), report)
+            check.violations.refuse()
+        check.report()
+    except FormatError as error:
+        kind = InvalidRequest if isinstance(error, InvalidOption) else BadFile
+        raise kind(error.message, violations=error.violations) from error
+
+
+def _checking(check: DatasetCheck, path: Path) -> Iterator[int]:
+    try:
+        yield from check.read(DataFile(path=path, name=str(path)))
+    except ServerOnly:
+        return
     except OSError as error:
-        if error.strerror is None:
-            raise BadFile(f"{path} is a damaged gzip file: {error}; compress it again") from error
         raise BadFile(f"cannot read {path}: {error.strerror}") from error
 
 
@@ -111,7 +94,7 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
     for path in _entries(folder):
         name = path.relative_to(folder).as_posix()
         try:
-            if not path.is_file() or plain_suffix(path) not in SUFFIXES:
+            if not path.is_file() or plain_suffix(path.name) not in SENT_FROM_FOLDERS:
                 others.append(name)
             elif not path.resolve().is_relative_to(root):
                 outside.append(name)
@@ -127,7 +110,7 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
         links = "; to push the files that its links lead to, name them one by one" if outside else ""
         endings = " or ".join(COMPRESSED_SUFFIXES)
         raise BadFile(
-            f"the folder {folder} contains no data file; a data file ends in {', '.join(SUFFIXES)}, also with {endings}{links}"
+            f"the folder {folder} contains no data file; a data file ends in {', '.join(SENT_FROM_FOLDERS)}, also with {endings}{links}"
         )
     return data
 

@@ -12,15 +12,8 @@ people, the refused fields (`violations`) and the exit code of the `horizon` com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class FieldViolation:
-    """One refused field: its path (`train.learning_rate`, `line[17].messages[2].role`) and why, in one sentence."""
-
-    field: str
-    description: str
+from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonClientError(Exception):

@@ -15,37 +15,11 @@ from typing import Any
 
 from horizon_client.errors import BadFile
 from horizon_client.transfer.files import SourceFile
-
-WEIGHT_PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json")
-COMPANION_PATTERNS = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "spm.model",
-    "sentencepiece*.model",
-    "tekken.json",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "README.md",
-)
-"""What the server keeps with the weights of every checkpoint; a contract test holds this list against the server's."""
+from horizon_formats.model_files import is_pickle, pushed_files
 
 _NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")
 """Binary files, and texts that no program reads."""
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -64,8 +38,7 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
     names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    patterns = (*WEIGHT_PATTERNS, *COMPANION_PATTERNS)
-    chosen = sorted({p.relative_to(root).as_posix() for pattern in patterns for p in root.glob(pattern) if p.is_file()})
+    chosen = pushed_files(root)
     if "config.json" not in chosen:
         raise BadFile(f"{root} contains no config.json, so it is not a model folder")
     if not any(name.endswith(".safetensors") for name in chosen):
@@ -77,7 +50,7 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
 
 
 def _no_weights_message(root: Path, names: Iterable[str]) -> str:
-    pickles = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _PICKLES)]
+    pickles = [name for name in names if is_pickle(name)]
     if not pickles:
         return f"{root} contains no *.safetensors file, so there are no weights to push"
     return (

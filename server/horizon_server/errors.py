@@ -8,16 +8,9 @@ also inherit the stdlib type they refine, so that code which knows nothing of ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
-
-@dataclass(frozen=True, kw_only=True)
-class FieldViolation:
-    """One refused field: its path (`train.learning_rate`, `line[17].messages[2].role`) and why, in one sentence."""
-
-    field: str
-    description: str
+from horizon_formats.problems import FieldViolation as FieldViolation
 
 
 class HorizonError(Exception):

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
+from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
@@ -173,8 +175,13 @@ async def wire(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
+    prepared_root = settings.state_dir / "prepared"
     datasets = DatasetService(
-        DatasetStore(database, requests), uploads, max_bytes=settings.max_dataset_bytes, in_use=store.user_of
+        DatasetStore(database, requests),
+        uploads,
+        max_bytes=settings.max_dataset_bytes,
+        in_use=store.user_of,
+        remove_prepared=partial(remove_prepared, prepared_root),
     )
     models = ModelService(
         ModelStore(database, requests),
@@ -200,7 +207,7 @@ async def wire(
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
     )
-    recipes = PreparationRecipes(settings.state_dir / "prepared")
+    recipes = PreparationRecipes(prepared_root)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(

@@ -34,9 +34,9 @@ def test_a_text_that_is_not_utf8_names_line_and_offset(node: Node, shell: Shell)
     content = "first\nsecond \u00e9".encode() + b"\xff\n"
     (shell.home / "notes.txt").write_bytes(content)
     sentence = shell.fails(2, "dataset", "push", "notes.txt", "--name", "latin")
-    assert "notes.txt, line 2: not UTF-8 text at byte offset 15 of the file" in sentence
-    told = raw_refusal(node, "latin", "notes.txt", content)
-    assert "line[2] is not UTF-8: byte 0xff at byte offset 15 of the file; save the file as UTF-8" in told
+    assert "notes.txt:2 is not UTF-8: byte 0xff at byte offset 15 of the file" in sentence
+    refusal = raw_refusal(node, "latin", "notes.txt", content)
+    assert "notes.txt:2 is not UTF-8: byte 0xff at byte offset 15 of the file; save the file as UTF-8" in refusal
 
 
 def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
@@ -50,24 +50,24 @@ def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
     (shell.home / "rows.jsonl").write_text("".join(lines))
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
     assert "of 3 problems" in sentence or "of 4 problems" in sentence
-    assert "line[2].messages[0].role" in sentence
-    assert "line[4].messages[0]" in sentence
-    assert "line[5].messages" in sentence
+    assert "rows.jsonl:2: messages[0].role" in sentence
+    assert "rows.jsonl:4: messages[0]" in sentence
+    assert "rows.jsonl:5: messages" in sentence
     assert "rows' does not exist" in sentence or "UPLOADING" in shell.works("dataset", "get", "rows")
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: rows\n")
     assert "dataset rows is not ready" in shell.fails(4, "job", "submit", "job.yaml")
 
 
-def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: Shell) -> None:
+def test_lines_that_are_not_json_are_refused_before_the_upload(node: Node, shell: Shell) -> None:
     content = f"{GOOD}not json\n{GOOD}[1]\n"
     (shell.home / "rows.jsonl").write_text(content)
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "broken")
-    assert "line 2: not JSON" in sentence
+    assert "rows.jsonl:2 is not JSON" in sentence
     assert "(the first of 2 problems)" in sentence
-    assert "line 4: each line must be one JSON object" in sentence
-    told = raw_refusal(node, "broken", "rows.jsonl", content.encode())
-    assert "line[2] is not JSON" in told
-    assert "2 problems" in told
+    assert "rows.jsonl:4 is a JSON array; each line must be one JSON object" in sentence
+    refusal = raw_refusal(node, "broken", "rows.jsonl", content.encode())
+    assert "rows.jsonl:2 is not JSON" in refusal
+    assert "2 problems" in refusal
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_lines_that_are_not_json_are_told_before_the_upload(node: Node, shell: S
     [
         ("empty.jsonl", b"", "empty.jsonl is empty"),
         ("blank.jsonl", b"\n\n", "holds no rows"),
-        ("columns.jsonl", b'{"a": 1}\n', "line 1"),
+        ("columns.jsonl", b'{"a": 1}\n', "columns.jsonl:1"),
         ("rows.parquet", b"PAR1 and more", "cannot be read as Parquet"),
     ],
 )
@@ -95,14 +95,17 @@ def test_a_bomb_and_a_table_that_eats_memory_leave_the_daemon_well(shell: Shell)
     assert "rows.parquet" in shell.works("dataset", "get", "table")
 
 
-def test_packed_rows_are_told_by_their_number_inside(shell: Shell) -> None:
+def test_packed_rows_are_named_by_their_number_inside(shell: Shell) -> None:
     rows = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": " "}]
     pq.write_table(pyarrow.Table.from_pylist(rows), shell.home / "rows.parquet")
     sentence = shell.fails(2, "dataset", "push", "rows.parquet", "--name", "packed")
-    assert "row[2].output is empty; there is nothing to learn in this row (the only problem found)" in sentence
+    assert (
+        "rows.parquet:row 2: output is empty; there is nothing to learn in this row (the only problem found)"
+        in sentence
+    )
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (shell.home / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    assert "line[2].output is empty" in shell.fails(2, "dataset", "push", "rows.jsonl.gz", "--name", "packed")
+    assert "rows.jsonl.gz:2: output is empty" in shell.fails(2, "dataset", "push", "rows.jsonl.gz", "--name", "packed")
     pq.write_table(pyarrow.Table.from_pylist(rows[:1] * 3), shell.home / "rows.parquet")
     shell.works("dataset", "push", "rows.parquet", "--name", "packed")
     ready = json.loads(shell.works("dataset", "get", "packed", "-o", "json"))
@@ -115,7 +118,7 @@ def test_a_row_without_anything_to_learn_is_refused_with_its_line(shell: Shell) 
     )
     (shell.home / "rows.jsonl").write_text(GOOD + untrained)
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "untrained")
-    assert "line[2].messages has nothing to learn: no assistant message with text" in sentence
+    assert "rows.jsonl:2: messages has nothing to learn: no assistant message with text" in sentence
 
 
 def test_a_file_that_is_not_there(shell: Shell, tmp_path: Path) -> None:

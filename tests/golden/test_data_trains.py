@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
-from horizon_server.datasets.prepare import prepare
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.engine.data import PreparedDataset, StepPlan
 
@@ -31,7 +31,7 @@ def prepared(model: Path, tmp_path: Path) -> Callable[..., PreparedDataset]:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         request = PrepareRequest(
-            dataset_files=(DataFile.at(file),),
+            dataset_files=(StoredFile.at(file),),
             model_dir=model,
             output_dir=tmp_path / "prepared",
             options=PrepareOptions(**options),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
-from horizon_server.datasets.prepare import prepare
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
@@ -44,7 +44,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> StepPlan:
             turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
             chats.write(json.dumps({"messages": turns}) + "\n")
     request = PrepareRequest(
-        dataset_files=(DataFile(path=folder / "chats.jsonl", name="chats.jsonl"),),
+        dataset_files=(StoredFile(path=folder / "chats.jsonl", name="chats.jsonl"),),
         model_dir=MODEL,
         output_dir=folder / "prepared",
         options=PrepareOptions(sequence_length=160),

@@ -53,7 +53,7 @@ def test_rows_are_held_out_left_out_and_told(
         assert report["tokens"] > 0.8 * packed_rows * report["sequence_length"]
         warnings = [event.text for event in events if event.kind == "message" and event.level == "warning"]
         assert len(warnings) == 1
-        assert warnings[0].startswith("1 of 61 rows are left out:\nline[11] has ")
+        assert warnings[0].startswith("1 of 61 rows are left out:\nrows.jsonl:11 has ")
         evals = [event for event in events if event.kind == "eval"]
         assert [event.step for event in evals] == [0, 2, 4]
         assert {event.num_targets for event in evals} == {report["eval_trained_tokens"]}

@@ -143,7 +143,7 @@ def test_a_model_without_a_template_is_told_in_a_sentence(client: Client, push_w
 def previews_of(daemon: DaemonProcess) -> list[psutil.Process]:
     assert daemon.process is not None
     children = psutil.Process(daemon.process.pid).children()
-    return [child for child in children if "horizon_server.datasets.render_preview" in child.cmdline()]
+    return [child for child in children if "horizon_server.datasets.preview.child" in child.cmdline()]
 
 
 def test_a_template_that_takes_all_memory_takes_its_own_only(

@@ -9,7 +9,6 @@ Shapes: N tokens of the dataset, D documents, T tokens of one row.
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,28 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.engine.packing import PackedRows, SingleRows
 from horizon_server.engine.permutation import Keys, permutation_keys, permuted
 from horizon_server.errors import InvalidData
-
-TOKENS_FILE = "tokens.safetensors"
-REPORT_FILE = "report.json"
+from horizon_server.store.prepared import open_prepared
 
 # What is permuted; part of the key of its permutation.
 _ROWS, _DOCUMENTS = 1, 2
 _ROWS_AT_ONCE = 1 << 16
 
-_DTYPES = {"input_ids": np.dtype(np.int32), "trained": np.dtype(np.uint8), "document_starts": np.dtype(np.int64)}
-
 
 class PreparedDataset:
-    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole.
-
-    Raises: InvalidData where the folder is incomplete or inconsistent.
-    """
+    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole."""
 
     def __init__(
         self,
@@ -58,20 +49,11 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path) -> PreparedDataset:
-        """Map the tensors that the preparation child wrote into `folder`."""
-        path = folder / TOKENS_FILE
-        planes: dict[str, NDArray[Any]] = {}
-        try:
-            report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-            with safe_open(path, framework="pt") as tensors:
-                for name, dtype in _DTYPES.items():
-                    planes[name] = tensors.get_tensor(name).numpy()
-                    if planes[name].dtype != dtype:
-                        raise InvalidData(
-                            f"{path}: {name} is {planes[name].dtype}, expected {dtype}; prepare the dataset again"
-                        )
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
+        """Map the planes that the preparation child wrote into `folder`.
+
+        Raises: InvalidData where the folder is incomplete or inconsistent.
+        """
+        planes, report = open_prepared(folder)
         return cls(
             input_ids_N=planes["input_ids"],
             trained_N=planes["trained"],
@@ -90,14 +72,17 @@ class PreparedDataset:
         return int(self._document_starts[-1])
 
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
-        """Lay these documents end to end in one row."""
+        """Join these documents to one row."""
         ids, positions, labels, lengths = [], [], [], []
         for document in documents:
             begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
             input_ids = self._input_ids_N[begin:end].astype(np.int64)
             ids.append(input_ids)
             positions.append(np.arange(end - begin, dtype=np.int64))
-            labels.append(_labels(input_ids, self._trained_N[begin:end]))
+            # A token's label is the next one; the last token of a document has none, so no label crosses documents.
+            targets = np.full(len(input_ids), IGNORED_LABEL, dtype=np.int64)
+            targets[:-1] = np.where(self._trained_N[begin + 1 : end] != 0, input_ids[1:], IGNORED_LABEL)
+            labels.append(targets)
             lengths.append(end - begin)
         return MicroBatch(
             input_ids_T=torch.from_numpy(np.concatenate(ids)),
@@ -203,17 +188,15 @@ class StepPlan:
         return len(self._step_starts(epoch)) - 1
 
     def _step_starts(self, epoch: int) -> list[int]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, self._grouped(epoch))
-        return self._epoch[1]
-
-    def _grouped(self, epoch: int) -> list[int]:
         """Return the first row of each step of an epoch, and the number of its rows."""
-        starts, filled = [0], 0
-        for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
-            order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
-            filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
-        return [*starts, self.num_rows]
+        if self._epoch is None or self._epoch[0] != epoch:
+            starts, filled = [0], 0
+            # In parts, so that the order of ten million rows is never in memory as a whole.
+            for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
+                order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
+                filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
+            self._epoch = (epoch, [*starts, self.num_rows])
+        return self._epoch[1]
 
     def _row_order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
         places = np.arange(begin, end)
@@ -237,12 +220,6 @@ def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.i
         starts.append(begin + row)
         before = int(ends[row - 1]) if row else 0
     return int(ends[-1]) - before
-
-
-def _labels(input_ids: NDArray[np.int64], trained: NDArray[np.uint8]) -> NDArray[np.int64]:
-    labels = np.full(len(input_ids), IGNORED_LABEL, dtype=np.int64)
-    labels[:-1] = np.where(trained[1:] != 0, input_ids[1:], IGNORED_LABEL)
-    return labels
 
 
 def _check_planes(

@@ -9,11 +9,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.child import Child
-from horizon_server.errors import HorizonError
+from horizon_server.children.child import Child, Limits
+from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
 from horizon_server.jobs.inputs import DatasetFiles, PreparationCall, PreparedData, Recipe
 from horizon_server.spec import JobSpec
+from horizon_server.store.prepared import REPORT_FILE, remove_partial
+
+_MEMORY_GIB = 4
+# A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
+# else that hangs, and long because the last thing a preparation does is to wait for the disk.
+_LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30, silence_s=600, oom_score_adj=1000)
 
 Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
 
@@ -47,18 +53,20 @@ class Preparation:
         """
         call = await asyncio.to_thread(self._recipe, spec, dataset, model)
         if not self._stopped and not call.is_whole:
-            # One preparation runs at a time, so whatever is half-made here was left by one that was killed; of a folder that is
-            # not whole somebody has removed files.
-            for leftover in (call.target, *call.target.parent.glob("*.tmp-*")):
-                await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
-            await self._run_child(call.request, log, environment, tell)
+            # A folder that is there but not whole has lost files.
+            await asyncio.to_thread(shutil.rmtree, call.target, ignore_errors=True)
+            try:
+                await self._run_child(call.request, log, environment, tell)
+            finally:
+                # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
+                await asyncio.to_thread(remove_partial, call.target)
         if self._stopped:
             return None
         report = await _tell_report(call, tell)
         return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
 
     def stop(self) -> None:
-        """End it; what was half-written has another name and is never taken for whole."""
+        """End it; `run` removes what it has written so far."""
         self._stopped = True
         if self._child is not None:
             self._child.kill()
@@ -71,12 +79,16 @@ class Preparation:
                 await tell(event)
 
         child = await Child.start(
-            "horizon_server.datasets.prepare", request, who="the data preparation", environment=environment,
-            request_file=log.with_name("preparation.json"), log_file=log,
+            "horizon_server.datasets.preparing.child", request, who="the data preparation", environment=environment,
+            request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
         )  # fmt: skip
         self._child = child
         try:
             await child.answer(on_event)
+        except OutOfMemory as error:
+            raise InvalidData(
+                f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
+            ) from error
         except HorizonError as error:
             if self._stopped:
                 return
@@ -89,7 +101,7 @@ class Preparation:
 
 
 async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:
-    report = json.loads(await asyncio.to_thread((call.target / "report.json").read_text, "utf-8"))
+    report = json.loads(await asyncio.to_thread((call.target / REPORT_FILE).read_text, "utf-8"))
     counts = {name: value for name, value in report.items() if isinstance(value, int)}
     await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
     if report["errors"]:

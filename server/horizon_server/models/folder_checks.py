@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from horizon_formats.model_files import refusal
 from horizon_server.errors import FieldViolation, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
@@ -20,8 +21,6 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
 _MAX_TOKENIZER_CONFIG_BYTES = 64 * 2**20
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
-_CODE = (".py", ".pyc", ".so", ".sh")
 _DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")
 _BASE_CLASS = "Model"
 """A base model is saved without an output projection of its own: where the embedding is tied to it, nothing is missing."""
@@ -86,7 +85,7 @@ def check_names(files: Sequence[BlobFile]) -> None:
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
         for i, file in enumerate(files)
-        if (problem := _name_problem(file.path))
+        if (problem := refusal(file.path))
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -147,18 +146,6 @@ def check_folder(folder: Path) -> ModelFacts:
         # Where the folder is on the node is not the caller's concern.
         message = error.message.replace(f"{folder}/", "").replace(str(folder), "the model folder")
         raise InvalidModel(message, violations=error.violations) from error
-
-
-def _name_problem(path: str) -> str | None:
-    suffix = PurePosixPath(path).suffix.lower()
-    if suffix in _PICKLES:
-        return (
-            "may be a pickle, which can run code when it is opened and is never taken; leave it out, and have the weights as "
-            "safetensors (save_pretrained writes them)"
-        )
-    if suffix in _CODE:
-        return "is code, which is never taken or run here; leave it out, and use an architecture that transformers has built in"
-    return None
 
 
 def _refuse_code(name: str, document: Mapping[str, Any]) -> None:

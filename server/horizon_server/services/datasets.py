@@ -8,10 +8,10 @@ from typing import Any
 
 import structlog
 
+from horizon_formats.formats import check_field_map, parse_format
 from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.checking import check_dataset
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import check_field_map, parse_format
+from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.db.pushed import DatasetStore
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
@@ -59,7 +59,8 @@ class DatasetService(PushedService[DatasetRecord]):
         """
         require_create(principal)
         check_name(name)
-        check_field_map(parse_format(format), field_map)
+        with server_errors():
+            check_field_map(parse_format(format), field_map)
         announced = DatasetRecord(
             dataset_id=self._new_id(),
             owner=principal.name,
@@ -72,10 +73,10 @@ class DatasetService(PushedService[DatasetRecord]):
         )
         return await self._announce(announced, request_id=request_id)
 
-    def data_files(self, record: DatasetRecord) -> tuple[DataFile, ...]:
+    def data_files(self, record: DatasetRecord) -> tuple[StoredFile, ...]:
         """Return where the files of a dataset are, with the names their owner gave them."""
         store = self._uploads.store
-        return tuple(DataFile(path=store.path(file.sha256), name=file.path) for file in record.files)
+        return tuple(StoredFile(path=store.path(file.sha256), name=file.path) for file in record.files)
 
     async def _remove(self, record: DatasetRecord) -> None:
         await super()._remove(record)

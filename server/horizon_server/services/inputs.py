@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import (
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import (
     PrepareOptions,
     PrepareRequest,
     evaluation_folder,
     is_prepared,
-    preparation_key,
+    prepared_folder,
     tokenizer_digest,
 )
 from horizon_server.errors import NotAllowed, NotFound
@@ -24,6 +24,7 @@ from horizon_server.records.job import JobRecord
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
+from horizon_server.store.prepared import remove_all_partial
 
 
 class NodeResources:
@@ -107,6 +108,7 @@ class PreparationRecipes:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        remove_all_partial(root)  # of preparations that ran when the daemon was killed
 
     def __call__(self, spec: JobSpec, dataset: DatasetFiles, model: Path) -> PreparationCall:
         """Return the call; reads the tokenizer's files.
@@ -122,9 +124,9 @@ class PreparationRecipes:
             train_on=spec.train.train_on,
             eval_fraction=spec.eval_fraction,
         )
-        target = self._root / preparation_key(dataset.digest, tokenizer_digest(model), options)
+        target = prepared_folder(self._root, dataset.digest, tokenizer_digest(model), options)
         request = PrepareRequest(
-            dataset_files=tuple(DataFile.at(path, name=name) for name, path in dataset.files),
+            dataset_files=tuple(StoredFile.at(path, name=name) for name, path in dataset.files),
             model_dir=model,
             output_dir=target,
             options=options,

@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from horizon_server.children.child import Limits, run_child
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preview import (
+from horizon_server.datasets.preview.request import (
     DatasetPreview,
     PreviewOptions,
     PreviewRequest,
     PreviewRow,
     rows_from_answer,
 )
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import (
     InvalidModel,
     InvalidSpec,
@@ -67,7 +67,7 @@ class Previews:
             sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
             raise InvalidSpec.of("offset", sentence)
         request = PreviewRequest(
-            dataset_files=tuple(DataFile.at(path, name=name) for name, path in files.files),
+            dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
             model_dir=model_dir,
             format=files.format,
             field_map=files.field_map,
@@ -80,7 +80,7 @@ class Previews:
     async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
         try:
             answer = await run_child(
-                "horizon_server.datasets.render_preview",
+                "horizon_server.datasets.preview.child",
                 request.to_mapping(),
                 who="the preview",
                 environment=self._environment,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from horizon_formats.model_files import companion_files
 from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
 from horizon_server.store.host_store import HostStore
@@ -35,7 +36,7 @@ from horizon_server.store.manifest import (
     record_file,
     write_manifest,
 )
-from horizon_server.store.model_files import CONFIG_FILE, companion_files, read_config
+from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.model_load import LoadReport, load_model
 from horizon_server.store.safetensors_header import DTYPE_BYTES, TensorHeader, read_safetensors_headers
 from horizon_server.store.safetensors_writer import DEFAULT_SHARD_BYTES, TensorBytes, write_sharded, write_text

@@ -32,39 +32,6 @@ _SIZE_LIMITS: Mapping[str, int] = {
 
 _PREDICTION_HEAD = "mtp"
 
-COMPANION_PATTERNS = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "spm.model",
-    "sentencepiece*.model",
-    "tekken.json",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "README.md",
-)
-"""Files that are kept with the weights: data only, never code, never a pickle. The client pushes the same (a test compares the lists)."""
-
-
-def companion_files(folder: Path) -> list[str]:
-    """The names, relative to the folder, of its files that travel with the weights."""
-    found = {
-        path.relative_to(folder).as_posix() for p in COMPANION_PATTERNS for path in folder.glob(p) if path.is_file()
-    }
-    return sorted(found)
-
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's config.json.

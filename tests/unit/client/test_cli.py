@@ -166,7 +166,7 @@ def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, 
     rows.write_text('{"text": "a"}\n{"text": 1\n')
     result = run("dataset", "push", "train.jsonl", "--name", "x")
     assert result.exit_code == 2
-    assert "Error: train.jsonl, line 2: not JSON" in result.stderr
+    assert "Error: train.jsonl:2 is not JSON" in result.stderr
     assert daemon.calls == []
 
 

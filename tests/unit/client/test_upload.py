@@ -126,12 +126,12 @@ def test_same_names_in_two_folders_keep_their_folders(client: Client, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
-        ("bad.jsonl", b'{"text": "a"}\n\n[1]\n', "line 3: each line must be one JSON object"),
-        ("bad.jsonl", b'{"a": "\xff"}\n', "line 1: not UTF-8"),
-        ("bad.json", b'[{"text": "a"}]\n{"text": "b"}\n', "do not begin with"),
-        ("bad.txt", b"fine\nfine\n\xff\xfe", "line 3: not UTF-8"),
-        ("bad.jsonl.gz", b"no gzip", "not a gzip file"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', r"bad\.jsonl:2 is not JSON"),
+        ("bad.jsonl", b'{"text": "a"}\n\n[1]\n', r"bad\.jsonl:3 is a JSON array; each line must be one JSON object"),
+        ("bad.jsonl", b'{"a": "\xff"}\n', r"bad\.jsonl:1 is not UTF-8"),
+        ("bad.json", b'[{"text": "a"}]\n{"text": "b"}\n', "a file holds one array, or one object per line"),
+        ("bad.txt", b"fine\nfine\n\xff\xfe", r"bad\.txt:3 is not UTF-8"),
+        ("bad.jsonl.gz", b"no gzip", "is not gzip-compressed, as its name says"),
         ("empty.jsonl", b"", "is empty"),
     ],
 )

@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.tokenization import RowTokenizer
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.tokenization import RowTokenizer
 from horizon_server.demo.recipe import write_demo_model
 
 FOLDER = Path(__file__).parent / "golden"
@@ -94,7 +94,7 @@ def masks_of(codec: TextCodec, train_on: str) -> dict[str, Any]:
     """Return the rendered text, the trained pieces of it, and every token with its bit of the mask."""
     options = PrepareOptions(train_on=train_on, sequence_length=4096)
     tokenizer = RowTokenizer(codec, options, DatasetFormat.MESSAGES)
-    row = Row(number=1, columns={"messages": CHAT})
+    row = Row(file="d.jsonl", number=1, columns={"messages": CHAT})
     shown, tokenized = tokenizer.show(row), next(tokenizer.tokenize([row]))
     assert not tokenized.violations, tokenized.violations
     (document,) = tokenized.documents

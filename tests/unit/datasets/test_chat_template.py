@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from horizon_server.datasets.chat_template import ChatTemplate
+from horizon_server.datasets.tokens.chat_template import ChatTemplate
 from horizon_server.errors import InvalidData, InvalidModel
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -112,7 +112,7 @@ def test_templates_that_cannot_be_masked_are_refused_with_the_reason() -> None:
     rewriting = FORGETFUL.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '...' }}")
     no_end = rewriting.replace("<eot>", "")
     with pytest.raises(
-        InvalidData, match=r"rewrites messages\[1\] when other messages follow, and no special token tells"
+        InvalidData, match=r"rewrites messages\[1\] when other messages follow, and no special token marks"
     ):
         trained(no_end, CHAT[1:])
     holds_the_end = [CHAT[1], {"role": "assistant", "content": "a<eot>b"}, *CHAT[3:]]
@@ -172,3 +172,41 @@ def test_renders_as_transformers_does(source: str, cue: bool) -> None:
 def test_templates_cannot_reach_python(attack: str) -> None:
     with pytest.raises(InvalidData, match="refuses this chat"):
         ChatTemplate(attack, SPECIAL).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "raise_exception",
+        "raise_exception | string",
+        "messages[0].items",
+        "{'f': raise_exception} | pprint",
+        "'%s' % messages[0].get",
+        "messages | map(attribute='role')",
+        "messages | groupby('role') | map(attribute='list') | first | reverse",
+    ],
+)
+def test_python_objects_are_not_printed(printed: str) -> None:
+    """Their addresses would be other tokens in every process."""
+    template = ChatTemplate("{{ " + printed + " }}", SPECIAL)
+    with pytest.raises(InvalidData, match=r"prints a Python object \(\.\.\. at 0x[0-9a-f]+>\) instead of a text"):
+        template.render(CHAT)
+
+
+def test_a_chat_about_addresses_is_left_alone() -> None:
+    said = "Traceback: <function f at 0x7f3a5c1d2e50>"
+    assert ChatTemplate(PLAIN, SPECIAL).render([{"role": "user", "content": said}]).count(said) == 1
+    assert ChatTemplate(PLAIN + said, SPECIAL).render(CHAT).endswith(said)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 5000 + "{% endif %}" * 5000]
+)
+def test_a_template_that_is_nested_too_deeply_is_refused(source: str) -> None:
+    with pytest.raises(InvalidModel, match="chat template is nested too deeply"):
+        ChatTemplate(source, SPECIAL)
+
+
+def test_a_template_that_makes_too_much_text_is_refused() -> None:
+    with pytest.raises(InvalidData, match=r"makes 30000000 characters of this chat; at most 16777216 are allowed"):
+        ChatTemplate("{{ 'x' * 30000000 }}", SPECIAL).render(CHAT)

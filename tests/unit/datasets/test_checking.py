@@ -15,18 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from horizon_formats.file_check import DatasetReport, check_files
+from horizon_formats.files import MAX_ROW_BYTES
+from horizon_formats.formats import DatasetFormat
 from horizon_server.api.status import status_of
 from horizon_server.datasets.checking import check_dataset
-from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.validation import DatasetReport, validate_dataset
+from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.errors import HorizonError, InvalidData, InvalidSpec, IoFailed, WorkerDied
 
 GOOD = '{"text": "a"}\n\n{"text": "b"}\n'
 
 
 async def check(*paths: Path, fmt: str = "auto", **field_map: str) -> DatasetReport:
-    files = [DataFile.at(path) for path in paths]
+    files = [StoredFile.at(path) for path in paths]
     return await check_dataset(files, name="notes", dataset_format=DatasetFormat(fmt), field_map=field_map)
 
 
@@ -55,9 +56,9 @@ async def test_a_refusal_arrives_as_it_was_raised(
     tmp_path: Path, contents: dict[str, str], fmt: str, field_map: dict[str, str]
 ) -> None:
     paths = [put(tmp_path / name, content) for name, content in contents.items()]
-    files = [DataFile.at(path) for path in paths]
-    with pytest.raises(HorizonError) as expected:
-        validate_dataset(files, name="notes", dataset_format=DatasetFormat(fmt), field_map=field_map)
+    files = [StoredFile.at(path) for path in paths]
+    with pytest.raises(HorizonError) as expected, server_errors():
+        check_files(files, name="notes", dataset_format=DatasetFormat(fmt), field_map=field_map)
     with pytest.raises(HorizonError) as caught:
         await check(*paths, fmt=fmt, **field_map)
     assert type(caught.value) is type(expected.value)
@@ -74,7 +75,7 @@ async def test_a_table_that_asks_for_all_memory_is_refused(tmp_path: Path) -> No
     sink = io.BytesIO()
     pq.write_table(pa.table({"input_ids": lists}), sink, store_schema=False)
     assert len(sink.getvalue()) < 2**20
-    with pytest.raises(InvalidData, match=r"a\.parquet holds rows that take more memory than there is"):
+    with pytest.raises(InvalidData, match=r"a\.parquet holds rows that need more memory than there is"):
         await check(put(tmp_path / "a.parquet", sink.getvalue()))
 
 
@@ -85,7 +86,7 @@ async def test_the_row_that_takes_most_memory_is_read(tmp_path: Path) -> None:
 
 
 def checkers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "horizon_server.datasets.check" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "horizon_server.datasets.checking" in child.cmdline()]
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:

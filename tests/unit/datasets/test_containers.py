@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from tests.unit.datasets.written_files import CONTAINERS, ROWS, inspect, lines, parquet, put, zstd_frame
 
-from horizon_server.datasets.containers import Container, container_of
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.rows import read_rows, read_text
+from horizon_formats.file_check import read_rows
+from horizon_formats.files import Container, container_of
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.rows import read_text
 from horizon_server.errors import InvalidData
 
 
@@ -44,9 +45,9 @@ def test_nested_columns_of_a_table_are_messages(tmp_path: Path) -> None:
     file = put(tmp_path, "chats.parquet", parquet(chats))
     report = inspect(file)
     assert (report.format, report.num_rows, report.num_violations) == (DatasetFormat.MESSAGES, 3000, 1500)
-    assert report.violations[0].field == "row[1].messages"
+    assert report.violations[0].field == "chats.parquet:row 1:messages"
     assert "has nothing to learn" in report.violations[0].description
-    assert report.violations[1].field == "row[3].messages"
+    assert report.violations[1].field == "chats.parquet:row 3:messages"
 
 
 def test_tables_with_other_types_are_refused_row_by_row(tmp_path: Path) -> None:
@@ -55,13 +56,16 @@ def test_tables_with_other_types_are_refused_row_by_row(tmp_path: Path) -> None:
     pq.write_table(table, sink)
     report = inspect(put(tmp_path, "t.parquet", sink.getvalue()))
     assert [violation.description for violation in report.violations] == [
-        "row[1].prompt is of type bytes; it must be a string",
-        "row[2].prompt is of type bytes; it must be a string",
-        "row[2].completion is missing or null; it must be a string",
+        "t.parquet:row 1: prompt is of type bytes; it must be a string",
+        "t.parquet:row 2: prompt is of type bytes; it must be a string",
+        "t.parquet:row 2: completion is missing or null; it must be a string",
     ]
     with pytest.raises(InvalidData, match=r"t\.parquet has no column 'messages' for the field messages of format mess"):
         inspect(put(tmp_path, "t.parquet", sink.getvalue()), "messages")
-    with pytest.raises(InvalidData, match=r"t\.parquet: the columns \(completion, prompt, when\) fit no known format"):
+    with pytest.raises(
+        InvalidData,
+        match=r"t\.parquet: there is no column 'gone' for --map text=gone; the columns are comp",
+    ):
         inspect(put(tmp_path, "t.parquet", sink.getvalue()), text="gone")
 
 
@@ -69,7 +73,9 @@ def test_a_string_of_a_table_that_is_not_utf8_is_found_in_its_row(tmp_path: Path
     good = parquet([{"text": "a" * 9}, {"text": "MARKER-99"}, {"text": "c"}], compression="none", use_dictionary=False)
     file = put(tmp_path, "t.parquet", good.replace(b"MARKER-99", b"MARKER\xff99"))
     report = inspect(file)
-    assert [violation.description for violation in report.violations] == ["row[2] holds a string that is not UTF-8"]
+    assert [violation.description for violation in report.violations] == [
+        "t.parquet:row 2 holds a string that is not UTF-8"
+    ]
     assert report.num_rows == 3
 
 
@@ -94,7 +100,7 @@ def test_only_the_columns_of_the_format_are_read_from_a_table(tmp_path: Path) ->
         ("a.parquet", lines(ROWS), "is not a Parquet file, as its name says"),
         ("a.parquet", parquet(ROWS)[:-20], "cannot be read as Parquet"),
         ("a.parquet", b"PAR1 and more", "cannot be read as Parquet"),
-        ("a.csv", b"a,b\n1,2\n", "is a .csv table, which is not read; write it as Parquet or as JSON lines"),
+        ("a.csv", b"a,b\n1,2\n", "is a .csv table, which is not supported; write it as Parquet or as JSON lines"),
         ("a.zip", b"PK\x03\x04....", "is a zip file; send JSON lines"),
         ("a.json", b"[]", "a.json holds no rows"),
         ("a.jsonl.gz", gzip.compress(b""), "a.jsonl.gz is empty"),
@@ -140,18 +146,21 @@ def test_containers_by_bytes_first_and_by_name_where_bytes_leave_it_open(tmp_pat
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('[{"text": "a"} {"text": "b"}]', [None, "row[2] must follow a comma, but '{' stands there (line 1)"]),
-        ('[{"text": "a"},\n{"text": }, {"text": "c"}]', [None, "row[2] is not JSON: Expecting value (line 2)"]),
-        ('[{"text": "a"},', [None, "row[2] is not JSON: Expecting value (line 1)"]),
-        ('[{"text": "a"}', [None, "row[2] must follow a comma, but the end of the file stands there (line 1)"]),
-        ('[{"text": "a', ["row[1] is not JSON: Unterminated string starting at (line 1)"]),
-        ('[{"text": "a"}]\n[]', [None, "row[2] stands behind the end of the array (line 2); a file holds one array"]),
-        ('[12, [{}], {"text": "a"}]', ["row[1] is a JSON number", "row[2] is a JSON array; each element", None]),
-        ('[{"text": "a", "text": "b"}]', ["row[1] holds the key 'text' twice in one object; only one"]),
-        ('[{"text": "a", "n": NaN}, {"text": "b"}]', ["row[1] holds NaN, which is not JSON", None]),
+        ('[{"text": "a"} {"text": "b"}]', [None, "a.json:row 2 must follow a comma, but found '{' (line 1)"]),
+        ('[{"text": "a"},\n{"text": }, {"text": "c"}]', [None, "a.json:row 2 is not JSON: Expecting value (line 2)"]),
+        ('[{"text": "a"},', [None, "a.json:row 2 is not JSON: Expecting value (line 1)"]),
+        ('[{"text": "a"}', [None, "a.json:row 2 must follow a comma, but found the end of the file (line 1)"]),
+        ('[{"text": "a', ["a.json:row 1 is not JSON: Unterminated string starting at (line 1)"]),
+        ('[{"text": "a"}]\n[]', [None, "a.json:row 2 follows the end of the array (line 2); a file holds one array"]),
+        (
+            '[12, [{}], {"text": "a"}]',
+            ["a.json:row 1 is a JSON number", "a.json:row 2 is a JSON array; each element", None],
+        ),
+        ('[{"text": "a", "text": "b"}]', ["a.json:row 1 holds the key 'text' twice in one object; only one"]),
+        ('[{"text": "a", "n": NaN}, {"text": "b"}]', ["a.json:row 1 holds NaN, which is not JSON", None]),
     ],
 )
-def test_a_broken_array_is_told_with_its_row(tmp_path: Path, content: str, expected: list[str | None]) -> None:
+def test_a_broken_array_is_refused_with_its_row(tmp_path: Path, content: str, expected: list[str | None]) -> None:
     rows = list(read_rows(put(tmp_path, "a.json", content.encode())))
     assert len(rows) == len(expected)
     for row, words in zip(rows, expected, strict=True):
@@ -167,7 +176,9 @@ def test_bytes_of_an_array_that_are_not_utf8_end_it(tmp_path: Path) -> None:
     rows = list(read_rows(put(tmp_path, "a.json", content)))
     assert len(rows) == 501
     assert rows[-1].violation is not None
-    assert f"row[501] is not UTF-8: byte 0xe9 at byte offset {content.index(0xE9)}" in rows[-1].violation.description
+    assert (
+        f"a.json:row 501 is not UTF-8: byte 0xe9 at byte offset {content.index(0xE9)}" in rows[-1].violation.description
+    )
 
 
 def test_what_json_leaves_open_is_decided(tmp_path: Path) -> None:
@@ -197,26 +208,26 @@ def test_what_json_leaves_open_is_decided(tmp_path: Path) -> None:
     assert report.num_rows == 16
     assert report.num_blank_lines == 1
     expected = {
-        "line[1]": "holds the key 'text' twice",
-        "line[2]": "holds the key 'k' twice",
-        "line[3]": "holds NaN, which is not JSON; write null or a number",
-        "line[4]": "holds -Infinity, which is not JSON",
-        "line[5].text": "holds a NUL character at character 1",
-        "line[6]": "is not JSON: Invalid control character at",
-        "line[7].text": "half a surrogate pair at character 0",
-        "line[10]": "begins with a byte order mark, which only the first line may",
-        "line[12]": "is not JSON: Extra data at column 15",
-        "line[14]": "is not JSON that can be read: Exceeds the limit",
-        "line[15]": "is not JSON that can be read",
-        "line[16]": "is not JSON",
-        "line[17]": "is not JSON",
+        "a.jsonl:1": "holds the key 'text' twice",
+        "a.jsonl:2": "holds the key 'k' twice",
+        "a.jsonl:3": "holds NaN, which is not JSON; write null or a number",
+        "a.jsonl:4": "holds -Infinity, which is not JSON",
+        "a.jsonl:5:text": "holds a NUL character at character 1",
+        "a.jsonl:6": "is not JSON: Invalid control character at",
+        "a.jsonl:7:text": "half a surrogate pair at character 0",
+        "a.jsonl:10": "begins with a byte order mark, which only the first line may",
+        "a.jsonl:12": "is not JSON: Extra data at column 15",
+        "a.jsonl:14": "is not readable JSON: Exceeds the limit",
+        "a.jsonl:15": "is not readable JSON",
+        "a.jsonl:16": "is not JSON",
+        "a.jsonl:17": "is not JSON",
     }
     assert list(found) == list(expected)
     for field, words in expected.items():
         assert words in found[field]
 
 
-def test_every_sentence_can_be_sent(tmp_path: Path) -> None:
+def test_every_message_can_be_sent(tmp_path: Path) -> None:
     rows = b'{"\\ud800": 1, "text": 2}\n{"\\udfff\\n": 1}\n'
     report = inspect(put(tmp_path, "a.jsonl", rows), "text")
     chat = inspect(put(tmp_path, "b.jsonl", b'{"messages": [{"role": "\\ud800", "\\ud800": 1}]}'), "messages")
@@ -229,10 +240,8 @@ def test_every_sentence_can_be_sent(tmp_path: Path) -> None:
     assert len(chat.violations) == 3
 
 
-def test_a_nul_in_a_text_is_told_once_a_line(tmp_path: Path) -> None:
+def test_a_nul_in_a_text_is_reported_once_a_line(tmp_path: Path) -> None:
     report = inspect(put(tmp_path, "a.txt", b"one\nt\0w\0o\nthree\n"))
-    assert [v.description for v in report.violations] == [
-        "line[2] holds a NUL at byte offset 5 of the file; a text has none, so remove it"
-    ]
+    assert [v.description for v in report.violations] == ["a.txt:2 holds a NUL at byte offset 5 of the file; remove it"]
     utf16 = inspect(put(tmp_path, "b.txt", "hello".encode("utf-16")))
     assert "(it looks like UTF-16)" in utf16.violations[0].description

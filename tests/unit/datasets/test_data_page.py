@@ -8,15 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.unit.datasets.written_files import checked
 
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.transfer.reporter import SILENT
-from horizon_server.datasets.containers import Container
-from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
-from horizon_server.datasets.expansion import MAX_EXPANDED_BYTES, MAX_EXPANSION
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.rows import read_rows, resolve_format
-from horizon_server.datasets.validation import validate_file
+from horizon_formats.file_check import read_rows, resolve_format
+from horizon_formats.files import MAX_EXPANDED_BYTES, MAX_EXPANSION, MAX_ROW_BYTES, Container
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")
 EXAMPLES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.DOTALL)
@@ -30,13 +29,15 @@ def test_every_format_has_an_example() -> None:
 def test_an_example_is_of_its_format(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    report = validate_file(DataFile.at(path), dataset_format=DatasetFormat.AUTO, field_map={})
+    report = checked(StoredFile.at(path))
     assert (report.format.value, report.num_rows) == (name, len(content.splitlines()))
     asyncio.run(check_dataset_files(dataset_sources([str(path)]), SILENT.progress))
     array = tmp_path / "rows.json"
     array.write_text(json.dumps([json.loads(line) for line in content.splitlines()]))
-    assert resolve_format(DataFile.at(array), DatasetFormat.AUTO, {}) == (DatasetFormat(name), Container.JSON_ARRAY)
-    assert [row.columns for row in read_rows(DataFile.at(array))] == [json.loads(line) for line in content.splitlines()]
+    assert resolve_format(StoredFile.at(array), DatasetFormat.AUTO, {}) == (DatasetFormat(name), Container.JSON_ARRAY)
+    assert [row.columns for row in read_rows(StoredFile.at(array))] == [
+        json.loads(line) for line in content.splitlines()
+    ]
 
 
 def test_the_limits_are_those_of_the_code() -> None:

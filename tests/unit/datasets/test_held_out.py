@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.held_out import is_held_out, row_content
-from horizon_server.datasets.normalise import normalise
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest
-from horizon_server.datasets.prepare import prepare
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
+from horizon_server.datasets.tokens.normalise import is_held_out, normalise, row_content
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
 
@@ -25,7 +24,7 @@ def sides(model: Path, folder: Path, rows: list[dict[str, Any]], fraction: float
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = PrepareRequest(
-        dataset_files=(DataFile.at(folder / "rows.jsonl"),),
+        dataset_files=(StoredFile.at(folder / "rows.jsonl"),),
         model_dir=model,
         output_dir=folder / "out",
         options=PrepareOptions(sequence_length=64, eval_fraction=fraction),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from horizon_server.datasets.masks import token_mask
+from horizon_server.datasets.tokens.rendering import token_mask
 from horizon_server.errors import InvalidData
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horizon_server.datasets.data_file import DataFile, Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.message_checks import is_trainable
-from horizon_server.datasets.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
-from horizon_server.datasets.row_checks import check_row
-from horizon_server.datasets.rows import read_rows
+from horizon_formats.file_check import read_rows
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.row_checks import check_row
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.tokens.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 filled = texts.filter(lambda text: text.strip() != "")
@@ -26,7 +26,7 @@ turns = st.lists(st.tuples(texts, filled), min_size=1, max_size=4)
 def read(fmt: str, columns: dict[str, Any], **field_map: str) -> NormalRow:
     """Check and normalise what JSON makes of the columns."""
     columns = json.loads(json.dumps(columns))
-    assert check_row(Row(number=1, columns=columns), DatasetFormat(fmt), field_map) == []
+    assert check_row(Row(file="d.jsonl", number=1, columns=columns), DatasetFormat(fmt), field_map) == []
     return normalise(columns, DatasetFormat(fmt), field_map)
 
 
@@ -60,7 +60,6 @@ def test_weights_are_zero_or_one(weights: list[float | None]) -> None:
     row = read("messages", {"messages": messages})
     assert isinstance(row, Chat)
     assert [message["weight"] for message in row.messages] == [0 if weight == 0 else 1 for weight in [*weights, 1]]
-    assert [is_trainable(m) for m in row.messages] == [weight != 0 for weight in [*weights, 1]]
 
 
 @given(prompt=texts, completion=filled)
@@ -112,7 +111,7 @@ def test_a_table_means_what_its_rows_mean(
     tokens = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ids]
     for fmt, written in ((DatasetFormat.MESSAGES, rows), (DatasetFormat.TOKENS, tokens)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), path)
-        found = list(read_rows(DataFile.at(path)))
+        found = list(read_rows(StoredFile.at(path)))
         assert [check_row(row, fmt, {}) for row in found] == [[]] * len(written)
         read_back = [normalise(row.columns, fmt, {}) for row in found]
         assert read_back == [read(fmt.value, row) for row in written]

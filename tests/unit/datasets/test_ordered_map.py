@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, signal, sys
-from horizon_server.datasets.ordered_map import ordered_map
+from horizon_server.datasets.preparing.batches import ordered_map
 from horizon_server.errors import WorkerDied
 
 read = []
@@ -46,5 +46,5 @@ def test_results_come_in_order_and_little_is_read_ahead() -> None:
     assert outcome("1", "live") == outcome("2", "live") == outcome("5", "live") == "99"
 
 
-def test_a_killed_process_is_told() -> None:
+def test_a_killed_process_is_reported() -> None:
     assert "was killed, by hand or by the kernel for lack of memory" in outcome("2", "die")

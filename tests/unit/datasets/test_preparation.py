@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions, PrepareRequest, preparation_key, tokenizer_digest
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest, prepared_folder, tokenizer_digest
 from horizon_server.errors import InvalidModel, InvalidSpec
 
 
 def test_every_part_changes_the_key_and_the_order_of_the_map_does_not() -> None:
     base = PrepareOptions(format=DatasetFormat.PROMPT_COMPLETION, field_map={"prompt": "q", "completion": "a"})
     swapped = PrepareOptions(format=DatasetFormat.PROMPT_COMPLETION, field_map={"completion": "a", "prompt": "q"})
-    assert preparation_key("d", "t", base) == preparation_key("d", "t", swapped)
+    assert prepared_folder(Path("p"), "d", "t", base) == prepared_folder(Path("p"), "d", "t", swapped)
     others = [
         PrepareOptions(format=DatasetFormat.MESSAGES, field_map=base.field_map),
         PrepareOptions(format=base.format, field_map={"prompt": "q"}),
@@ -28,8 +28,8 @@ def test_every_part_changes_the_key_and_the_order_of_the_map_does_not() -> None:
         PrepareOptions(format=base.format, field_map=base.field_map, train_on="all"),
         PrepareOptions(format=base.format, field_map=base.field_map, eval_fraction=0.5),
     ]
-    keys = {preparation_key("d", "t", options) for options in [base, *others]}
-    keys |= {preparation_key("d2", "t", base), preparation_key("d", "t2", base)}
+    keys = {prepared_folder(Path("p"), "d", "t", options) for options in [base, *others]}
+    keys |= {prepared_folder(Path("p"), "d2", "t", base), prepared_folder(Path("p"), "d", "t2", base)}
     assert len(keys) == 9
 
 
@@ -46,7 +46,7 @@ def test_the_tokenizer_digest_follows_the_files_that_matter(tmp_path: Path) -> N
 
 def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
     request = PrepareRequest(
-        dataset_files=(DataFile.at(tmp_path / "00ff", name="chats.jsonl"),),
+        dataset_files=(StoredFile.at(tmp_path / "00ff", name="chats.jsonl"),),
         model_dir=tmp_path / "model",
         output_dir=tmp_path / "out",
         options=PrepareOptions(
@@ -58,16 +58,16 @@ def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
     bare: dict[str, Any] = {
         "dataset_files": ["/d/a.txt"], "model_dir": "/m", "output_dir": "/o", "sequence_length": 8,
     }  # fmt: skip
-    assert PrepareRequest.from_mapping(bare).dataset_files == (DataFile.at(Path("/d/a.txt")),)
+    assert PrepareRequest.from_mapping(bare).dataset_files == (StoredFile.at(Path("/d/a.txt")),)
     for broken in ({}, bare | {"train_on": "user"}, bare | {"method": "dpo"}, bare | {"dataset_files": 3}):
         with pytest.raises(InvalidSpec, match="preparation request is malformed"):
             PrepareRequest.from_mapping(broken)
 
 
 def test_what_the_daemon_imports_loads_no_tensor_library() -> None:
-    modules = "formats, preparation, row_checks, rows, validation, violations"
+    modules = "checking, reading, recipe"
     program = (
-        f"import sys; from horizon_server.datasets import {modules}; "
+        f"import sys; from horizon_server.datasets import {modules}; from horizon_server.datasets.preview.request import request; "
         "print(*(name for name in ('torch', 'transformers', 'tokenizers', 'numpy', 'jinja2') if name in sys.modules))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -20,13 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from horizon_formats.formats import DatasetFormat
 from horizon_server.children.lines import Answer, Failure, decode_line
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.documents import TextSplitter
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
-from horizon_server.datasets.prepare import prepare
-from horizon_server.datasets.text_blocks import text_blocks
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
+from horizon_server.datasets.tokens.documents import TextSplitter, text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
@@ -48,7 +47,7 @@ def write(path: Path, *rows: object) -> Path:
 
 def request_for(model: Path, *files: Path, output: Path | None = None, **options: Any) -> PrepareRequest:
     return PrepareRequest(
-        dataset_files=tuple(DataFile.at(file) for file in files),
+        dataset_files=tuple(StoredFile.at(file) for file in files),
         model_dir=model,
         output_dir=output or files[0].parent / "out",
         options=PrepareOptions(**({"sequence_length": 64} | options)),
@@ -130,7 +129,7 @@ def test_a_weight_of_zero_leaves_a_reply_out(demo_model: Path, tmp_path: Path) -
     assert targets(demo_model, labels) == "No.<|im_end|>"
     last_muted = [*CHAT[:3], CHAT[3] | {"weight": 0}]
     request = request_for(demo_model, write(tmp_path / "d.jsonl", {"messages": last_muted}), train_on="last-assistant")
-    with pytest.raises(InvalidData, match=r"d\.jsonl: line\[1\] has no trainable token"):
+    with pytest.raises(InvalidData, match=r"d\.jsonl:1 has no trained token"):
         prepare(request, on_progress=lambda done: None)
 
 
@@ -163,19 +162,19 @@ def test_long_rows_are_cut_only_where_something_trained_is_left(demo_model: Path
     mixed = write(tmp_path / "m.jsonl", fine, lost, fine)
     report, documents = run(request_for(demo_model, mixed, output=tmp_path / "mixed"))
     assert (report.rows, len(documents), report.error_rows) == (3, 2, 1)
-    assert report.errors[0].startswith("line[2] has ")
+    assert report.errors[0].startswith("m.jsonl:2 has ")
     with pytest.raises(
-        InvalidData, match=r"line\[1\] has \d+ tokens, and within sequence_length 64 none is trained"
+        InvalidData, match=r"b\.jsonl:1 has \d+ tokens, and within sequence_length 64 none is trained"
     ) as caught:
         prepare(request_for(demo_model, write(tmp_path / "b.jsonl", lost, lost)), on_progress=lambda done: None)
     assert caught.value.message.endswith("(the first of 2 problems)")
-    assert [violation.field for violation in caught.value.violations] == ["line[1]", "line[2]"]
+    assert [violation.field for violation in caught.value.violations] == ["b.jsonl:1", "b.jsonl:2"]
 
 
 def test_a_failed_preparation_leaves_nothing_behind(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     request = request_for(demo_model, write(tmp_path / "b.jsonl", {"text": 3}), output=tmp_path / "data" / "out")
-    with pytest.raises(InvalidData, match=r"line\[1\]\.text is 3; it must be a string \(the only problem found\)"):
+    with pytest.raises(InvalidData, match=r"b\.jsonl:1: text is 3; it must be a string \(the only problem found\)"):
         prepare(request, on_progress=lambda done: None)
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -195,11 +194,9 @@ def test_several_files_make_one_dataset_and_problems_name_the_file(demo_model: P
     report, documents = run(request_for(demo_model, first, second))
     assert (report.rows, len(documents)) == (2, 2)
     broken = write(tmp_path / "z.jsonl", {"messages": CHAT}, {"messages": []})
-    with pytest.raises(
-        InvalidData, match=r"a\.jsonl, z\.jsonl: z\.jsonl: line\[2\]\.messages is a JSON array"
-    ) as caught:
+    with pytest.raises(InvalidData, match=r"^z\.jsonl:2: messages is a JSON array") as caught:
         prepare(request_for(demo_model, first, broken, output=tmp_path / "o2"), on_progress=lambda done: None)
-    assert caught.value.violations[0].field == "z.jsonl.line[2].messages"
+    assert caught.value.violations[0].field == "z.jsonl:2:messages"
 
 
 @pytest.mark.parametrize("method", ["sft", "pretrain"])
@@ -250,7 +247,7 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     """Run the real child with a pipe for its events."""
     reader, writer = os.pipe()
     place = write_request(request, folder, **more)
-    command = [sys.executable, "-m", "horizon_server.datasets.prepare", place, "--events-fd", str(writer)]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
     process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
@@ -288,7 +285,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, fifo, output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path)
-    command = [sys.executable, "-m", "horizon_server.datasets.prepare", place]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place]
     # Opening the pipe waits until the child reads from it; by then its folder exists.
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
@@ -302,7 +299,7 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
     request = request_for(demo_model, many_rows(tmp_path / "chats.jsonl", 40_000), output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path, num_processes=2)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "horizon_server.datasets.prepare", place, "--events-fd", str(writer)]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
     with subprocess.Popen(command, pass_fds=[writer], start_new_session=True) as process:
         os.close(writer)
         with os.fdopen(reader) as events:
@@ -322,7 +319,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
-    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.prepare {place}"
+    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing.child {place}"
     done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)
@@ -337,7 +334,7 @@ def test_tokens_are_taken_as_they_are(demo_model: Path, tmp_path: Path) -> None:
     assert documents == [([5, 6, 7], [-100, 7, -100]), ([8, 9], [9, -100])]
     beyond = write(tmp_path / "b.jsonl", {"input_ids": [1, 10**6]})
     with pytest.raises(
-        InvalidData, match=r"line\[1\] cannot be used: input_ids holds 1000000, but .* vocab_size is 1024"
+        InvalidData, match=r"b\.jsonl:1 cannot be used: input_ids holds 1000000, but .* vocab_size is 1024"
     ):
         run(request_for(demo_model, beyond, output=tmp_path / "b"))
 

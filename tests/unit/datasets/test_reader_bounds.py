@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from tests.unit.datasets.written_files import inspect, parquet, put, zstd_frame
 
-from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
-from horizon_server.datasets.expansion import MAX_EXPANSION
+from horizon_formats.files import MAX_EXPANSION, MAX_ROW_BYTES
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidData
 
 
@@ -58,29 +58,33 @@ def test_one_line_of_a_gigabyte_takes_bounded_memory(tmp_path: Path, name: str) 
         stream.write({"line.jsonl": b'{"text": "', "line.json": b'[{"text": "', "line.txt": b"x"}[name])
         stream.truncate(2**30)  # a hole: reads as zeros, takes no disk
     tracemalloc.start()
-    report = inspect(DataFile.at(path), "text")
+    report = inspect(StoredFile.at(path), "text")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert report.num_violations == 1
     assert peak < 10 * MAX_ROW_BYTES
-    words = {"line.jsonl": "line[1] is longer than 16 MiB", "line.json": "row[1] ", "line.txt": "line[1] holds a NUL"}
+    words = {
+        "line.jsonl": "line.jsonl:1 is longer than 16 MiB",
+        "line.json": "line.json:row 1 ",
+        "line.txt": "line.txt:1 holds a NUL",
+    }
     assert report.violations[0].description.startswith(words[name])
 
 
 def test_an_array_element_over_the_limit_is_one_bad_row_or_ends_the_array(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "x" * MAX_ROW_BYTES}, {"text": "b"}]
     report = inspect(put(tmp_path, "a.json", json.dumps(rows).encode()))
-    assert [v.description for v in report.violations] == ["row[2] is longer than 16 MiB; split the row"]
+    assert [v.description for v in report.violations] == ["a.json:row 2 is longer than 16 MiB; split the row"]
     assert report.num_rows == 3
     rows[1]["text"] *= 3
     report = inspect(put(tmp_path, "a.json", json.dumps(rows).encode()))
     assert [v.description for v in report.violations] == [
-        "row[2] is longer than 16 MiB; split the row; nothing behind it was read"
+        "a.json:row 2 is longer than 16 MiB; split the row; nothing after it was read"
     ]
 
 
 def test_a_table_cell_over_the_limit_is_one_bad_row(tmp_path: Path) -> None:
     noise = random.Random(0).randbytes(MAX_ROW_BYTES // 2).hex()
     report = inspect(put(tmp_path, "a.parquet", parquet([{"text": "a"}, {"text": noise + "x"}, {"text": "b"}])))
-    assert [v.description for v in report.violations] == ["row[2] is longer than 16 MiB; split the row"]
+    assert [v.description for v in report.violations] == ["a.parquet:row 2 is longer than 16 MiB; split the row"]
     assert report.num_rows == 3

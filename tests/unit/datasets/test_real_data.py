@@ -9,12 +9,13 @@ from pathlib import Path
 import pyarrow.json
 import pyarrow.parquet
 import pytest
+from tests.unit.datasets.written_files import checked
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.normalise import Pair, normalise
-from horizon_server.datasets.rows import read_rows, read_text
-from horizon_server.datasets.validation import validate_file
+from horizon_formats.file_check import read_rows
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.rows import read_text
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.tokens.normalise import Pair, normalise
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 MAP = {"prompt": "question", "completion": "answer"}
@@ -44,15 +45,15 @@ def test_gsm8k_in_every_container(gsm8k: Path, tmp_path: Path) -> None:
     expected = [Pair(prompt=row["question"], completion=row["answer"]) for row in table.to_pylist()]
     assert len(expected) == int(subprocess.run(["wc", "-l", gsm8k], capture_output=True, check=True).stdout.split()[0])
     for path in (gsm8k, tmp_path / "g.parquet", tmp_path / "g.jsonl.gz", tmp_path / "g.json"):
-        file = DataFile.at(path)
-        report = validate_file(file, dataset_format=DatasetFormat.AUTO, field_map=MAP)
+        file = StoredFile.at(path)
+        report = checked(file, field_map=MAP)
         assert (report.format, report.num_rows) == (DatasetFormat.PROMPT_COMPLETION, len(expected))
         assert [normalise(row.columns, report.format, MAP) for row in read_rows(file)] == expected
 
 
 def test_shakespeare(shakespeare: Path) -> None:
-    file = DataFile.at(shakespeare)
-    report = validate_file(file, dataset_format=DatasetFormat.AUTO, field_map={})
+    file = StoredFile.at(shakespeare)
+    report = checked(file)
     filled = subprocess.run(["grep", "-c", "[^[:space:]]", shakespeare], capture_output=True, check=True).stdout
     assert (report.format, report.num_rows) == (DatasetFormat.TEXT, int(filled))
     assert "".join(piece.text for piece in read_text(file)) == shakespeare.read_bytes().decode()

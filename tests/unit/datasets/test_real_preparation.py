@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preparation import PrepareOptions, PrepareReport, PrepareRequest
-from horizon_server.datasets.prepare import prepare
+from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.demo.chats import demo_chats
 from horizon_server.engine.data import PreparedDataset, StepPlan
 
@@ -30,7 +30,7 @@ def data_file(name: str) -> Path:
 
 def prepared(file: Path, model: Path, folder: Path, **options: Any) -> tuple[PrepareReport, PreparedDataset]:
     request = PrepareRequest(
-        dataset_files=(DataFile.at(file),),
+        dataset_files=(StoredFile.at(file),),
         model_dir=model,
         output_dir=folder / "out",
         options=PrepareOptions(**({"sequence_length": SEQUENCE_LENGTH} | options)),
@@ -103,7 +103,7 @@ def test_shakespeare_has_the_tokens_that_transformers_counts(tiny_base: Path, tm
 MEASURED = """
 import json, resource, sys
 from horizon_server.children.entry import serve
-from horizon_server.datasets.prepare import work
+from horizon_server.datasets.preparing.child import work
 code = serve(work, who="the data preparation")
 (mark,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 peaks = [mark // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
@@ -117,7 +117,7 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
     block = "".join(json.dumps({"messages": chat}) + "\n" for chat in demo_chats())
     (folder / "rows.jsonl").write_text(block * (num_bytes // len(block) + 1))
     request = PrepareRequest(
-        dataset_files=(DataFile.at(folder / "rows.jsonl"),),
+        dataset_files=(StoredFile.at(folder / "rows.jsonl"),),
         model_dir=model,
         output_dir=folder / "out",
         options=PrepareOptions(),

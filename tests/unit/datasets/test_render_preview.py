@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from horizon_server.children.entry import EventWriter
-from horizon_server.datasets import render_preview
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.preview import (
+from horizon_server.datasets.preview import child
+from horizon_server.datasets.preview.child import render
+from horizon_server.datasets.preview.request import (
     MAX_CHARACTERS,
     MAX_ROW_CHARACTERS,
     PreviewOptions,
@@ -24,7 +24,7 @@ from horizon_server.datasets.preview import (
     PreviewRow,
     rows_from_answer,
 )
-from horizon_server.datasets.render_preview import render
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidData, InvalidModel, WorkerFailed
 
@@ -44,7 +44,7 @@ def ask(model_dir: Path, tmp_path: Path) -> Any:
         for name, content in files.items():
             (tmp_path / name).write_text(content, "utf-8")
         return PreviewRequest(
-            dataset_files=tuple(DataFile.at(tmp_path / name) for name in files),
+            dataset_files=tuple(StoredFile.at(tmp_path / name) for name in files),
             model_dir=model or model_dir,
             format=format,
             field_map={},
@@ -166,11 +166,11 @@ def test_request_and_rows_survive_the_way_to_the_child_and_back(ask: Any) -> Non
             rows_from_answer(odd)
 
 
-def test_no_sentence_tells_where_the_model_lies(ask: Any, tmp_path: Path) -> None:
+def test_no_message_says_where_the_model_is(ask: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     request = ask({"a.jsonl": lines(chat("a", "b"))}, model=tmp_path / "empty")
     with pytest.raises(InvalidModel) as caught:
-        render_preview.work(request.to_mapping(), EventWriter(os.open(os.devnull, os.O_WRONLY)))
+        child.work(request.to_mapping(), EventWriter(os.open(os.devnull, os.O_WRONLY)))
     assert str(tmp_path) not in caught.value.message
 
 
@@ -188,6 +188,6 @@ def test_rows_of_every_container_are_found_by_their_number(ask: Any, tmp_path: P
             stream.write(lines(*rows).encode())
     else:
         (tmp_path / name).write_bytes(gzip.compress(lines(*rows).encode()))
-    shown = render(dataclasses.replace(request, dataset_files=(DataFile.at(tmp_path / name),)))
+    shown = render(dataclasses.replace(request, dataset_files=(StoredFile.at(tmp_path / name),)))
     assert [(row.number, trained_text(row)) for row in shown] == [(8, ["7<|im_end|>"]), (9, ["8<|im_end|>"])]
     assert {row.unit for row in shown} == {"row" if container in ("array", "parquet") else "line"}

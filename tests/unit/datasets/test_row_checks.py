@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.row_checks import check_row
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.row_checks import check_row
 
 USER = {"role": "user", "content": "What is the weather?"}
 REPLY = {"role": "assistant", "content": "Sunny."}
@@ -16,10 +16,10 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 
 
 def problems(fmt: str, columns: dict[str, Any], **field_map: str) -> dict[str, str]:
-    row = Row(number=3, columns=columns)
+    row = Row(file="d.jsonl", number=3, columns=columns)
     found = check_row(row, DatasetFormat(fmt), field_map)
-    assert all(violation.description.startswith(violation.field) for violation in found)
-    return {violation.field.removeprefix("line[3]."): violation.description for violation in found}
+    assert all(violation.description.startswith("d.jsonl:3: ") for violation in found)
+    return {v.field.removeprefix("d.jsonl:3:"): v.description.removeprefix("d.jsonl:3: ") for v in found}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_chat_without_anything_to_learn() -> None:
             "sharegpt",
             {"conversations": [{"from": "function_call", "value": "f()"}]},
             "conversations[0].value",
-            "no tool",
+            "not a tool call",
         ),
         ("sharegpt", {"conversations": [{"from": "gpt", "value": "x"}], "system": 1}, "system", "must be a string"),
         (
@@ -146,7 +146,7 @@ def test_a_chat_without_anything_to_learn() -> None:
             "tokens",
             {"input_ids": [7, 8], "labels": [8, -100]},
             "labels[0]",
-            "the shift to the next token is made later",
+            "training shifts labels to the next token itself",
         ),
         ("tokens", {"input_ids": [7, 8], "labels": [7, -100]}, "labels", "after the first token every label is -100"),
         ("tokens", {"input_ids": [7, 8], "attention_mask": [1, 0]}, "attention_mask", "leave padding tokens out"),

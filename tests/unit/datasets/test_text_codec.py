@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from horizon_server.datasets.text_codec import TextCodec
+from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.chats import demo_chats
 from horizon_server.errors import InvalidModel
 
@@ -59,7 +59,7 @@ def test_starts_are_the_characters_themselves(demo_model: Path) -> None:
 
 def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qwen_class_model: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from horizon_server.datasets.text_codec import TextCodec; "
+        "import sys; from pathlib import Path; from horizon_server.datasets.tokens.codec import TextCodec; "
         "TextCodec.from_folder(Path(sys.argv[1])); print('transformers' in sys.modules, 'torch' in sys.modules)"
     )
     for folder, expected in ((demo_model, "False False"), (qwen_class_model, "True")):
@@ -67,9 +67,17 @@ def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qw
         assert done.stdout.startswith(expected)
 
 
-def test_unusable_tokenizers_are_refused_in_a_sentence(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidModel, match="holds no tokenizer that can be loaded"):
+def test_unusable_tokenizers_are_refused_with_the_reason(demo_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"holds no tokenizer; add tokenizer\.json"):
         TextCodec.from_folder(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    # transformers makes an empty tokenizer of the model_type alone, with which every text is unknown.
+    (bare / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 1024}')
+    (bare / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (bare / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(InvalidModel, match=r"holds no tokenizer; add tokenizer\.json"):
+        TextCodec.from_folder(bare)
     torn = tmp_path / "torn"
     shutil.copytree(demo_model, torn)
     (torn / "tokenizer.json").write_text((torn / "tokenizer.json").read_text()[:1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.datasets.data_file import Row
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.preparation import PrepareOptions
-from horizon_server.datasets.text_codec import TextCodec
-from horizon_server.datasets.tokenization import RowTokenizer
+from horizon_formats.files import Row
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.recipe import PrepareOptions
+from horizon_server.datasets.tokens import tokenization
+from horizon_server.datasets.tokens.chat_template import ChatTemplate
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.tokenization import RowTokenizer
+from horizon_server.errors import InvalidModel
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
@@ -41,7 +45,7 @@ def tokenizer_of(
 
 
 def row_of(**columns: Any) -> Row:
-    return Row(number=7, columns=columns)
+    return Row(file="d.jsonl", number=7, columns=columns)
 
 
 def test_a_shown_row_is_its_text_with_the_trained_part_apart(codec: TextCodec) -> None:
@@ -61,7 +65,7 @@ def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
     assert (cut.num_tokens, cut.num_cut_tokens) == (40, whole.num_tokens - 40)
     assert "".join(s.text for s in whole.spans).startswith("".join(s.text for s in cut.spans))
     lost = tokenizer_of(codec, sequence_length=8).show(row_of(messages=CHAT))
-    assert lost.violations[0].description.startswith("line[7] has ")
+    assert lost.violations[0].description.startswith("d.jsonl:7 has ")
     assert (lost.num_trained_tokens, lost.num_documents) == (0, 0)
     assert [span.trained for span in lost.spans] == [False]
 
@@ -144,3 +148,18 @@ def test_rows_that_are_tokenized_together_are_those_that_are_tokenized_alone(cod
     together = list(tokenizer.tokenize(rows))
     assert together == [next(tokenizer.tokenize([row])) for row in rows]
     assert [bool(row.documents) for row in together] == [True, False, True, False, True]
+
+
+def test_a_template_without_end_is_refused_by_the_row_that_it_does_not_end_for(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(codec, "chat_template", ChatTemplate(endless, {}))
+    monkeypatch.setattr(tokenization, "_MAX_TEMPLATE_S", 0.2)
+    tokenizer = RowTokenizer(codec, PrepareOptions(), DatasetFormat.MESSAGES)
+    words = r"template took more than 0\.2 s of processor time for d\.jsonl:7; it may never end"
+    with pytest.raises(InvalidModel, match=words):
+        list(tokenizer.tokenize([row_of(messages=CHAT)] * 2))
+    with pytest.raises(InvalidModel, match="it may never end"):
+        tokenizer.show(row_of(messages=CHAT))
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.datasets.written_files import checked, inspect
 
-from horizon_server.datasets.data_file import MAX_ROW_BYTES, DataFile
-from horizon_server.datasets.formats import DatasetFormat, check_field_map, parse_format
-from horizon_server.datasets.rows import read_text
-from horizon_server.datasets.validation import ValidationReport, inspect_file, validate_file
-from horizon_server.errors import InvalidData, InvalidSpec
+from horizon_formats.files import MAX_ROW_BYTES
+from horizon_formats.formats import DatasetFormat, check_field_map, parse_format
+from horizon_formats.problems import InvalidOption
+from horizon_formats.rows import read_text
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.errors import InvalidData
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 PAIR = {"prompt": "hi", "completion": "hello"}
 
 
-def write(folder: Path, *rows: object, name: str = "data.jsonl") -> DataFile:
+def write(folder: Path, *rows: object, name: str = "data.jsonl") -> StoredFile:
     path = folder / name
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return DataFile.at(path)
-
-
-def inspect(file: DataFile, fmt: str = "auto", **field_map: str) -> ValidationReport:
-    return inspect_file(file, dataset_format=DatasetFormat(fmt), field_map=field_map)
+    return StoredFile.at(path)
 
 
 def chat(*messages: Any) -> dict[str, Any]:
@@ -45,23 +43,20 @@ def chat(*messages: Any) -> dict[str, Any]:
 )
 def test_auto_tells_formats_by_their_columns(tmp_path: Path, row: object, expected: DatasetFormat) -> None:
     file = write(tmp_path, row, "\n", row)
-    report = validate_file(file, dataset_format=DatasetFormat.AUTO, field_map={})
-    assert (report.format, report.num_rows, report.num_violations) == (expected, 2, 0)
-    assert report.num_bytes == file.path.stat().st_size
+    report = checked(file)
+    assert (report.format, report.num_rows, report.num_blank_lines) == (expected, 2, 1)
 
 
 def test_a_mapping_names_the_users_columns(tmp_path: Path) -> None:
     file = write(tmp_path, {"question": "1+1?", "answer": "2"}, {"question": "2+2?"})
     report = inspect(file, prompt="question", completion="answer")
     assert report.format is DatasetFormat.PROMPT_COMPLETION
-    assert [violation.field for violation in report.violations] == ["line[2].answer"]
+    assert [violation.field for violation in report.violations] == ["data.jsonl:2:answer"]
     assert "is missing (the row has question)" in report.violations[0].description
 
 
 def test_a_file_that_fits_two_formats_or_none_is_refused_naming_them(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidData, match=r"data\.jsonl, line 1: .*fit the formats messages and prompt-completion; say which"
-    ):
+    with pytest.raises(InvalidData, match=r"data\.jsonl:1: .*fit the formats messages and prompt-completion; choose"):
         inspect(write(tmp_path, CHAT | PAIR))
     with pytest.raises(InvalidData, match=r"fit no known format: messages needs messages; .*--map prompt=question"):
         inspect(write(tmp_path, {"question": "1+1?"}))
@@ -69,9 +64,11 @@ def test_a_file_that_fits_two_formats_or_none_is_refused_naming_them(tmp_path: P
 
 
 def test_unknown_format_names_and_mappings_say_what_is_allowed() -> None:
-    with pytest.raises(InvalidSpec, match="format is 'csv'; it must be one of auto, messages"):
+    with pytest.raises(InvalidOption, match="format is 'csv'; it must be one of auto, messages"):
         parse_format("csv")
-    with pytest.raises(InvalidSpec, match=r"field_map\.question is not a field of format prompt-completion") as caught:
+    with pytest.raises(
+        InvalidOption, match=r"field_map\.question is not a field of format prompt-completion"
+    ) as caught:
         check_field_map(DatasetFormat.PROMPT_COMPLETION, {"question": "prompt", "prompt": "q", "completion": "q"})
     assert [violation.field for violation in caught.value.violations] == ["field_map.question", "field_map.completion"]
 
@@ -94,35 +91,33 @@ def test_every_bad_field_is_named_with_its_line(tmp_path: Path) -> None:
         '{"messages": [{"role": "assistant", "content": "\\ud800"}]}\n',
     )
     report = inspect(file)
-    described = {violation.field: violation.description for violation in report.violations}
+    described = {v.field: v.description for v in report.violations}
     assert list(described) == [
-        "line[2].messages[1].role",
-        "line[3].messages[1].content",
-        "line[4].messages[1].weight",
-        "line[5].messages",
-        "line[6].messages",
-        "line[7].messages[1]",
-        "line[8].messages[1].train",
-        "line[9].messages",
-        "line[10]",
-        "line[11]",
-        "line[12].messages[0].content",
+        "data.jsonl:2:messages[1].role",
+        "data.jsonl:3:messages[1].content",
+        "data.jsonl:4:messages[1].weight",
+        "data.jsonl:5:messages",
+        "data.jsonl:6:messages",
+        "data.jsonl:7:messages[1]",
+        "data.jsonl:8:messages[1].train",
+        "data.jsonl:9:messages",
+        "data.jsonl:10",
+        "data.jsonl:11",
+        "data.jsonl:12:messages[0].content",
     ]
-    assert described["line[2].messages[1].role"] == (
-        "line[2].messages[1].role is 'robot'; it must be one of system, user, assistant, tool"
+    assert described["data.jsonl:2:messages[1].role"] == (
+        "data.jsonl:2: messages[1].role is 'robot'; it must be one of system, user, assistant, tool"
     )
-    assert "has nothing to learn" in described["line[5].messages"]
-    assert "is not JSON: Expecting value at column 1" in described["line[10]"]
+    assert "has nothing to learn" in described["data.jsonl:5:messages"]
+    assert "is not JSON: Expecting value at column 1" in described["data.jsonl:10"]
     assert report.num_rows == 12
 
 
 def test_the_refusal_holds_the_first_problem_and_the_total(tmp_path: Path) -> None:
     file = write(tmp_path, PAIR, *[{"prompt": "x", "completion": index} for index in range(250)])
     with pytest.raises(InvalidData) as caught:
-        validate_file(file, dataset_format=DatasetFormat.AUTO, field_map={})
-    assert caught.value.message == (
-        "data.jsonl: line[2].completion is 0; it must be a string (the first of 250 problems)"
-    )
+        checked(file)
+    assert caught.value.message == ("data.jsonl:2: completion is 0; it must be a string (the first of 250 problems)")
     assert len(caught.value.violations) == 100
 
 
@@ -142,7 +137,7 @@ def test_plain_text_is_text_and_nothing_else(tmp_path: Path) -> None:
         inspect(file, "messages")
     blob = tmp_path / "00c0ffee"
     blob.write_bytes(b"{} is how this text begins\n")
-    assert inspect(DataFile.at(blob, name="play.txt")).format is DatasetFormat.TEXT
+    assert inspect(StoredFile.at(blob, name="play.txt")).format is DatasetFormat.TEXT
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.txt"])
@@ -150,9 +145,9 @@ def test_bytes_that_are_not_utf8_are_found_by_line_and_offset(tmp_path: Path, na
     path = tmp_path / name
     first = json.dumps({"text": "one"}).encode() + b"\n"
     path.write_bytes(b"\xef\xbb\xbf" + first + b'{"text": "caf\xe9"}\n' + first)
-    report = inspect(DataFile.at(path))
+    report = inspect(StoredFile.at(path))
     assert report.num_violations == 1
-    assert report.violations[0].field == "line[2]"
+    assert report.violations[0].field == f"{name}:2"
     offset = 3 + len(first) + len(b'{"text": "caf')
     assert f"byte 0xe9 at byte offset {offset} of the file" in report.violations[0].description
     assert report.num_rows == 3
@@ -161,30 +156,32 @@ def test_bytes_that_are_not_utf8_are_found_by_line_and_offset(tmp_path: Path, na
 def test_a_utf16_file_is_refused_with_the_number_of_bad_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes((json.dumps(PAIR) + "\n").encode("utf-16"))
-    with pytest.raises(InvalidData, match=r"line\[1\] is not UTF-8: byte 0xff at byte offset 0 .*first of 2 problems"):
-        inspect(DataFile.at(path))
+    with pytest.raises(
+        InvalidData, match=r"data\.jsonl:1 is not UTF-8: byte 0xff at byte offset 0 .*first of 2 problems"
+    ):
+        inspect(StoredFile.at(path))
 
 
 def test_a_byte_order_mark_is_not_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(PAIR).encode())
-    assert inspect(DataFile.at(tmp_path / "a.jsonl")).num_violations == 0
+    assert inspect(StoredFile.at(tmp_path / "a.jsonl")).num_violations == 0
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
-    assert "".join(piece.text for piece in read_text(DataFile.at(tmp_path / "a.txt"))) == "abc"
+    assert "".join(piece.text for piece in read_text(StoredFile.at(tmp_path / "a.txt"))) == "abc"
 
 
 def test_a_line_over_the_limit_is_reported_and_the_next_one_is_read(tmp_path: Path) -> None:
     long_row = json.dumps({"prompt": "x" * (MAX_ROW_BYTES + 3_000_000), "completion": "y"})
     report = inspect(write(tmp_path, PAIR, long_row + "\n", {"prompt": 1, "completion": "y"}))
-    assert [violation.field for violation in report.violations] == ["line[2]", "line[3].prompt"]
+    assert [violation.field for violation in report.violations] == ["data.jsonl:2", "data.jsonl:3:prompt"]
     assert "is longer than 16 MiB" in report.violations[0].description
 
 
 def test_text_pieces_never_split_a_character(tmp_path: Path) -> None:
     text = "a" + "\u00e9\u65e5" * 700_000
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    pieces = list(read_text(DataFile.at(tmp_path / "long.txt")))
+    pieces = list(read_text(StoredFile.at(tmp_path / "long.txt")))
     assert len(pieces) > 3
     assert "".join(piece.text for piece in pieces) == text
     assert not any(piece.violation for piece in pieces)
     (tmp_path / "cut.txt").write_bytes(b"abc \xe6\x97")
-    assert "byte offset 4" in inspect(DataFile.at(tmp_path / "cut.txt")).violations[0].description
+    assert "byte offset 4" in inspect(StoredFile.at(tmp_path / "cut.txt")).violations[0].description

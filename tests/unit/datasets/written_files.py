@@ -6,15 +6,17 @@ import gzip
 import io
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.validation import ValidationReport, inspect_file
+from horizon_formats.file_check import DatasetCheck, DatasetReport, check_files, resolve_format
+from horizon_formats.formats import DatasetFormat
+from horizon_formats.problems import FieldViolation
+from horizon_server.datasets.reading import StoredFile, server_errors
 
 ROWS = [{"prompt": f"{n} + {n}? \u00e9\U0001f600", "completion": str(n + n)} for n in range(500)]
 
@@ -33,14 +35,48 @@ def parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
     return sink.getvalue()
 
 
-def put(folder: Path, name: str, content: bytes) -> DataFile:
+def put(folder: Path, name: str, content: bytes) -> StoredFile:
     path = folder / name.replace("/", "_")
     path.write_bytes(content)
-    return DataFile.at(path)
+    return StoredFile.at(path)
 
 
-def inspect(file: DataFile, fmt: str = "auto", **field_map: str) -> ValidationReport:
-    return inspect_file(file, dataset_format=DatasetFormat(fmt), field_map=field_map)
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What the check of one file has found."""
+
+    format: DatasetFormat
+    num_rows: int
+    num_blank_lines: int
+    violations: list[FieldViolation]
+    num_violations: int
+
+    @property
+    def described(self) -> dict[str, str]:
+        """The problems by their places, without the name of the file."""
+        return {v.field.partition(":")[2]: v.description.partition(":")[2] for v in self.violations}
+
+
+def inspect(file: StoredFile, fmt: str = "auto", **field_map: str) -> Inspection:
+    """Read one file as a dataset's check does, and return its problems instead of raising them."""
+    with server_errors():
+        check = DatasetCheck(DatasetFormat(fmt), field_map)
+        for _ in check.read(file):
+            pass
+        found, _ = resolve_format(file, DatasetFormat(fmt), field_map)
+    return Inspection(
+        format=found,
+        num_rows=check.num_rows,
+        num_blank_lines=check.num_blank_lines,
+        violations=check.violations.kept,
+        num_violations=check.violations.total,
+    )
+
+
+def checked(*files: StoredFile, fmt: str = "auto", field_map: dict[str, str] | None = None) -> DatasetReport:
+    """Check files as one dataset; bad rows raise."""
+    with server_errors():
+        return check_files(files, name="", dataset_format=DatasetFormat(fmt), field_map=field_map or {})
 
 
 CONTAINERS: dict[str, Callable[[], bytes]] = {

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.unit.datasets.written_files import checked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from horizon_server.datasets.data_file import DataFile
-from horizon_server.datasets.formats import DatasetFormat
-from horizon_server.datasets.validation import validate_file
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import DEMO_PROMPTS, DEMO_SPEC, write_demo_dataset, write_demo_model
 from horizon_server.spec import parse_job_spec
@@ -79,7 +79,7 @@ def test_weights_are_rounded_to_the_nearest_bfloat16(folder: Path) -> None:
 
 def test_the_chats_are_many_distinct_and_valid(tmp_path: Path) -> None:
     file = write_demo_dataset(tmp_path)
-    report = validate_file(DataFile.at(file), dataset_format=DatasetFormat.AUTO, field_map={})
+    report = checked(StoredFile.at(file))
     assert (report.format, report.num_rows) == (DatasetFormat.MESSAGES, len(demo_chats()))
     assert 200 <= report.num_rows <= 400
     questions = Counter(chat[0]["content"] for chat in demo_chats())

@@ -176,7 +176,7 @@ def test_opens_what_preparation_wrote(tmp_path: Path) -> None:
 def test_refuses_folders_that_are_not_prepared_datasets(tmp_path: Path) -> None:
     with pytest.raises(InvalidData, match="is not a prepared dataset"):
         PreparedDataset.open(tmp_path)
-    with pytest.raises(InvalidData, match="input_ids is int64, expected int32"):
+    with pytest.raises(InvalidData, match="input_ids is I64, expected I32"):
         PreparedDataset.open(write_prepared(tmp_path, input_ids=np.arange(5)))
     with pytest.raises(InvalidData, match="differ in length"):
         PreparedDataset.open(write_prepared(tmp_path, trained=np.zeros(4, dtype=np.uint8)))

@@ -7,7 +7,7 @@ from typing import Any
 from horizon_proto.v1 import dataset_pb2, dataset_pb2_grpc
 from horizon_server.api.grpc.convert import enum_text, from_message, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.datasets.preview import PreviewOptions
+from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.services.datasets import DatasetService

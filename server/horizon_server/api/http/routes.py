@@ -11,7 +11,7 @@ from horizon_server.api.http.bodies import CurveBody, ErrorBody, QueueBody, Queu
 from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.events import event_response
 from horizon_server.api.http.security import Caller, Services
-from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
+from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
 from horizon_server.events import KINDS
 from horizon_server.records.job import ENDED, JobState
 

@@ -340,7 +340,7 @@ async def test_bad_rows_are_named_by_line_and_field_and_a_repaired_file_can_be_p
         await world.ann.push("chats", {"a.jsonl": chats + bad})
     assert reason(caught) == ("INVALID_ARGUMENT", "INVALID_DATA")
     violations = detail(caught.value, error_details_pb2.BadRequest).field_violations
-    assert violations[0].field == "line[51].messages[0].role"
+    assert violations[0].field == "a.jsonl:51:messages[0].role"
     assert 10 < len(violations) < 100, "what fits into the 8 KiB that a plain client takes"
     assert (await world.ann.push("chats", {"a.jsonl": chats})).num_rows == 50
 
@@ -357,7 +357,7 @@ async def test_a_client_that_takes_more_gets_a_hundred_violations(world: Any) ->
             metadata = (*world.ann.metadata, ("horizon-max-metadata-bytes", str(2**16)))
             await stub.FinalizeDataset(request, metadata=metadata, timeout=20)
     violations = detail(caught.value, error_details_pb2.BadRequest).field_violations
-    assert [v.field for v in violations] == [f"line[{i}]" for i in range(1, 101)]
+    assert [v.field for v in violations] == [f"a.jsonl:{i}" for i in range(1, 101)]
 
 
 async def test_several_files_must_have_one_format_and_problems_name_their_file(world: Any, chats: bytes) -> None:
@@ -368,7 +368,7 @@ async def test_several_files_must_have_one_format_and_problems_name_their_file(w
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await world.ann.push("bad", {"a.jsonl": chats, "sub/b.jsonl": chats + b"[1]\n"})
     violations = detail(caught.value, error_details_pb2.BadRequest).field_violations
-    assert [v.field for v in violations] == ["sub/b.jsonl:line[51]"]
+    assert [v.field for v in violations] == ["sub/b.jsonl:51"]
 
 
 @pytest.mark.parametrize(

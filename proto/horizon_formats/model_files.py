@@ -1,0 +1,71 @@
+"""Which files of a model folder are pushed, kept next to a checkpoint's weights, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+CONFIG_FILE = "config.json"
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+
+_VOCABULARY_PATTERNS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "spm.model", "sentencepiece*.model", "tekken.json", "*.tiktoken"),
+)
+_TEXT_PATTERNS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *_VOCABULARY_PATTERNS,
+)
+COMPANION_PATTERNS = (
+    "generation_config.json",
+    *_TEXT_PATTERNS,
+    *("preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*", "README.md"),
+)
+"""What is kept with the weights of every checkpoint: data only, never code, never a pickle."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
+_CODE = (".py", ".pyc", ".so", ".sh")
+
+
+def companion_files(folder: Path) -> list[str]:
+    """Return the paths, in the folder, of the files that belong next to its weights."""
+    return _found(folder, COMPANION_PATTERNS)
+
+
+def pushed_files(folder: Path) -> list[str]:
+    """Return the paths, in a local model folder, of the files that are pushed."""
+    return _found(folder, (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS))
+
+
+def files_that_decide_tokens(folder: Path) -> list[str]:
+    """Return the paths of the files that have a part in how the model reads text; config.json holds the size of the vocabulary."""
+    return _found(folder, (CONFIG_FILE, *_TEXT_PATTERNS))
+
+
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """Whether there is a tokenizer among the files: templates and settings alone make none."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in _VOCABULARY_PATTERNS)
+
+
+def is_pickle(path: str) -> bool:
+    """Whether a file may be a pickle, by its name."""
+    return PurePosixPath(path).suffix.lower() in _PICKLES
+
+
+def refusal(path: str) -> str | None:
+    """Return why a file is never accepted, as the rest of a sentence about it, or None."""
+    if is_pickle(path):
+        return (
+            "may be a pickle, which can run code when it is opened and is never accepted; leave it out, and save the weights as "
+            "safetensors (save_pretrained writes them)"
+        )
+    if PurePosixPath(path).suffix.lower() in _CODE:
+        return "is code, which is never accepted or run; leave it out, and use an architecture that transformers has built in"
+    return None
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in found)

@@ -1,0 +1,158 @@
+"""Some rows of a dataset as a model would see them: the options, the request to the rendering child, its answer, and how much is shown.
+
+Free of torch, transformers and tokenizers, as the daemon imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_formats.formats import DatasetFormat
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import METHODS, TRAIN_ON, PrepareOptions
+from horizon_server.errors import FieldViolation, InvalidSpec, WorkerFailed
+
+MAX_ROWS = 100
+MAX_ROW_CHARACTERS = 16 * 1024
+"""Maximum text of one row that is shown; all its tokens are counted."""
+MAX_CHARACTERS = 512 * 1024
+"""Maximum text of all rows together."""
+MAX_SPANS = 1000
+MAX_PROBLEMS = 5
+_SEQUENCE_LENGTHS = (8, 1_048_576)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewOptions:
+    """Which rows, and how a job would train on them. `offset` rows are passed over, counted over all files."""
+
+    num_rows: int = 3
+    offset: int = 0
+    method: str = "sft"
+    train_on: str = "assistant"
+    sequence_length: int = 1024
+
+    def check(self) -> None:
+        """Refuse what cannot be shown.
+
+        Raises: InvalidSpec with one violation per field.
+        """
+        low, high = _SEQUENCE_LENGTHS
+        wrong = {
+            "num_rows": f"1 to {MAX_ROWS}" if not 1 <= self.num_rows <= MAX_ROWS else "",
+            "offset": "0 or more" if self.offset < 0 else "",
+            "method": f"one of {', '.join(METHODS)}" if self.method not in METHODS else "",
+            "train_on": f"one of {', '.join(TRAIN_ON)}" if self.train_on not in TRAIN_ON else "",
+            "sequence_length": f"{low} to {high}" if not low <= self.sequence_length <= high else "",
+        }
+        violations = [
+            FieldViolation(field=name, description=f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+            for name, allowed in wrong.items()
+            if allowed
+        ]
+        if violations:
+            raise InvalidSpec(violations[0].description, violations=violations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewSpan:
+    """A piece of a rendered row, and whether it is trained."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRow:
+    """One row: where it is, what the model reads of it, and how many tokens that is.
+
+    `unit` says what `number` counts: lines of a file, elements of an array, pieces of a plain text. `clipped` says that `spans` end before
+    the row does, to keep the answer small; `problems` say why nothing of the row, or not the row, is trained.
+    """
+
+    file: str
+    unit: str
+    number: int
+    spans: tuple[PreviewSpan, ...] = ()
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_cut_tokens: int = 0
+    num_documents: int = 0
+    clipped: bool = False
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPreview:
+    """Some rows of a dataset of `num_rows`, and the options they were rendered with."""
+
+    rows: tuple[PreviewRow, ...]
+    num_rows: int
+    format: str
+    options: PreviewOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """One call of the rendering child."""
+
+    dataset_files: tuple[StoredFile, ...]
+    model_dir: Path
+    format: str
+    field_map: dict[str, str]
+    options: PreviewOptions
+
+    @property
+    def prepare_options(self) -> PrepareOptions:
+        """The same options as the preparation of a job has them."""
+        return PrepareOptions(
+            format=DatasetFormat(self.format),
+            field_map=self.field_map,
+            method=self.options.method,
+            sequence_length=self.options.sequence_length,
+            train_on=self.options.train_on,
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the request as the child reads it."""
+        return {
+            "dataset_files": [{"path": str(file.path), "name": file.name} for file in self.dataset_files],
+            "model_dir": str(self.model_dir),
+            "format": self.format,
+            "field_map": self.field_map,
+            "options": dataclasses.asdict(self.options),
+        }
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> PreviewRequest:
+        """Return the request that `to_mapping` has made plain."""
+        return cls(
+            dataset_files=tuple(
+                StoredFile.at(Path(file["path"]), name=file["name"]) for file in plain["dataset_files"]
+            ),
+            model_dir=Path(plain["model_dir"]),
+            format=plain["format"],
+            field_map=plain["field_map"],
+            options=PreviewOptions(**plain["options"]),
+        )
+
+
+def rows_from_answer(answer: Any) -> tuple[PreviewRow, ...]:
+    """Return the rows that the child answered with, each as `dataclasses.asdict` makes it plain.
+
+    Raises: WorkerFailed when it answered something else: the child runs a template that came with a model.
+    """
+    try:
+        return tuple(_row(plain) for plain in answer)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WorkerFailed("the preview answered with something that is not rows") from error
+
+
+def _row(plain: dict[str, Any]) -> PreviewRow:
+    spans = [PreviewSpan(text=str(span["text"]), trained=bool(span["trained"])) for span in plain.pop("spans")]
+    problems = [str(problem) for problem in plain.pop("problems")]
+    return PreviewRow(**plain, spans=tuple(spans), problems=tuple(problems))

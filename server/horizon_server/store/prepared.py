@@ -1,0 +1,203 @@
+"""A prepared dataset on disk: the planes of its tokens, and the one place that names them for the writer and the reader.
+
+A folder holds `tokens.safetensors` with three planes and `report.json` with the counts; rows held out for evaluation are in a folder of
+the same kind inside it. Writing takes bounded memory: planes grow batch by batch as raw files, which are then joined.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from horizon_server.durable import is_out_of_space, replace_file, sync_folder
+from horizon_server.errors import DiskFull, InvalidData
+from horizon_server.store.safetensors_writer import file_header
+
+TOKENS_FILE = "tokens.safetensors"
+REPORT_FILE = "report.json"
+EVALUATION_FOLDER = "evaluation"
+
+PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
+"""Plane names and their safetensors dtypes. Document d has the tokens from `document_starts[d]` to `document_starts[d + 1]`;
+`trained[t]` is 1 where token t is a target. Wide elements come first, so that each plane stays aligned in the file."""
+
+_COPY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(kw_only=True)
+class DocumentColumns:
+    """Documents laid end to end: their tokens, their masks and their lengths."""
+
+    ids: array.array[int] = field(default_factory=lambda: array.array("i"))
+    trained: bytearray = field(default_factory=bytearray)
+    lengths: array.array[int] = field(default_factory=lambda: array.array("q"))
+    num_targets: int = 0
+
+    def add(self, ids: array.array[int], trained: bytes, num_targets: int) -> None:
+        """Append one document."""
+        assert num_targets, "every document has something to train on"
+        self.ids += ids
+        # Nothing precedes a document's first token, so it is never a target.
+        self.trained += b"\0" + trained[1:]
+        self.lengths.append(len(ids))
+        self.num_targets += num_targets
+
+
+class DocumentPlanes:
+    """The documents of one folder being written, and how many there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._raw = {name: (folder / f"{name}.raw").open("wb") for name in PLANES}
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.num_targets = 0
+        self.longest_document = 0
+        self._raw["document_starts"].write(_little_endian(array.array("q", [0])))
+
+    def add(self, documents: DocumentColumns) -> None:
+        """Append documents."""
+        if not documents.lengths:
+            return
+        starts = array.array("q", accumulate(documents.lengths, initial=self.num_tokens))[1:]
+        self._raw["document_starts"].write(_little_endian(starts))
+        self._raw["input_ids"].write(_little_endian(documents.ids))
+        self._raw["trained"].write(documents.trained)
+        self.num_documents += len(documents.lengths)
+        self.num_tokens = starts[-1]
+        self.num_targets += documents.num_targets
+        self.longest_document = max(self.longest_document, *documents.lengths)
+
+    def finish(self, report: Mapping[str, object], on_bytes: Callable[[], None]) -> None:
+        """Join the planes to one file and sync it; calls `on_bytes` now and then."""
+        self.close()
+        lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
+        raw = {name: self._folder / f"{name}.raw" for name in PLANES}
+        header = [(name, PLANES[name], (lengths[name],), raw[name].stat().st_size) for name in PLANES]
+        with (self._folder / TOKENS_FILE).open("wb") as whole:
+            whole.write(file_header(header))
+            for plane in raw.values():
+                with plane.open("rb") as stream:
+                    while block := stream.read(_COPY_BYTES):
+                        whole.write(block)
+                        on_bytes()
+                plane.unlink()
+            whole.flush()
+            os.fsync(whole.fileno())
+        # Syncs the folder too.
+        replace_file(self._folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the raw files."""
+        for stream in self._raw.values():
+            stream.close()
+
+
+class PreparedFolder:
+    """Writes a prepared dataset next to `target` and renames it into place when it is complete.
+
+    Leaving the context without `publish` removes what was written. Raises: DiskFull when there is no space left.
+    """
+
+    def __init__(self, target: Path, *, with_evaluation: bool) -> None:
+        self._target = target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=_partial_prefix(target), dir=target.parent))
+        self.train = DocumentPlanes(self._folder)
+        self.evaluation: DocumentPlanes | None = None
+        if with_evaluation:
+            (self._folder / EVALUATION_FOLDER).mkdir()
+            self.evaluation = DocumentPlanes(self._folder / EVALUATION_FOLDER)
+
+    def __enter__(self) -> PreparedFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for planes in (self.train, self.evaluation):
+            # What could not be written is thrown away anyway.
+            with contextlib.suppress(OSError):
+                if planes is not None:
+                    planes.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if isinstance(error, OSError) and is_out_of_space(error):
+            raise DiskFull(
+                f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
+            ) from error
+
+    def publish(self, report: Mapping[str, object], *, on_bytes: Callable[[], None] = lambda: None) -> None:
+        """Finish the files and give the folder its name; a folder that is there already is kept as it is."""
+        if self.evaluation is not None:
+            self.evaluation.finish(report, on_bytes)
+        self.train.finish(report, on_bytes)
+        try:
+            self._folder.rename(self._target)
+        except OSError as error:
+            # Another child has prepared the same request meanwhile: equal content, as the name is its key.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        sync_folder(self._target.parent)
+
+
+def remove_partial(target: Path) -> None:
+    """Remove what writers of `target` left that were killed before they could publish it; none may be running."""
+    for leftover in target.parent.glob(f"{_partial_prefix(target)}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_all_partial(root: Path) -> None:
+    """Remove what killed writers left of any folder two levels below `root`; none may be running."""
+    for leftover in root.glob("*/*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def is_prepared(folder: Path, *, with_evaluation: bool) -> bool:
+    """Whether the folder is there with all its files."""
+    folders = [folder, folder / EVALUATION_FOLDER] if with_evaluation else [folder]
+    return all((place / name).is_file() for place in folders for name in (TOKENS_FILE, REPORT_FILE))
+
+
+def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the planes of a folder as NumPy arrays, mapped from disk and never loaded as a whole, and its report.
+
+    Raises: InvalidData where the folder is incomplete or its planes have other types.
+    """
+    # The daemon and the preparation import this module for its names, and must not load torch with it.
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / TOKENS_FILE
+    try:
+        report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        # Only torch's tensors are views of the mapped file; NumPy's would be copies.
+        with safe_open(path, framework="pt") as tensors:
+            for name, dtype in PLANES.items():
+                found = tensors.get_slice(name).get_dtype()
+                if found != dtype:
+                    raise InvalidData(f"{path}: {name} is {found}, expected {dtype}; prepare the dataset again")
+            return {name: tensors.get_tensor(name).numpy() for name in PLANES}, report
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
+
+
+def _partial_prefix(target: Path) -> str:
+    return f"{target.name}.tmp-"
+
+
+def _little_endian(elements: array.array[int]) -> bytes:
+    if sys.byteorder == "big":
+        elements = elements[:]
+        elements.byteswap()
+    return elements.tobytes()
