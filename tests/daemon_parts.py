@@ -84,12 +84,12 @@ class DaemonParts:
 
     async def user(self, name: str, *, role: str = "user") -> Principal:
         """Make a user."""
-        user = await self.parts.accounts.add_user(name, role=role)
+        user = await self.services.accounts.add_user(name, role=role)
         return Principal(name=user.name, role=user.role, project=user.project)
 
     async def token(self, user: str) -> str:
         """Return a token of an existing user."""
-        _, secret = await self.parts.accounts.create_token(user, lifetime_s=None)
+        _, secret = await self.services.accounts.create_token(user, lifetime_s=None)
         return secret
 
     async def upload(self, owner: str, content: bytes) -> None:

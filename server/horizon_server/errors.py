@@ -66,7 +66,7 @@ class InvalidUpload(HorizonError, ValueError):
 
 
 class UploadInProgress(HorizonError, RuntimeError):
-    """Another connection of the same user is sending the same content right now; a retry after a while goes on from there."""
+    """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
 
     reason = "UPLOAD_IN_PROGRESS"
 

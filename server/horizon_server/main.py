@@ -35,7 +35,6 @@ from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.jobs.node import NodeFacts
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
@@ -49,6 +48,7 @@ from horizon_server.services.datasets import DatasetService
 from horizon_server.services.inputs import NodeResources, PreparationRecipes
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
+from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.turns import UserTurns
 from horizon_server.services.uploads import Uploads
@@ -71,8 +71,6 @@ class Parts:
     """What the daemon is made of, wired."""
 
     services: Services
-    accounts: Accounts
-    jobs: JobService
     lifecycle: Lifecycle
     journal: Journal
     scheduler: Scheduler
@@ -254,8 +252,6 @@ async def wire(
     )
     return Parts(
         services=services,
-        accounts=accounts,
-        jobs=jobs,
         lifecycle=lifecycle,
         journal=journal,
         scheduler=scheduler,

@@ -1,5 +1,4 @@
-"""The state folder: made private, kept by one account, held by one daemon at a time, and where the addresses of the running daemon are
-found."""
+"""The state folder: private, of one account, held by one daemon at a time. The running daemon writes its addresses there."""
 
 from __future__ import annotations
 
@@ -34,8 +33,10 @@ def private_state_dir(path: Path) -> None:
         database = path / _DATABASE
         _require_owner(path, database if database.exists() else path)
         for place in (path, *path.glob(f"{_DATABASE}*")):
-            mode = place.stat().st_mode & 0o777
-            if mode & PRIVATE_UMASK:
+            found = place.stat()
+            mode = found.st_mode & 0o777
+            # What belongs to another account, such as a volume that a container shares by its group, is that account's to close.
+            if mode & PRIVATE_UMASK and found.st_uid == os.geteuid():
                 place.chmod(mode & ~PRIVATE_UMASK)
                 log.warning("other accounts could read %s; its mode %04o is repaired", place, mode)
     except OSError as error:
@@ -45,9 +46,9 @@ def private_state_dir(path: Path) -> None:
 
 
 def _require_owner(path: Path, owned: Path) -> None:
-    """The daemon could not write what root, or anybody else, has put there in its place."""
+    """Refuse root in another account's folder: the daemon could not write what root leaves there. Others can write only where they may."""
     owner, own = owned.stat().st_uid, os.geteuid()
-    if owner != own:
+    if own == 0 and owner != 0:
         raise BadSetting(
             f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose files the daemon could "
             f"not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond ..., or choose another with --state-dir"
@@ -94,6 +95,6 @@ def held_state_dir(path: Path) -> Iterator[Path]:
 
 
 def write_endpoints(path: Path, *, grpc: str, http: str, authority: Path | None) -> None:
-    """Say where the running daemon listens, for scripts and for the other horizond commands."""
+    """Write where the running daemon listens, for scripts and for the other horizond commands."""
     document = {"grpc": grpc, "http": http, "authority": str(authority) if authority else None, "pid": os.getpid()}
     replace_file(path / "endpoints.json", json.dumps(document) + "\n")

@@ -45,6 +45,10 @@ COUNTS_ROW_POSITIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         {"floor_scale": THRESHOLD, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1], "max_position_embeddings": 256},
     ),
+    "llama4_chunks": (
+        "llama4_text",
+        {"attention_chunk_size": THRESHOLD, "no_rope_layers": [1, 1, 0], "max_position_embeddings": 256},
+    ),
 }
 DYNAMIC_ROPE: dict[str, Any] = {
     "max_position_embeddings": 32,

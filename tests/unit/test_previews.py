@@ -12,8 +12,9 @@ import pytest
 from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidSpec, Stalled
-from horizon_server.jobs.ports import DatasetFiles
+from horizon_server.jobs.inputs import DatasetFiles
 from horizon_server.records.account import Principal
+from horizon_server.services.inputs import NodeResources
 from horizon_server.services.previews import Previews
 from horizon_server.settings import child_environment
 
@@ -21,7 +22,7 @@ ADA, BOB = (Principal(name=name, role="user", project="lab") for name in ("ada",
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-class OneOfEach:
+class OneOfEach(NodeResources):
     """A dataset of one chat, and two models."""
 
     def __init__(self, folder: Path) -> None:
@@ -38,12 +39,6 @@ class OneOfEach:
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         return name, self.folder / name
-
-    async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
-        raise AssertionError("a preview asks as its caller")
-
-    async def model_folder(self, model_id: str) -> Path:
-        raise AssertionError("a preview asks as its caller")
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ async def test_a_daemon_without_its_database_removes_nothing(make_daemon: MakeDa
     async with make_daemon(state, queue=False) as daemon:
         await daemon.user("ada")
         problem = await swept(daemon)
-        assert "it was made anew, or comes from another folder; put the right horizon.db back" in problem
+        assert "it was created again, or comes from another folder; put the right horizon.db back" in problem
         assert contents(state) == before
         assert not (state / "trash").exists()
     put_back(tmp_path / "backup.db", state)

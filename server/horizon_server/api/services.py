@@ -6,11 +6,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from horizon_server.jobs.node import NodeFacts
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.jobs import JobService
 from horizon_server.services.models import ModelService
+from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.uploads import Uploads
 

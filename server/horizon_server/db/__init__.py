@@ -1,1 +1,1 @@
-"""SQLite behind SQLAlchemy: tables, repositories, migrations."""
+"""The SQLite database: tables, what reads and writes them, migrations."""

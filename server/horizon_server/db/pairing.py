@@ -1,7 +1,8 @@
-"""Whether the database is the one that belongs to the state folder: what the sweeps ask before they take its word for what is unused.
+"""Whether the database is the one that belongs to the state folder. Every sweep asks this first.
 
-The database and the file `state-id` carry the same id and a number that both raise at each check, the database first. So a database that
-was made anew has another id, and one that was put back from a backup has a lower number than the folder has seen.
+A wrong database would name everything in the folder unused. The database and the file `state-id` carry the same id, and a number that both
+raise at each check, the database first. So a database that was created again has another id, and one that was put back from a backup has a
+lower number than the folder has seen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STATE_ID_FILE = "state-id"
 
 
 class Pairing:
-    """The bond between one database and one state folder."""
+    """Checks that one database and one state folder belong together."""
 
     def __init__(self, database: Database, state_dir: Path) -> None:
         self._database = database
@@ -26,7 +27,7 @@ class Pairing:
         self._file = state_dir / STATE_ID_FILE
 
     async def problem(self) -> str | None:
-        """Return why the database may be the wrong one and what to do about it, or None after making the bond, or renewing it."""
+        """Return why the database may be the wrong one and what to do about it, or None when they belong together."""
         async with self._database.session() as session:
             row = (await session.scalars(select(StateFolderRow))).one()
             knows = await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
@@ -54,7 +55,9 @@ class Pairing:
         except ValueError:
             return f"{self._file} cannot be read"
         if state_id != row.state_id:
-            return f"the database does not belong to {self._state_dir}: it was made anew, or comes from another folder"
+            return (
+                f"the database does not belong to {self._state_dir}: it was created again, or comes from another folder"
+            )
         if num_checks > row.num_checks:
             return f"the database is older than the contents of {self._state_dir}: a backup was put back"
         return None

@@ -33,7 +33,7 @@ class Requests:
 
         Raises:
             RequestIdReused: when the id was used for another method or body.
-            InvalidSpec: when the id is no UUID.
+            InvalidSpec: when the id is not a UUID.
         """
         _check(request_id)
         row = await session.get(RequestRow, (user, request_id))

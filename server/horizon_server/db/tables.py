@@ -115,7 +115,7 @@ class JobRow(Table):
     num_steps: Mapped[int] = mapped_column(BigInteger)
     attempt: Mapped[int] = mapped_column(Integer)
     queue_order: Mapped[int] = mapped_column(BigInteger)
-    """The queue goes by it. Given at submission, and again when a user resumes the job: whoever was waiting then is served first."""
+    """The queue goes by it. Given at submission, and again when a user resumes the job: jobs that were waiting then are served first."""
     created_s: Mapped[float] = mapped_column(Float)
     started_s: Mapped[float] = mapped_column(Float)
     ended_s: Mapped[float] = mapped_column(Float)

@@ -72,14 +72,17 @@ class PreparedDataset:
         return int(self._document_starts[-1])
 
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
-        """Lay these documents end to end in one row."""
+        """Join these documents to one row."""
         ids, positions, labels, lengths = [], [], [], []
         for document in documents:
             begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
             input_ids = self._input_ids_N[begin:end].astype(np.int64)
             ids.append(input_ids)
             positions.append(np.arange(end - begin, dtype=np.int64))
-            labels.append(_labels(input_ids, self._trained_N[begin:end]))
+            # A token's label is the next one; the last token of a document has none, so no label crosses documents.
+            targets = np.full(len(input_ids), IGNORED_LABEL, dtype=np.int64)
+            targets[:-1] = np.where(self._trained_N[begin + 1 : end] != 0, input_ids[1:], IGNORED_LABEL)
+            labels.append(targets)
             lengths.append(end - begin)
         return MicroBatch(
             input_ids_T=torch.from_numpy(np.concatenate(ids)),
@@ -185,17 +188,15 @@ class StepPlan:
         return len(self._step_starts(epoch)) - 1
 
     def _step_starts(self, epoch: int) -> list[int]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, self._grouped(epoch))
-        return self._epoch[1]
-
-    def _grouped(self, epoch: int) -> list[int]:
         """Return the first row of each step of an epoch, and the number of its rows."""
-        starts, filled = [0], 0
-        for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
-            order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
-            filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
-        return [*starts, self.num_rows]
+        if self._epoch is None or self._epoch[0] != epoch:
+            starts, filled = [0], 0
+            # In parts, so that the order of ten million rows is never in memory as a whole.
+            for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
+                order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
+                filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
+            self._epoch = (epoch, [*starts, self.num_rows])
+        return self._epoch[1]
 
     def _row_order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
         places = np.arange(begin, end)
@@ -219,12 +220,6 @@ def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.i
         starts.append(begin + row)
         before = int(ends[row - 1]) if row else 0
     return int(ends[-1]) - before
-
-
-def _labels(input_ids: NDArray[np.int64], trained: NDArray[np.uint8]) -> NDArray[np.int64]:
-    labels = np.full(len(input_ids), IGNORED_LABEL, dtype=np.int64)
-    labels[:-1] = np.where(trained[1:] != 0, input_ids[1:], IGNORED_LABEL)
-    return labels
 
 
 def _check_planes(

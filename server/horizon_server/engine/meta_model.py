@@ -89,8 +89,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
             f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
             "only decoder-only language models can be trained"
         )
-    _refuse_auxiliary_loss(config)
-    _refuse_dropped_layers(config)
+    _refuse_settings(config)
     config = copy.deepcopy(config)
     # Caches are for generation; the engine reads outputs by name.
     config.use_cache = False
@@ -147,19 +146,15 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _refuse_dropped_layers(config: PretrainedConfig) -> None:
+def _refuse_settings(config: PretrainedConfig) -> None:
+    """Refuse what a config asks for and the layer-by-layer schedule would leave out."""
     for name, value in _numbers(config.get_text_config().to_dict()):
         if "layerdrop" in name and not name.startswith("encoder") and value > 0:
             raise InvalidModel(
                 f"config.json sets {name} to {value}, which skips whole layers at random, and that is not supported; set it to 0"
             )
-
-
-def _refuse_auxiliary_loss(config: PretrainedConfig) -> None:
-    """The loss is that of the plain forward: transformers adds a router loss to it only where the config asks for router logits.
-
-    That loss joins the routers of all layers, which are never on the device together.
-    """
+    # transformers adds the routers' loss only where the config asks for their logits. It joins the routers of all layers, which are
+    # never on the device together.
     weighted = any(getattr(config, name, None) for name in _AUXILIARY_LOSS)
     if getattr(config, "output_router_logits", False) and weighted:
         raise InvalidModel(

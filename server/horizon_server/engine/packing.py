@@ -72,14 +72,13 @@ class PackedRows:
                 lengths += [length] * per_row
                 slots += range(first + within * per_row, first + (within + 1) * per_row)
             ends.append(len(slots))
-        documents = self._at(np.array(lengths), np.array(slots), keys).tolist()
-        return [documents[begin:end] for begin, end in itertools.pairwise(ends)]
-
-    def _at(self, lengths: NDArray[np.int64], slots: NDArray[np.int64], keys: Keys | None) -> NDArray[np.int64]:
-        starts = self._class_starts[lengths]
+        of_length, at = np.array(lengths), np.array(slots)
+        starts = self._class_starts[of_length]
         if keys is not None:
-            slots = permuted(slots, self._class_starts[lengths + 1] - starts, keys, salt=lengths)
-        return self._by_length[starts + slots]
+            # Only documents of one length change places, so that every row keeps its number of tokens.
+            at = permuted(at, self._class_starts[of_length + 1] - starts, keys, salt=of_length)
+        documents = self._by_length[starts + at].tolist()
+        return [documents[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def _pattern_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._first_rows, rows, side="right") - 1

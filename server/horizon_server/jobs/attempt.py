@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ from horizon_server.events import (
     WorkerLine,
 )
 from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.inputs import DatasetFiles, FindInputs, PreparedData
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.ports import DatasetFiles, PreparedData
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import (
@@ -85,18 +85,6 @@ class WorkerOptions:
     environment: dict[str, str]
     trace: bool = False
     module: str = WORKER_MODULE
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """The files on this node that a job's ids stand for."""
-
-    model: Path
-    dataset: DatasetFiles
-    evaluation: DatasetFiles | None
-
-
-FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
 
 
 class Attempt:
@@ -179,7 +167,7 @@ class Attempt:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
     async def _store_stop(self, wanted: Wanted) -> None:
-        # The next daemon knows by itself that this one has ended, so a drain is no wish that has to be stored.
+        # The next daemon knows by itself that this one has ended, so a drain need not be stored.
         fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
         if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
             self.job = await self._journal.move(
@@ -321,7 +309,7 @@ class Attempt:
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
         elif ended.outcome == "failed" and self._wanted is not Wanted.DRAIN:
-            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_place(ended.message)
+            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_state_dir(ended.message)
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:

@@ -17,14 +17,14 @@ _TRAINER_STATE = f"{TRAINER_FOLDER}/trainer_state.json"
 
 
 class CheckpointFolder:
-    """One job's checkpoints below `path`. A half-written or half-deleted one has another name and is never seen."""
+    """One job's checkpoints below `path`. A partially written or deleted one has another name and is never seen."""
 
     def __init__(self, path: Path, job_id: str) -> None:
         self.path = path
         self._job_id = job_id
 
     def of_step(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies, whether or not it exists."""
+        """Return the folder of a step's checkpoint, whether or not it exists."""
         return self.path / f"step-{step:08d}"
 
     def all(self) -> list[CheckpointRecord]:

@@ -1,4 +1,4 @@
-"""Where a job's files live below the state folder."""
+"""The paths of a job's files below the state folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class JobFolders:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def without_place(self, sentence: str) -> str:
-        """Return a sentence with paths below the state folder only: where that lies is no business of a job's owner."""
-        return sentence.replace(f"{self._state_dir}/", "")
+    def without_state_dir(self, message: str) -> str:
+        """Return a message without the path of the state folder, which a job's owner need not know."""
+        return message.replace(f"{self._state_dir}/", "")
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun."""

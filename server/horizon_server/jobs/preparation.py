@@ -12,7 +12,7 @@ from typing import Any
 from horizon_server.children.child import Child, Limits
 from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
-from horizon_server.jobs.ports import DatasetFiles, PreparationCall, PreparationRecipe, PreparedData
+from horizon_server.jobs.inputs import DatasetFiles, PreparationCall, PreparedData, Recipe
 from horizon_server.spec import JobSpec
 from horizon_server.store.prepared import REPORT_FILE, remove_partial
 
@@ -30,7 +30,7 @@ class Preparation:
     Thread: belongs to one event loop; `stop` may be called at any time.
     """
 
-    def __init__(self, recipe: PreparationRecipe) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._child: Child | None = None
         self._stopped = False

@@ -301,8 +301,8 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    # Scores that are kept have a gradient of their size; where the softmax is a step of its own, its input has one too.
-    gradient_planes = model.num_score_planes + model.num_score_planes_on_gpu
+    # Scores that are kept have a gradient; where the softmax is a step of its own, so has its input, and the mask makes a copy.
+    gradient_planes = model.num_score_planes + 2 * model.num_score_planes_on_gpu
     unfused_elements = _unfused_scores_elements(model, row_tokens) + gradient_planes * row_tokens * row_tokens
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -9,7 +10,7 @@ from horizon_server.records.blob import BlobFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushedRecord:
+class PushedRecord(ABC):
     """One pushed resource. Until it is `ready` its contents are missing or unchecked; from then on it never changes."""
 
     kind: ClassVar[str]
@@ -39,10 +40,10 @@ class PushedRecord:
         return sum(file.size_bytes for file in self.files)
 
     @property
+    @abstractmethod
     def announcement(self) -> object:
         """What makes two create calls the same call, as plain data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def same_content(self, other: Self) -> bool:
         """Whether a push of the one is a repeat of a push of the other."""
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The one place that says who may do what."""
+"""Who may do what: the only place where that is decided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def may_see(principal: Principal, owner: str) -> bool:
 
 
 def require_visible(principal: Principal, owner: str, what: str) -> None:
-    """Raise NotFound, never NotAllowed: a stranger must not learn which names exist.
+    """Raise NotFound, never NotAllowed: other users must not learn which names exist.
 
     Raises:
         NotFound: when the caller may not see resources of `owner`.

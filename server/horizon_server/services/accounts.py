@@ -53,7 +53,7 @@ class Accounts:
         return await self._store.remove_user(name)
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
-        """Make a token for `user` and return it with its secret, which nobody can show again.
+        """Make a token for `user` and return it with its secret, which cannot be shown again.
 
         Raises:
             NotFound: when the user does not exist.

@@ -17,8 +17,7 @@ from horizon_server.datasets.recipe import (
     tokenizer_digest,
 )
 from horizon_server.errors import NotAllowed, NotFound
-from horizon_server.jobs.attempt import JobInputs
-from horizon_server.jobs.ports import DatasetFiles, PreparationCall
+from horizon_server.jobs.inputs import DatasetFiles, JobInputs, PreparationCall
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import JobRecord
@@ -29,7 +28,7 @@ from horizon_server.store.prepared import remove_all_partial
 
 
 class NodeResources:
-    """Implements `jobs.ports.Resources` over the dataset and model services."""
+    """Finds the files that names stand for, as the dataset and model services let the caller see them."""
 
     def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
         self._datasets = datasets
@@ -105,7 +104,7 @@ class NodeResources:
 
 
 class PreparationRecipes:
-    """Implements `jobs.ports.PreparationRecipe`: prepared folders live below `root`, under the key of what they were made from."""
+    """How datasets are prepared: prepared folders live below `root`, under the key of what they were made from."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -1,6 +1,6 @@
 """Rows of a dataset as a model would see them, rendered in a child process with limits.
 
-Knows who may see what by `jobs.ports.Resources`, and nothing of templates or tokens: the daemon never runs what came with a model.
+Knows nothing of templates or tokens: the daemon never runs what came with a model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from horizon_server.errors import (
     OutOfMemory,
     Stalled,
 )
-from horizon_server.jobs.ports import Resources
 from horizon_server.records.account import Principal
+from horizon_server.services.inputs import NodeResources
 
 _AT_ONCE = 2
 _MEMORY_BYTES = 4 * 2**30
@@ -37,7 +37,7 @@ class Previews:
     Thread: belongs to one event loop. A caller who hangs up ends the child.
     """
 
-    def __init__(self, resources: Resources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
+    def __init__(self, resources: NodeResources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
         """`limit_s` is the longest time that one preview may take. The child gets one thread: few rows need no more."""
         self._resources = resources
         self._environment = {**environment, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""How many calls of one user may be under way: nobody's calls keep those of others waiting for long."""
+"""Limits how many calls of one user are under way, so that no user's calls keep those of others waiting for long."""
 
 from __future__ import annotations
 

@@ -21,14 +21,15 @@ from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, mod
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
 from horizon_server.api.http.bodies import INSIDE, PUBLIC_NAMES, body_of
+from horizon_server.datasets.preview.request import PreviewRow, PreviewSpan
 from horizon_server.figures import TransferFigures
-from horizon_server.jobs.node import NodeStatus
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 
 MESSAGES: dict[type[Any], type[WireMessage]] = {
@@ -42,6 +43,8 @@ MESSAGES: dict[type[Any], type[WireMessage]] = {
     JobRecord: job_pb2.Job,
     ModelRecord: model_pb2.Model,
     NodeStatus: node_pb2.Node,
+    PreviewRow: dataset_pb2.PreviewRow,
+    PreviewSpan: dataset_pb2.PreviewSpan,
     StepPrediction: job_pb2.StepPrediction,
     events.CheckpointWritten: job_pb2.CheckpointEvent,
     events.EvalDone: job_pb2.EvalEvent,
@@ -69,6 +72,8 @@ RESOURCES: dict[type[Any], type[Any]] = {
     JobRecord: resources.Job,
     ModelRecord: resources.Model,
     NodeStatus: resources.Node,
+    PreviewRow: resources.PreviewRow,
+    PreviewSpan: resources.PreviewSpan,
     StepPrediction: resources.StepPrediction,
     events.CheckpointWritten: resources.CheckpointEvent,
     events.EvalDone: resources.EvalEvent,

@@ -20,7 +20,7 @@ from horizon_server.datasets.recipe import (
 )
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.events import Message, PrepareProgress
-from horizon_server.jobs.ports import DatasetFiles, PreparationCall
+from horizon_server.jobs.inputs import DatasetFiles, PreparationCall
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.settings import child_environment
 from horizon_server.spec import JobSpec

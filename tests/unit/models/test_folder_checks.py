@@ -87,7 +87,7 @@ def test_configs_that_cannot_be_trained_are_refused(tmp_path: Path, change: dict
     [
         ({"vocab_size": 33, "hidden_size": 8}, "model.embed_tokens.weight has shape [32, 8], .* ask for 33 x 8"),
         ({"vocab_size": 32, "hidden_size": 9}, "model.embed_tokens.weight has shape [32, 8], .* ask for 32 x 9"),
-        ({"word_embed_proj_dim": 16}, "model.embed_tokens.weight has shape [32, 8], .* ask for 32 x 16"),
+        ({"word_embed_proj_dim": 16}, "config.json: word_embed_proj_dim is 16 and the hidden size is 8"),
         ({"text_config": {**CONFIG, "vocab_size": 30}}, "model.embed_tokens.weight has shape .* 30 x 8"),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_untied_projection_that_does_not_fit_is_named_and_a_tied_one_is_left_
     "config",
     [
         {"vocab_size": 32, "hidden_size": 8},
-        {"vocab_size": 32, "hidden_size": 24, "word_embed_proj_dim": 8},
+        {"vocab_size": 32, "hidden_size": 8, "word_embed_proj_dim": 8},
         {"text_config": {**CONFIG}, "vocab_size": None},
     ],
 )

@@ -1,6 +1,5 @@
 """BlobService on the wire: the contents of datasets and models, a thin layer over `services.uploads`."""
 
-# the contract names and documents the calls
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -7,7 +7,7 @@ from typing import Any
 from horizon_proto.v1 import node_pb2, node_pb2_grpc
 from horizon_server.api.grpc.convert import to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.jobs.node import NodeFacts
+from horizon_server.services.node import NodeFacts
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):

@@ -22,13 +22,13 @@ from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from horizon_server.datasets.preview.request import DatasetPreview
-from horizon_server.jobs.node import NodeStatus
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import may_see
+from horizon_server.services.node import NodeStatus
 
 PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
     {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
@@ -122,15 +122,16 @@ def _json_type(hint: Any) -> Any:
 
 
 def _descriptions(kind: type[Any]) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+    """The docstrings below the fields of a dataclass and of those that it inherits from."""
+    described: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if is_field and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                described[ast.unparse(field.target)] = inspect.cleandoc(str(text.value.value))  # type: ignore[attr-defined]
+    return described
 
 
 def page_of(name: str, items: str, kind: Any) -> type[BaseModel]:
