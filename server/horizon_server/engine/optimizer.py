@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch import Tensor
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
+
+LrSchedule = Literal["constant", "linear", "cosine"]
 
 _CLIP_EPS = 1e-6
 
@@ -114,3 +117,22 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
     if max_grad_norm is None:
         return 1.0
     return min(1.0, max_grad_norm / (grad_norm + _CLIP_EPS))
+
+
+def learning_rate_at(
+    step: int, *, learning_rate: float, schedule: LrSchedule, warmup_steps: int, num_steps: int
+) -> float:
+    """The rate of the step with this 0-based index.
+
+    It rises linearly from 0 over `warmup_steps`; then it stays (constant), falls linearly to 0 at `num_steps` (linear), or
+    follows half a cosine to 0 at `num_steps` (cosine).
+    The formulas are those of transformers' schedulers of the same names, so that curves compare.
+    """
+    if step < warmup_steps:
+        return learning_rate * step / max(1, warmup_steps)
+    if schedule == "constant":
+        return learning_rate
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    if schedule == "linear":
+        return learning_rate * max(0.0, 1.0 - progress)
+    return learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))

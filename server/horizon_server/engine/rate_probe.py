@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.loss import chunk_loss
+from horizon_server.engine.forward_backward import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer

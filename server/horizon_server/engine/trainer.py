@@ -16,15 +16,20 @@ from typing import Any
 
 from horizon_server.engine.activations import ActivationPlacement
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.forward_backward import ForwardBackward
+from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
-from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
-from horizon_server.engine.packing_probe import split_row, supports_packing
-from horizon_server.engine.random_keys import StepKey
+from horizon_server.engine.optimizer import (
+    LrSchedule,
+    Optimizer,
+    clip_coefficient,
+    global_norm,
+    learning_rate_at,
+    num_updated_in_backward,
+)
+from horizon_server.engine.packing_limit import split_row, supports_packing
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
@@ -113,7 +118,9 @@ class Trainer:
         split rows beyond the template's packing limit.
         """
         answer = supports_packing(
-            self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
+            self._forward_backward.hidden_states,
+            vocab_size=self._template.vocab_size,
+            compute_dtype=self._device.compute_dtype,
         )
         # The trial is no part of any step's figures.
         self._device.take_use()

@@ -20,10 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_of_memory
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
-from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice

@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
-from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.host_queue import HostQueue
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.engine.device.trace import Trace

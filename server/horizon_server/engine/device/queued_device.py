@@ -12,8 +12,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
-from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.host_queue import Failure, HostQueue
 from horizon_server.engine.device.protocol import Component, HostComponent, Queue
 from horizon_server.engine.device.timeline import summarise
