@@ -216,7 +216,7 @@ class ForwardBackward:
 
     def _enqueue_layer_forward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         for index, span in enumerate(current.tokens.spans):
-            # Announced here and not with the embedding, whose unit would otherwise hold back the copies of the first layer's input.
+            # The embedding wrote it, but only a pass with a backward has to keep it.
             if layer == 0:
                 self._activations.produced(0, span)
             self._activations.before_write(layer + 1, span)
@@ -287,7 +287,7 @@ class ForwardBackward:
         for index, span in enumerate(current.tokens.spans):
             activations.await_input(layer, span)
             self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
-            # Per micro-batch, so that the input of the layer below comes back while the next micro-batch computes.
+            # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
             activations.consumed(layer, span)
         self._sink.send(layer + 1, slot)
 

@@ -113,6 +113,7 @@ class QueuedDevice:
         return self._host_buffers.peak_bytes()
 
     def close(self) -> None:
+        # In any order: each finishes what it was given, so that events that another one waits for still happen.
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
 

@@ -53,6 +53,7 @@ class Timeline:
 
     def take(self) -> tuple[list[Busy], list[Wait]]:
         """Everything logged since the last call."""
+        # By number, because the queue's thread may append meanwhile.
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
         return [e for e in entries if isinstance(e, Busy)], [e for e in entries if isinstance(e, Wait)]
 
@@ -71,6 +72,7 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
 
     for_h2d = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "h2d"]
     for_d2h = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"]
+    # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
     h2d_held_s, d2h_held_s = overlap_s(for_h2d, _for_host(h2d_waits)), overlap_s(for_d2h, _for_host(d2h_waits))
     return QueueFigures(
         h2d=TransferFigures(
