@@ -83,7 +83,7 @@ class PreparedDataset:
         ids, positions, labels, lengths = [], [], [], []
         for document in documents:
             begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
-            # A copy, because torch takes no int32 for ids and the planes are mapped read-only.
+            # The planes are int32 to halve the file; embedding tables are indexed with int64.
             input_ids = self._input_ids_N[begin:end].astype(np.int64)
             ids.append(input_ids)
             positions.append(np.arange(end - begin, dtype=np.int64))

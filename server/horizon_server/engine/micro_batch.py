@@ -7,8 +7,9 @@ Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = sup
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import FieldViolation, InvalidData
 
 IGNORED_LABEL = -100
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,7 @@ class StepTokens:
             spans.append(slice(start, start + micro_batch.num_tokens))
             start += micro_batch.num_tokens
         ids_N = torch.cat([m.input_ids_T for m in micro_batches])
+        # A step uses few rows of a large table, so only those cross the link.
         if num_rows is None:
             rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
         else:
@@ -102,6 +106,19 @@ class StepTokens:
         """The row that a token id was renumbered to, if the step uses it."""
         found = (self.rows_R == token_id).nonzero() if token_id is not None else torch.empty(0)
         return int(found[0]) if found.numel() else None
+
+
+def grouped(items: Sequence[Item], sizes: Iterable[int], limit: int) -> list[list[Item]]:
+    """Neighbours in groups of at most `limit` together; a larger item is a group of its own."""
+    groups: list[list[Item]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= size
+    return groups
 
 
 def check_micro_batches(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
 from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
+from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch, grouped
 from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
 
 CallsOf = Callable[[Tensor], list[LayerCall]]
@@ -92,14 +92,7 @@ def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroB
     """The documents of a packed row in rows of at most `max_tokens`; a longer document is a row of its own."""
     if max_tokens is None or micro_batch.num_tokens <= max_tokens or len(micro_batch.document_lengths) == 1:
         return [micro_batch]
-    rows: list[list[int]] = []
-    room = 0
-    for length in micro_batch.document_lengths:
-        if length > room:
-            rows.append([])
-            room = max_tokens
-        rows[-1].append(length)
-        room -= length
+    rows = grouped(micro_batch.document_lengths, micro_batch.document_lengths, max_tokens)
     tokens = [sum(lengths) for lengths in rows]
     parts = zip(
         torch.split(micro_batch.input_ids_T, tokens),

@@ -124,7 +124,10 @@ def _layer_flops_per_s(
         max_position_embeddings=sizes.row_tokens,
         tie_word_embeddings=True,
     )
-    template, row = Template.from_config(config), _row(sizes.row_tokens)
+    template = Template.from_config(config)
+    ids_T = torch.randint(0, _VOCABULARY, (sizes.row_tokens,), generator=torch.Generator().manual_seed(0))
+    positions_T, lengths = torch.arange(sizes.row_tokens), (sizes.row_tokens,)
+    row = MicroBatch(input_ids_T=ids_T, position_ids_T=positions_T, labels_T=ids_T, document_lengths=lengths)
     settings = TrainConfig(num_steps=100, learning_rate=0.0)
     # A device unpins what it has pinned when it is closed, so it goes before the memory does.
     with closing(HostStore.allocate(template.layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
@@ -133,6 +136,7 @@ def _layer_flops_per_s(
 
             def compute_s() -> float:
                 seconds = trainer.train_step([row]).compute_s
+                # The update would take cores from the next run.
                 trainer.flush()
                 return seconds
 
@@ -233,13 +237,6 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
     return rates
 
 
-def _row(num_tokens: int) -> MicroBatch:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, _VOCABULARY, (num_tokens,), generator=generator)
-    positions = torch.arange(num_tokens)
-    return MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=ids, document_lengths=(num_tokens,))
-
-
 def _random(device: AnyDevice, *shape: int) -> Tensor:
     # Of a size that models have: larger ones would make probabilities subnormal, which processors compute far more slowly.
     return device.place((0.02 * torch.randn(shape)).to(device.compute_dtype))
@@ -253,5 +250,6 @@ def _compute_s(device: AnyDevice, work: Callable[[], None]) -> float:
 
 
 def _best(measure: Callable[[], float]) -> float:
+    # The first run allocates and compiles what later ones find.
     measure()
     return min(measure() for _ in range(_NUM_RUNS))

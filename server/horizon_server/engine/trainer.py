@@ -20,7 +20,7 @@ from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
+from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
 from horizon_server.engine.optimizer import (
     LrSchedule,
     Optimizer,
@@ -199,8 +199,9 @@ class Trainer:
         rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
         # In groups no larger than a step, so that an evaluation needs no more memory than training.
-        for group in _groups(rows, max_tokens=self._forward_backward.capacity_tokens):
+        for group in grouped(rows, (row.num_tokens for row in rows), self._forward_backward.capacity_tokens):
             group_targets = sum(row.num_targets for row in group)
+            # The mean of no token is not a number.
             if group_targets:
                 total += self._forward_backward.loss(group) * group_targets
                 num_targets += group_targets
@@ -235,6 +236,7 @@ class Trainer:
         self._step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
+        # Absent in checkpoints of earlier versions.
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
 
     def close(self) -> None:
@@ -277,9 +279,8 @@ class Trainer:
             micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
         )
         if all(len(row.document_lengths) == 1 for row in micro_batches):
-            return list(
-                micro_batches
-            )  # The trial on the weights costs a forward, so it is left out where nothing is packed.
+            # The trial on the weights costs a forward, so it is left out where nothing is packed.
+            return list(micro_batches)
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
@@ -294,15 +295,3 @@ class Trainer:
             weight_decay=self.config.weight_decay,
             grad_scale=grad_scale,
         )
-
-
-def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBatch]]:
-    groups: list[list[MicroBatch]] = []
-    free_tokens = 0
-    for row in rows:
-        if row.num_tokens > free_tokens:
-            groups.append([])
-            free_tokens = max_tokens
-        groups[-1].append(row)
-        free_tokens -= row.num_tokens
-    return groups

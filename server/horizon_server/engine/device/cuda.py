@@ -49,6 +49,7 @@ class CudaDevice(QueuedDevice):
     h2d: CudaQueue
     compute: CudaQueue
     d2h: CudaQueue
+    _cast: Tensor | None = None
 
     def __init__(
         self,
@@ -74,7 +75,6 @@ class CudaDevice(QueuedDevice):
         if limit_bytes is not None:
             self._runtime.limit_memory(limit_bytes)
         self._pinned = PinnedRanges(self._runtime)
-        self._cast: Tensor | None = None
         streams = {name: self._runtime.new_stream() for name in ("h2d", "compute", "d2h")}
         self._clock = StreamClock(self._runtime, streams["compute"])
         self.h2d, self.compute, self.d2h = (
@@ -89,9 +89,8 @@ class CudaDevice(QueuedDevice):
             for name, stream in streams.items()
         )
         # One for each direction, because a ring belongs to one queue's thread.
-        self._up, self._down = (
-            StagingRing(self._runtime, stream, num_bytes=staging_bytes) for stream in (self.h2d.stream, self.d2h.stream)
-        )
+        self._up = StagingRing(self._runtime, streams["h2d"], num_bytes=staging_bytes)
+        self._down = StagingRing(self._runtime, streams["d2h"], num_bytes=staging_bytes)
 
     @property
     def generator(self) -> torch.Generator:
