@@ -88,7 +88,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     if config._attn_implementation not in _ATTENTIONS:
         # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
         config._attn_implementation = None
-    # They would keep every layer's output alive. Set only where they are on: not every config has them.
+    # The engine reads the hidden state alone. Set only where they are on: not every config has them.
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -107,8 +107,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 # One for each: tied parameters stay tied.
-                new = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
-                module._parameters[name] = new
+                module._parameters[name] = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
     _check_buffers(model)
     model.train(False)
     # The engine differentiates by its own leaves, which are views into streamed weights.

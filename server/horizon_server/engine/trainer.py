@@ -143,7 +143,7 @@ class Trainer:
         """
         start_s = time.perf_counter()
         rows = self._checked_rows(micro_batches)
-        config, num_units = self.config, len(self._template.layout.units)
+        config = self.config
         learning_rate = learning_rate_at(
             self._step,
             learning_rate=config.learning_rate,
@@ -155,22 +155,7 @@ class Trainer:
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
         loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self._step))
         grad_norm = global_norm(self._sink.square_sums)
-        num_updated = 0
-        if self._updates_in_backward:
-            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
-        elif math.isfinite(loss) and math.isfinite(grad_norm):
-            grad_scale = clip_coefficient(grad_norm, config.max_grad_norm)
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
-            num_updated = num_units
-        skipped = ""
-        if num_updated < num_units:
-            skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
-        self._step += 1
-        # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
-        self._num_updates += num_updated > 0
-        self._num_skipped += bool(skipped)
-        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
-        self._stop_if_diverged(loss, skipped)
+        skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
         return StepFigures(
             **vars(use),
@@ -263,14 +248,30 @@ class Trainer:
             update_queue=self._optimizer.queue,
         )
 
-    def _stop_if_diverged(self, loss: float, skipped: str) -> None:
-        if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
-            return
-        raise Diverged(
-            f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
-            f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or look for "
-            "bad rows in the data"
-        )
+    def _update(self, loss: float, grad_norm: float, learning_rate: float) -> str:
+        """Submit the update if all is finite, and count the step. Returns why it was skipped; empty where it was not."""
+        num_units, num_updated, skipped = len(self._template.layout.units), 0, ""
+        if self._updates_in_backward:
+            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
+        elif math.isfinite(loss) and math.isfinite(grad_norm):
+            grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
+            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            num_updated = num_units
+        if num_updated < num_units:
+            skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
+        self._step += 1
+        # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
+        self._num_updates += num_updated > 0
+        self._num_skipped += bool(skipped)
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
+        limit = self.config.max_skipped_steps
+        if limit and self._num_skipped_in_a_row >= limit:
+            raise Diverged(
+                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
+                f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or "
+                "look for bad rows in the data"
+            )
+        return skipped
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, packed only as far as the model keeps documents independent of each other."""
