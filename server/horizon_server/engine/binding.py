@@ -73,12 +73,14 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
                     stored_names=tuple(tensor.name for tensor in sources.tensors()),
                 )
             )
+    # By identity, because tied parameters go by two names and are stored under one.
     bound = {id(wanted[binding.name]) for binding in bindings}
     for name, tensor in wanted.items():
         if id(tensor) not in bound:
             raise InvalidModel(
                 f"tensor {name} is missing: the model's config asks for it with shape {list(tensor.shape)}"
             )
+    # Last: where a name is wrong, the tensor that is missing says more than the one that is left over.
     if unknown:
         raise InvalidModel(
             f"tensor {unknown[0]} is in the checkpoint, but the model of this config has no such parameter"

@@ -197,6 +197,7 @@ class StepPlan:
 
     def _step_starts(self, epoch: int) -> list[int]:
         """Return the first row of each step of an epoch, and the number of its rows."""
+        # One epoch is kept: a run asks for its steps one after the other.
         if self._epoch is None or self._epoch[0] != epoch:
             starts, filled = [0], 0
             # In parts, so that the order of ten million rows is never in memory as a whole.

@@ -155,6 +155,7 @@ class ForwardBackward:
                 ),
             ],
         )
+        # The first layer wrote from 0 to 1 and all others within 1, so that 0 still holds what went in.
         inputs, outputs = self._activations.layer_input(0), self._activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
@@ -170,6 +171,7 @@ class ForwardBackward:
         return UnitRequest(unit_index=0, rows_R=current.tokens.rows_R if self._template.embeds_by_rows else None)
 
     def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
+        # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
         all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
         tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
@@ -371,6 +373,7 @@ def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
 
     def take(finished: Tensor) -> None:
         assert finished.grad is not None
+        # At once and not after backward, so that the gradients of a layer's parameters are never in memory together.
         accumulate(finished.grad)
         finished.grad = None
 

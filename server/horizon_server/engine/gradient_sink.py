@@ -116,6 +116,7 @@ class GradientSink:
     def _send_flat(self, unit_index: int, flat: Tensor) -> None:
         device, unit = self._device, self._template.layout.units[unit_index]
         target = self._landing.open(unit_index)
+        # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         square_sum = self.square_sums[unit_index]
         device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")

@@ -80,6 +80,7 @@ class LayerStream:
     def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
         device, template = self._device, self._template
         slot = self._ring(request).take(device.h2d)
+        # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
         self._wait_for_update(request.unit_index)
         if request.rows_R is not None:
             rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)

@@ -130,6 +130,7 @@ class _OpenRows:
 
     def patterns(self) -> Iterable[_Pattern]:
         """Return every row."""
+        # In a fixed order: the numbers of the rows follow from it, and a resumed run must find the same ones.
         return itertools.chain.from_iterable(self._by_room[room] for room in sorted(self._by_room))
 
     def _put(self, room: int, pattern: _Pattern) -> None:

@@ -115,6 +115,7 @@ class _LayerCalls:
         self._max_document_tokens = max_document_tokens or _MAX_ROW_TOKENS
         self._short = torch.arange(min(_DOCUMENT_TOKENS, self._max_document_tokens))
         self._alone = _tensors(calls_of(self._short))
+        # What differs after a short document too is for the trial on the real weights to judge.
         self._alike = self._equal_after(self._short) or set()
 
     def agree(self, num_tokens: int) -> bool:

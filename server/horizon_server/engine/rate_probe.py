@@ -202,11 +202,12 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
     shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units,) for i in range(num_units)}
     layout = build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=num_units, tied=True)
     layers = [unit for unit in layout.units if unit.kind == "layer"]
-    turn = itertools.cycle(layers)
+    turn = itertools.cycle(layers)  # so that no run finds its memory in a cache
     with closing(HostStore.allocate(layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
         device.adopt(store)
         weights = device.allocate("weights", layers[0].num_elements, device.compute_dtype)
         gradient = device.allocate("gradients", layers[0].num_elements, torch.float32)
+        # Uninitialised memory may hold subnormal numbers, which processors compute far more slowly.
         gradient.zero_()
         numbers = device.allocate_host("staging", len(layout.units), torch.float64)
 

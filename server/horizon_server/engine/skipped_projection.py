@@ -33,6 +33,7 @@ class SkippedProjection:
         assert isinstance(projection, nn.Linear)
         self._projection = projection
         self._skips = False
+        # Replaced on the instance: a hook would come too late, when the value has been computed.
         projection.forward = self._forward  # type: ignore[assignment]
 
     @property

@@ -145,6 +145,7 @@ class Template:
     def train(self, mode: bool) -> None:
         """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
         if self.draws_random_numbers:
+            # The layers too: the model has only stubs in their place.
             for module in (self._model, *self._layers):
                 module.train(mode)
 
@@ -222,6 +223,7 @@ class Template:
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""
+        # Any positions do: what the model makes of them is for its layers, which do not run here.
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}

@@ -78,6 +78,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        # Before anything is copied: what is not registered by then takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
@@ -143,17 +144,11 @@ class Trainer:
         """
         start_s = time.perf_counter()
         rows = self._checked_rows(micro_batches)
-        config = self.config
-        learning_rate = learning_rate_at(
-            self._step,
-            learning_rate=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            num_steps=config.num_steps,
-        )
+        learning_rate = self._learning_rate
         if self._updates_in_backward:
+            # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self._step))
+        loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
         grad_norm = global_norm(self._sink.square_sums)
         skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
@@ -246,6 +241,17 @@ class Trainer:
             num_slots=self.config.num_gradient_slots,
             update=self._optimizer.update_landed,
             update_queue=self._optimizer.queue,
+        )
+
+    @property
+    def _learning_rate(self) -> float:
+        config = self.config
+        return learning_rate_at(
+            self._step,
+            learning_rate=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            num_steps=config.num_steps,
         )
 
     def _update(self, loss: float, grad_norm: float, learning_rate: float) -> str:

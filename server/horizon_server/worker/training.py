@@ -48,14 +48,14 @@ class Training:
 
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
-        self._spec = request.spec
-        self._events = events
-        self._orders = orders
+        self._spec, self._events, self._orders = request.spec, events, orders
         self._num_input_tokens_seen = 0
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
+        # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
         self._last_eval: tuple[int, float] | None = None
+        # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
@@ -81,10 +81,10 @@ class Training:
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = _step_plan(dataset, self._spec, packing=packing_wanted, packing_limit=self._packing_limit)
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
-        self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(dataset)
+        self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
         """Train to the end. Returns False when an order stopped it before."""

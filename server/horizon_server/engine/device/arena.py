@@ -73,6 +73,7 @@ class Arena:
                 )
             self._held[component] = self._held.get(component, 0) + num_bytes
             self._peak[component] = max(self._peak.get(component, 0), self._held[component])
+            # Of the sum: components have their peaks at different moments.
             self._peak_total = max(self._peak_total, held_total + num_bytes)
 
     def held_bytes(self) -> Mapping[str, int]:
@@ -108,6 +109,7 @@ class HostBuffers:
         Raises:
             DoesNotFit: the kernel has no memory left.
         """
+        # The kernel maps no empty range; an offloading model of one layer has nothing to offload.
         if num_elements == 0:
             return torch.empty(0, dtype=dtype)
         num_bytes = num_elements * dtype.itemsize

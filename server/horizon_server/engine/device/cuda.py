@@ -55,7 +55,6 @@ class CudaDevice(QueuedDevice):
         self,
         *,
         limit_bytes: int | None = None,
-        index: int = 0,
         poison_on_free: bool = False,
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
@@ -63,7 +62,7 @@ class CudaDevice(QueuedDevice):
         runtime: Runtime | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._runtime = runtime or TorchCuda(index)
+        self._runtime = runtime or TorchCuda()
         super().__init__(
             arena=Arena(limit_bytes=limit_bytes, device=self._runtime.device),
             host_buffers=HostBuffers(num_threads=available_cpus()),
@@ -139,6 +138,7 @@ class CudaDevice(QueuedDevice):
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:
+        # Before the pages are unmapped, or the driver would keep them pinned.
         self._pinned.remove(tensor)
         super().free_host(tensor)
 
@@ -175,6 +175,7 @@ class CudaDevice(QueuedDevice):
         """
 
         def work() -> None:
+            # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
             _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
             self._send_to_host(gradient, target)
 
@@ -225,6 +226,7 @@ class CudaDevice(QueuedDevice):
         self._cast = None
 
     def _upload(self, source: Tensor, out: Tensor, *, label: str) -> None:
+        # From memory that is not pinned, a copy would block the launching thread and run at a fraction of the speed.
         direct = self._pinned.holds(source)
         work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
         self.h2d.submit(work, num_bytes=out.nbytes, label=label)

@@ -120,6 +120,7 @@ class HostQueue:
         self._executor.shutdown(wait=True)
 
     def _run(self, work: Work, num_bytes: int, label: str) -> None:
+        # Its inputs may be what the failed work has not written.
         if self._failure.happened:
             return
         if self._max_delay_s:
