@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from horizon_server.children.lines import MAX_LINE_BYTES, Answer, Failure, decode_line
-from horizon_server.children.oom import oom_kills
+from horizon_server.control_groups import oom_kills
 from horizon_server.errors import HorizonError, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
 
