@@ -83,12 +83,6 @@ def measure_bandwidth(
     )
 
 
-def _cache_bytes(size: str) -> int:
-    """Bytes of a size as the kernel writes it: 307200K."""
-    digits, unit = size.strip().rstrip("KMG"), size.strip()[-1:]
-    return int(digits) << {"K": 10, "M": 20, "G": 30}.get(unit, 0)
-
-
 def _adamw_run(kernel: ctypes.CDLL, num_parameters: int, grad_bytes: int, num_threads: int) -> Callable[[], None]:
     buffers = [_Buffer.on_memory_file(num_parameters * size, num_threads) for size in (2, 2, 4, 4, grad_bytes)]
     segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0))

@@ -32,7 +32,8 @@ class FlopsCount:
         num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         visited = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
         self.active_parameters: float = sum(
-            math.prod(shape) * (visited if _is_routed(name, shape) else 1.0)
+            # An expert's tensor: stacked in one tensor by the model class, one by one in a checkpoint.
+            math.prod(shape) * (visited if len(shape) == _EXPERT_DIMENSIONS or ".experts." in name else 1.0)
             for name, shape in shapes.items()
             if len(shape) > 1 and (tied or name != embedding_name)
         )
@@ -65,11 +66,6 @@ class FlopsCount:
             for window in set(self._windows)
         )
         return float(FLOPS_PER_PAIR_ELEMENT * self._width * pairs)
-
-
-def _is_routed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is an expert's: stacked in one tensor by the model class, one by one in a checkpoint."""
-    return len(shape) == _EXPERT_DIMENSIONS or ".experts." in name
 
 
 def _visible_pairs(length: int, window: int | None) -> int:

@@ -18,10 +18,7 @@ from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.sizes import size_text
 from horizon_server.spec import JobSpec
-from horizon_server.store.layout import (
-    StoreLayout,
-    plane_sizes,
-)
+from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.planes import create_memory_file
 
 GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
@@ -114,7 +111,7 @@ class Planner:
         plan, layout, choice = self._against(min(self._limit(), free), spec, folder)
         return WorkerMemory(
             plan=plan,
-            plane_bytes=dict(plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes)),
+            plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
             grad_dtype_bytes=choice.grad_bytes,
             device_kind=choice.device_kind,
             activation_placement=choice.activation_placement,

@@ -114,7 +114,8 @@ def work_of_step(
     """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
     model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
     count = FlopsCount.of_folder(folder)
-    attention = count.of_attention(_row_lengths(tokens_per_step, sequence_length))
+    num_full, rest = divmod(tokens_per_step, sequence_length)
+    attention = count.of_attention([sequence_length] * num_full + [rest])
     head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
@@ -122,7 +123,6 @@ def work_of_step(
     rows = min(tokens_per_step, model.vocab_size) * model.hidden_size
     offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
     offloaded_bytes = offloaded * element if activation_placement == "host" else 0
-    gradients = layers + head + (embedding if layout.tied else rows)
     optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
     return StepWork(
         num_tokens=tokens_per_step,
@@ -140,7 +140,7 @@ def work_of_step(
             head_flops=head_flops,
             attention_flops=attention,
             h2d_bytes=(layers + rows) * element + offloaded_bytes,
-            d2h_bytes=gradients * element,
+            d2h_bytes=(layers + head + (embedding if layout.tied else rows)) * element,
             host_bytes=0 if grad_bytes else optimizer_bytes,
         ),
     )
@@ -151,8 +151,19 @@ def predict_step(
 ) -> StepPrediction:
     """Return how long a step takes at these speeds, and `max_steps` of them."""
     parts: dict[Bound, float] = dict.fromkeys(("compute", "h2d", "d2h", "host memory"), 0.0)
+    width = rates.at(work.hidden_size)
     for phase in (work.forward, work.backward):
-        seconds = _seconds(phase, rates, work.hidden_size, device_kind)
+        # A link's copies read and write the optimizer's memory; on the host device they are timed as a whole.
+        shared_bytes = phase.h2d_bytes + phase.d2h_bytes if device_kind == "cuda" else 0
+        # How long each queue would take, had it the machine to itself.
+        seconds: dict[Bound, float] = {
+            "compute": phase.layer_flops / width.layer_flops_per_s
+            + phase.head_flops / width.head_flops_per_s
+            + phase.attention_flops / rates.attention_flops_per_s,
+            "h2d": phase.h2d_bytes / rates.h2d_bytes_per_s,
+            "d2h": phase.d2h_bytes / rates.d2h_bytes_per_s,
+            "host memory": (phase.host_bytes + shared_bytes) / rates.adamw_bytes_per_s,
+        }
         slowest = max(seconds, key=seconds.__getitem__)
         for queue in seconds if device_kind == "host" else (slowest,):
             parts[queue] += seconds[queue]
@@ -164,24 +175,3 @@ def predict_step(
         peak_flops_per_s=rates.peak_flops_per_s,
         total_s=None if max_steps is None else max_steps * step_s,
     )
-
-
-def _seconds(phase: Phase, rates: DeviceRates, hidden_size: int, device_kind: DeviceKind) -> dict[Bound, float]:
-    """How long each queue would take for a phase, had it the machine to itself."""
-    width = rates.at(hidden_size)
-    # A link's copies read and write the optimizer's memory; on the host device they are timed as a whole.
-    shared_bytes = phase.h2d_bytes + phase.d2h_bytes if device_kind == "cuda" else 0
-    return {
-        "compute": phase.layer_flops / width.layer_flops_per_s
-        + phase.head_flops / width.head_flops_per_s
-        + phase.attention_flops / rates.attention_flops_per_s,
-        "h2d": phase.h2d_bytes / rates.h2d_bytes_per_s,
-        "d2h": phase.d2h_bytes / rates.d2h_bytes_per_s,
-        "host memory": (phase.host_bytes + shared_bytes) / rates.adamw_bytes_per_s,
-    }
-
-
-def _row_lengths(tokens_per_step: int, sequence_length: int) -> list[int]:
-    """Rows of full length, and what is left."""
-    num_full, rest = divmod(tokens_per_step, sequence_length)
-    return [sequence_length] * num_full + ([rest] if rest else [])

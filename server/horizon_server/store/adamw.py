@@ -21,10 +21,7 @@ import torch
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UnitLayout
-from horizon_server.store.master_weights import merge, split
-from horizon_server.store.native import KernelInfo, Scalars, Segment, kernel_info
-
-__all__ = ["AdamWStep", "KernelInfo", "SquaredSum", "kernel_info", "merge", "split", "sum_squares", "update_unit"]
+from horizon_server.store.native import Scalars, Segment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,9 @@ from horizon_server.store import master_weights
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import (
-    StoreLayout,
-    TensorHeader,
-    is_output_projection,
-    parameter_shapes,
-    read_safetensors_headers,
-)
+from horizon_server.store.layout import StoreLayout, is_output_projection, parameter_shapes
 from horizon_server.store.model_files import is_prediction_head, read_config
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
 STAGING_ELEMENTS = 1 << 21
 """Elements converted at once by each loading thread: 16 MiB of staging for fp32 files."""
@@ -65,8 +60,10 @@ def load_model(store: HostStore, folder: Path) -> LoadReport:
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(lambda plane: store.plane(plane).zero_(), to_zero))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
-    if (projection := _tied_projection(store.layout, headers)) is not None:
-        ignored[projection.name] = _why_projection_is_ignored(store, projection, staging)
+    for name, header in headers.items():
+        if store.layout.tied and is_output_projection(name):
+            ignored[name] = _why_projection_is_ignored(store, header, staging)
+            break
     return LoadReport(num_tensors=len(tensors), ignored=ignored)
 
 
@@ -168,12 +165,6 @@ def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) ->
         if count == 0:
             raise InvalidModel(f"{file} became shorter while it was read; copy or download it again")
         done += count
-
-
-def _tied_projection(layout: StoreLayout, headers: Mapping[str, TensorHeader]) -> TensorHeader | None:
-    if not layout.tied:
-        return None
-    return next((header for name, header in headers.items() if is_output_projection(name)), None)
 
 
 def _why_projection_is_ignored(store: HostStore, header: TensorHeader, staging: _Staging) -> str:
