@@ -246,13 +246,14 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
 
 
 def _score_planes(text: Mapping[str, Any], num_heads: int, *, on_gpu: bool) -> int:
-    if text.get("attn_logit_softcapping") is not None:
-        return 0
     is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
     is_unfused = is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
-    query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
-    # A CPU has no fused attention for values of another size than queries and keys.
-    is_unfused |= not on_gpu and 0 < query_size != config_count(text, "v_head_dim") > 0
+    if not is_unfused and not on_gpu:
+        # A CPU has no fused attention for values of another size than queries and keys.
+        query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
+        is_unfused = 0 < query_size != config_count(text, "v_head_dim") > 0
+    if text.get("attn_logit_softcapping") is not None:
+        return 0
     planes_per_head = _PLANES_PER_HEAD.get(str(text.get("model_type")), 1)
     # An indexer scores every pair of tokens as well.
     return planes_per_head * num_heads * is_unfused + config_count(text, "index_n_heads")

@@ -119,10 +119,11 @@ def work_of_step(
     head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
-    embedding, head = layout.units[0].num_elements, layout.units[-1].num_elements
     rows = min(tokens_per_step, model.vocab_size) * model.hidden_size
-    offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
-    offloaded_bytes = offloaded * element if activation_placement == "host" else 0
+    # The projection of a tied model is the embedding's table.
+    head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
+    num_offloaded = model.num_hidden_layers - 1 if activation_placement == "host" else 0
+    offloaded_bytes = num_offloaded * tokens_per_step * model.hidden_size * element
     optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
     return StepWork(
         num_tokens=tokens_per_step,
@@ -131,7 +132,7 @@ def work_of_step(
             layer_flops=layer_flops * _FORWARD_SHARE,
             head_flops=0,
             attention_flops=attention * _FORWARD_SHARE,
-            h2d_bytes=(rows + layers + head + (embedding if layout.tied else 0)) * element,
+            h2d_bytes=(rows + layers + head) * element,
             d2h_bytes=offloaded_bytes,
             host_bytes=optimizer_bytes if grad_bytes else 0,
         ),
@@ -140,7 +141,7 @@ def work_of_step(
             head_flops=head_flops,
             attention_flops=attention,
             h2d_bytes=(layers + rows) * element + offloaded_bytes,
-            d2h_bytes=(layers + head + (embedding if layout.tied else rows)) * element,
+            d2h_bytes=(layers + head + (0 if layout.tied else rows)) * element,
             host_bytes=0 if grad_bytes else optimizer_bytes,
         ),
     )

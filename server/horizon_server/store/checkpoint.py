@@ -159,11 +159,7 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     for late in (False, True):
         names = [name for name in manifest.files if is_late[name] == late]
         with ThreadPoolExecutor(max_workers=len(_STEMS)) as pool:
-            for name, digest in zip(names, pool.map(lambda n: _restore(store, folder / n, contents.get(n)), names)):
-                if digest != manifest.files[name].sha256:
-                    raise InvalidModel(
-                        f"{folder / name} does not match its checksum: the file is corrupt; use another checkpoint"
-                    )
+            list(pool.map(lambda n: _restore(store, folder / n, manifest.files[n], contents.get(n)), names))
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
@@ -294,11 +290,17 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     return contents
 
 
-def _restore(store: HostStore, file: Path, content: tuple[str, list[TensorHeader]] | None) -> str:
-    """Read a file, put its tensors into the store where it has any, and return its sha256."""
+def _restore(store: HostStore, file: Path, record: FileRecord, content: tuple[str, list[TensorHeader]] | None) -> None:
+    """Read a file, put its tensors into the store where it has any, and compare its checksum."""
     if content is None:
-        return record_file(file).sha256
-    stem, headers = content
+        sha256 = record_file(file).sha256
+    else:
+        sha256 = _restore_tensors(store, file, *content)
+    if sha256 != record.sha256:
+        raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
+
+
+def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader]) -> str:
     digest = hashlib.sha256()
     staging = memoryview(bytearray(PIECE_BYTES))
     with file.open("rb", buffering=0) as stream:
