@@ -105,9 +105,8 @@ class Child:
             request_fd = _open(request_file, resources)
             os.ftruncate(request_fd, 0)
             # Indented where it is kept, for people who look at it.
-            text = json.dumps(request, indent=1 if request_file else None).encode("ascii")
             with os.fdopen(os.dup(request_fd), "wb") as stream:
-                stream.write(text)
+                stream.write(json.dumps(request, indent=1 if request_file else None).encode("ascii"))
             log_fd = _open(log_file, resources)
             read_fd, write_fd = os.pipe()
             events = asyncio.StreamReader(limit=MAX_LINE_BYTES)
@@ -116,9 +115,8 @@ class Child:
             )
             resources.callback(transport.close)
             try:
-                place = str(request_file or f"/proc/self/fd/{request_fd}")
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", module, place, "--events-fd", str(write_fd),
+                    sys.executable, "-m", module, request_file or f"/proc/self/fd/{request_fd}", "--events-fd", str(write_fd),
                     stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(environment),
                     pass_fds=(write_fd, request_fd, *pass_fds), start_new_session=True,
                 )  # fmt: skip
@@ -126,8 +124,7 @@ class Child:
                 os.close(write_fd)
             _limit(process.pid, limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
-            kept = resources.pop_all()
-            return cls(process, who=who, limits=limits, events=events, resources=kept, log_file=log_file)
+            return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
 
     @property
     def pid(self) -> int:
@@ -227,14 +224,13 @@ async def run_child(
     who: str,
     environment: Mapping[str, str],
     limits: Limits,
-    on_event: OnEvent = _ignore,
 ) -> Any:
     """Start a child that leaves no files and return its answer. A caller who is cancelled ends it.
 
     Raises: as `Child.answer`.
     """
     child = await Child.start(module, request, who=who, environment=environment, limits=limits)
-    return await child.answer(on_event)
+    return await child.answer()
 
 
 def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:

@@ -8,7 +8,6 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,17 +76,13 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     for _, found in parts:
         facts |= found
     if output == "table":
-        _print(checks)
+        for check in checks:
+            click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
+            if check.advice:
+                click.echo(f"{'':<22} {check.advice}")
     else:
         print_mapping(facts | {"checks": [asdict(check) for check in checks]}, output)
     return 1 if any(check.verdict == "fail" for check in checks) else 0
-
-
-def _print(checks: Iterable[Check]) -> None:
-    for check in checks:
-        click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
-        if check.advice:
-            click.echo(f"{'':<22} {check.advice}")
 
 
 _Part = tuple[Check, dict[str, Any]]

@@ -117,18 +117,12 @@ def plan_memory(
     formula_elements = _layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens)
     uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
     element_bytes = _FP32 if device_kind == "host" else _BF16
-    workspace = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
-    if device_kind == "host":
-        layer_bytes = formula_elements * element_bytes + uncovered_bytes
-        workspace += max(layer_bytes, _head_saved_elements(model, tokens_per_step) * _FP32)
-    else:
-        workspace += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
         "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
         "activations": on_device * element_bytes,
-        "workspace": workspace,
+        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes),
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     host = {
@@ -142,8 +136,11 @@ def plan_memory(
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
+        device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
+        layer_bytes = formula_elements * element_bytes + uncovered_bytes
+        device["workspace"] += max(layer_bytes, _head_saved_elements(model, tokens_per_step) * _FP32)
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes

@@ -115,7 +115,7 @@ def work_of_step(
     model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
     count = FlopsCount.of_folder(folder)
     num_full, rest = divmod(tokens_per_step, sequence_length)
-    attention = count.of_attention([sequence_length] * num_full + [rest])
+    attention = count.of_attention([*[sequence_length] * num_full, rest])
     head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")

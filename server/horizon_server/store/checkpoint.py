@@ -292,10 +292,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
 
 def _restore(store: HostStore, file: Path, record: FileRecord, content: tuple[str, list[TensorHeader]] | None) -> None:
     """Read a file, put its tensors into the store where it has any, and compare its checksum."""
-    if content is None:
-        sha256 = record_file(file).sha256
-    else:
-        sha256 = _restore_tensors(store, file, *content)
+    sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
     if sha256 != record.sha256:
         raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
 

@@ -84,7 +84,10 @@ class Metrics:
         if job.job_state is JobState.QUEUED:
             self._queued_s[job.job_id] = self._clock()
         elif old == JobState.QUEUED:
-            self._leave_queue(job)
+            # After a restart of the daemon only a first attempt's wait is known.
+            queued_s = self._queued_s.pop(job.job_id, job.created_s if job.attempt <= 1 else 0.0)
+            if job.job_state in ON_DEVICE and queued_s > 0.0:
+                self._wait.observe(max(0.0, self._clock() - queued_s))
         if job.job_state in ON_DEVICE:
             spec = job.spec
             self._info.set(job.job_id, spec.name, job.owner, project_of(job), spec.model, spec.dataset, value=1)
@@ -193,9 +196,3 @@ class Metrics:
     def _show_plan(self, job: JobRecord) -> None:
         if job.plan is not None:
             self._memory.planned(job, job.plan)
-
-    def _leave_queue(self, job: JobRecord) -> None:
-        """Observe the wait, if an attempt starts. After a restart of the daemon only a first attempt's wait is known."""
-        queued_s = self._queued_s.pop(job.job_id, job.created_s if job.attempt <= 1 else 0.0)
-        if job.job_state in ON_DEVICE and queued_s > 0.0:
-            self._wait.observe(max(0.0, self._clock() - queued_s))
