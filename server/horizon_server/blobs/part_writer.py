@@ -1,6 +1,6 @@
 """Pieces of an upload on their way to disk: one is written and hashed while the next arrives, and both while earlier ones become durable.
 
-Knows no network: pieces are handed to it. The work is done in the loop's threads.
+The work is done in the loop's threads.
 """
 
 from __future__ import annotations

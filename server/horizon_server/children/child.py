@@ -184,7 +184,14 @@ class Child:
                     raise line.error
                 case event:
                     await on_event(event)
-        error = self._unexplained(await self._exit_code())
+        code = await self._exit_code()
+        error: HorizonError
+        if code == -signal.SIGXCPU:
+            error = Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
+        else:
+            kind = WorkerCrashed if -code in _CRASHES else WorkerDied
+            why = exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who)
+            error = kind(why, retry_after_s=1.0 if code == -signal.SIGKILL else None)
         log.warning("a child process died", who=self._who, why=error.message, log=log_tail(self.log))
         raise error
 
@@ -206,15 +213,6 @@ class Child:
                 return await self._process.wait()
         self.kill()
         return await self._process.wait()
-
-    def _unexplained(self, code: int) -> HorizonError:
-        if code == -signal.SIGXCPU:
-            return Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
-        kind = WorkerCrashed if -code in _CRASHES else WorkerDied
-        return kind(
-            exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who),
-            retry_after_s=1.0 if code == -signal.SIGKILL else None,
-        )
 
 
 async def run_child(

@@ -1,7 +1,7 @@
 """Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
 
-Owns the count behind model FLOP/s and behind the predicted step. Must not know time, hardware or torch: the engine counts with a
-transformers config, the daemon with config.json and the tensors' headers.
+Owns the count behind model FLOP/s and behind the predicted step. The engine counts with a transformers config, the daemon with
+config.json and the tensors' headers.
 
 Per token, forward and backward: 6 per parameter in a matrix product (an untied input table is looked up, so it does not count; of
 routed experts only the share that a token visits counts), plus attention: 12 x layers x heads x head size per pair of tokens that

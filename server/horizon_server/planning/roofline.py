@@ -1,7 +1,7 @@
 """How long a step takes on a machine whose speeds were measured, before it is run.
 
 Owns the arithmetic from a model's layout and a step's size to seconds: what the schedule computes, what crosses the link, what the
-optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed. Must not know jobs or files. Torch-free.
+optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed.
 
 A step has two phases. Forward computes the layers once, and the last step's deferred update runs just ahead of it; backward is the
 head, each layer once more and twice that for its gradients. A device with memory of its own overlaps what its queues do, so a phase

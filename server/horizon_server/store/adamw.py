@@ -1,8 +1,7 @@
 """The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
 
-Owns the hyperparameters of a step and the choice between the compiled kernel and the NumPy reference. Both give the
-same bits for any number of threads. Must not know schedules, clipping policy or when a unit may be updated: that is
-the engine's.
+The compiled kernel and the NumPy reference give the same bits for any number of threads. Schedules, clipping and when a
+unit may be updated are the engine's.
 
 Thread: any thread; the GIL is released while the kernel works. One unit must not be updated by two threads at once.
 """

@@ -2,7 +2,7 @@
 
 Owns the folder's content: config, tokenizer and weights in the format that was asked for; under trainer/ what these weights lack of the
 masters (`weight_formats`), the moments, the trainer's state and the manifest. So a resume is bit-exact whatever the format. Everything
-streams between planes and files in pieces. Must not know what the trainer's state means.
+streams between planes and files in pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
 Owns the tensors that view the planes and the split of a master weight into `hi` and `lo`. Memory comes from memory
-files that the daemon creates and hands over by descriptor, or from its own. Must not know devices, schedules,
-optimizers or files.
+files that the daemon creates and hands over by descriptor, or from its own.
 
 Thread: views may be used from any thread; two threads must not write one unit at the same time, and the store does
 not check.

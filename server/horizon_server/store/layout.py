@@ -1,7 +1,7 @@
 """Where every parameter is in the host store's planes: units, tensors, offsets.
 
 Owns the arithmetic that the daemon plans by and the worker allocates by, so that the two cannot disagree. It reads
-parameter names and shapes only and must not know torch, numpy or any architecture by name.
+parameter names and shapes only, and knows no architecture by name.
 
 Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes.
 Source: docs/architecture.md, host store; Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.

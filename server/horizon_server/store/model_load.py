@@ -1,7 +1,6 @@
 """Brings the weights of a model folder into the store: tensor by tensor, in place, with a bounded staging buffer.
 
-Owns the checks of names, shapes, dtypes and finiteness, and the conversion to the exact master. Reads safetensors
-only. Must not know what computes with the weights.
+Owns the checks of names, shapes, dtypes and finiteness, and the conversion to the exact master.
 """
 
 from __future__ import annotations
@@ -129,15 +128,12 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
 
 def _read_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
     """From the file straight into the plane, each piece checked while it is still in the cache."""
-    descriptor = os.open(header.file, os.O_RDONLY)
     memory = memoryview(hi.view(torch.uint8).numpy().data)
-    try:
+    with header.file.open("rb", buffering=0) as stream:
         for start in range(0, len(memory), _IN_PLACE_BYTES):
             piece = memory[start : start + _IN_PLACE_BYTES]
-            _read_fully(descriptor, piece, header.start + start, header.file)
+            _read_fully(stream.fileno(), piece, header.start + start, header.file)
             _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
-    finally:
-        os.close(descriptor)
 
 
 def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
@@ -147,15 +143,12 @@ def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
 
 def _pieces(header: TensorHeader, staging: _Staging) -> Iterator[tuple[int, torch.Tensor]]:
     dtype = _DTYPES[header.dtype]
-    descriptor = os.open(header.file, os.O_RDONLY)
-    try:
+    with header.file.open("rb", buffering=0) as stream:
         for offset in range(0, header.num_elements, STAGING_ELEMENTS):
             num_elements = min(STAGING_ELEMENTS, header.num_elements - offset)
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
-            _read_fully(descriptor, view, header.start + offset * dtype.itemsize, header.file)
+            _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
             yield offset, torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
-    finally:
-        os.close(descriptor)
 
 
 def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) -> None:

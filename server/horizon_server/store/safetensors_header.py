@@ -247,12 +247,12 @@ def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHead
         raise InvalidModel(
             f"{file}: {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32"
         )
-    is_span = isinstance(offsets, list) and len(offsets) == 2
-    if shape is None or not is_span or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in offsets):
+    span = offsets if isinstance(offsets, list) and len(offsets) == 2 else [None]
+    if shape is None or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in span):
         raise InvalidModel(
             f"{file}: the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}"
         )
-    start, end = offsets
+    start, end = span
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise InvalidModel(f"{file}: {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}")
     return TensorHeader(name=name, shape=shape, dtype=dtype, file=file, start=data_start + start, end=data_start + end)

@@ -1,6 +1,6 @@
 """The daemon's metrics: fed with events, states and calls, rendered for Prometheus.
 
-Owns one registry; nothing is global. Names, labels and units are the contract in docs/metrics.md. Knows neither HTTP nor the database.
+Owns one registry; nothing is global. Names, labels and units are the contract in docs/metrics.md.
 
 Thread: called on the daemon's event loop.
 """
