@@ -61,16 +61,10 @@ class FlopsCount:
 
     def of_attention(self, document_lengths: Sequence[int]) -> float:
         """The part of `of` that attention's scores and values are."""
-        pairs = sum(
-            sum(_visible_pairs(length, window) for length in document_lengths) * self._windows.count(window)
-            for window in set(self._windows)
-        )
+        pairs = 0
+        for window in set(self._windows):
+            for length in document_lengths:
+                # What lies outside the window is a triangle too.
+                beyond = 0 if window is None else max(0, length - window)
+                pairs += self._windows.count(window) * (length * (length + 1) - beyond * (beyond + 1)) // 2
         return float(FLOPS_PER_PAIR_ELEMENT * self._width * pairs)
-
-
-def _visible_pairs(length: int, window: int | None) -> int:
-    full = length * (length + 1) // 2
-    if window is None or window >= length:
-        return full
-    beyond = length - window
-    return full - beyond * (beyond + 1) // 2

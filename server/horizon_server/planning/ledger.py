@@ -140,7 +140,9 @@ def plan_memory(
         host["other"] += CUDA_WORKER_BYTES
     else:
         layer_bytes = formula_elements * element_bytes + uncovered_bytes
-        device["workspace"] += max(layer_bytes, _head_saved_elements(model, tokens_per_step) * _FP32)
+        # Autograd keeps of a logits chunk its log-probabilities and three hidden states.
+        chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+        device["workspace"] += max(layer_bytes, chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32)
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
@@ -247,11 +249,6 @@ def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
     if experts is None:
         return largest
     return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
-
-
-def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
-    """What autograd keeps of one logits chunk: its log-probabilities and three hidden states."""
-    return min(tokens_per_step, logits_chunk_tokens(model.vocab_size)) * (model.vocab_size + 3 * model.hidden_size)
 
 
 def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:

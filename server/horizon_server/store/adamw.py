@@ -19,7 +19,6 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import UnitLayout
 from horizon_server.store.native import Scalars, Segment
 
 
@@ -67,7 +66,12 @@ def update_unit(
     grads = store.unit(unit_index, "grad") if grad is None else grad
     assert grads.shape == (unit.num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    segments, scalars = _segments(unit, hyper, only), _scalars(hyper)
+    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
+    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
+    segments = (Segment * len(tensors))(
+        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
+    )
+    scalars = _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     kernel = native.library()
     if kernel is None:
@@ -113,14 +117,6 @@ def _scalars(hyper: AdamWStep) -> Scalars:
         one_minus_beta2=1 - hyper.beta2,
         scaled_eps=factor * hyper.eps,
         scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
-    )
-
-
-def _segments(unit: UnitLayout, hyper: AdamWStep, only: Set[str] | None) -> ctypes.Array[Segment]:
-    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
-    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
-    return (Segment * len(tensors))(
-        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
     )
 
 

@@ -247,8 +247,8 @@ def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHead
         raise InvalidModel(
             f"{file}: {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32"
         )
-    span = offsets if isinstance(offsets, list) and len(offsets) == 2 else [None]
-    if shape is None or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in span):
+    span: list[Any] = offsets if isinstance(offsets, list) else []
+    if shape is None or len(span) != 2 or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in span):
         raise InvalidModel(
             f"{file}: the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}"
         )

@@ -68,7 +68,8 @@ class Metrics:
             self._training.on_step(job, payload, shown=shown)
             if shown:
                 self._memory.used(job, payload)
-                self._show_plan(job)
+                if job.plan is not None:
+                    self._memory.planned(job, job.plan)
         elif isinstance(payload, CheckpointWritten):
             self._training.on_checkpoint(job, payload, self._clock(), shown=shown)
         elif isinstance(payload, EvalDone):
@@ -92,7 +93,8 @@ class Metrics:
             spec = job.spec
             self._info.set(job.job_id, spec.name, job.owner, project_of(job), spec.model, spec.dataset, value=1)
             self._training.progress(job.job_id, job.step, job.num_steps)
-            self._show_plan(job)
+            if job.plan is not None:
+                self._memory.planned(job, job.plan)
         else:
             self._families.drop_job(job.job_id)
             self._transfer.drop(job.job_id)
@@ -192,7 +194,3 @@ class Metrics:
             "Duration of HTTP requests; of an event stream, until it ended.",
             _CALL_BUCKETS_S,
         )
-
-    def _show_plan(self, job: JobRecord) -> None:
-        if job.plan is not None:
-            self._memory.planned(job, job.plan)
