@@ -21,9 +21,7 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import BlobReferenceRow, DatasetRow, ModelRow
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
 from horizon_server.records.blob import MAX_FILES, BlobFile
-from horizon_server.records.dataset import DatasetRecord
-from horizon_server.records.model import ModelRecord
-from horizon_server.records.pushed import PushedRecord
+from horizon_server.records.pushed import DatasetRecord, ModelRecord, PushedRecord
 
 RowT = TypeVar("RowT", DatasetRow, ModelRow)
 RecordT = TypeVar("RecordT", bound=PushedRecord)

@@ -15,7 +15,7 @@ from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.db.pushed import DatasetStore
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.pushed import DatasetRecord
 from horizon_server.services.access import require_create
 from horizon_server.services.lookup import check_name
 from horizon_server.services.pushed import FindUser, PushedService

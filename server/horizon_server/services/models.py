@@ -17,7 +17,7 @@ from horizon_server.models.checking import check_model
 from horizon_server.models.folder_checks import check_config, check_names
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.model import ModelRecord
+from horizon_server.records.pushed import ModelRecord
 from horizon_server.services.access import require_create
 from horizon_server.services.lookup import check_name
 from horizon_server.services.pushed import FindUser, PushedService

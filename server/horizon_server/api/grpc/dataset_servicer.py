@@ -9,7 +9,7 @@ from horizon_server.api.grpc.convert import enum_text, from_message, set_fields,
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.pushed import DatasetRecord
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.previews import Previews
 

@@ -8,7 +8,7 @@ from horizon_proto.v1 import model_pb2, model_pb2_grpc
 from horizon_server.api.grpc.convert import from_message, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.model import ModelRecord
+from horizon_server.records.pushed import ModelRecord
 from horizon_server.services.models import ModelService
 
 
