@@ -10,7 +10,7 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import grpc.aio
 
 from horizon_client.endpoint import Endpoint
 from horizon_client.errors import BadConfig, BadEndpoint, HorizonClientError, Unavailable
-from horizon_client.rpc_errors import from_rpc, is_other_host
+from horizon_client.rpc_errors import OTHER_HOST, from_rpc
 from horizon_client.transfer.reporter import Reporter
 
 ItemT = TypeVar("ItemT")
@@ -105,7 +105,14 @@ class Connection:
     def stub(self, kind: Callable[[grpc.aio.Channel], StubT]) -> StubT:
         """Return the stub of one service on this channel."""
         if kind not in self._stubs:
-            self._stubs[kind] = kind(self._open())
+            if self._channel is None:
+                target, options = self.endpoint.server, _channel_options(self.endpoint)
+                if self.endpoint.ca_file is None:
+                    self._channel = grpc.aio.insecure_channel(target, options=options)
+                else:
+                    credentials = grpc.ssl_channel_credentials(root_certificates=self._root_certificates)
+                    self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+            self._stubs[kind] = kind(self._channel)
         return self._stubs[kind]  # type: ignore[return-value]
 
     async def unary(
@@ -132,6 +139,20 @@ class Connection:
             if wait_s is None:
                 raise problem
             await asyncio.sleep(wait_s)
+
+    async def all_pages(
+        self, call: Any, request: Any, items_of: Callable[[Any], Iterable[ItemT]], limit: int | None
+    ) -> list[ItemT]:
+        """Return the items of all pages, or the first `limit`; `items_of` returns the items of one answer."""
+        items: list[ItemT] = []
+        while limit is None or len(items) < limit:
+            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
+            answer: Any = await self.unary(call, request)
+            items += items_of(answer)
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                break
+        return items[:limit]
 
     async def stream(
         self,
@@ -201,22 +222,12 @@ class Connection:
     async def _explained(self, error: grpc.aio.AioRpcError) -> HorizonClientError:
         """Return the error for a failed call; where the certificate holds other host names, with those names."""
         problem = from_rpc(error, self.endpoint.server)
-        if not is_other_host(problem):
+        if problem.reason != OTHER_HOST:
             return problem
         names = await asyncio.to_thread(certificate_names, self.endpoint)
         held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
         add = f"add {self.endpoint.host!r} to tls_names in the settings of horizond and restart it"
         return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
-
-    def _open(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            target, options = self.endpoint.server, _channel_options(self.endpoint)
-            if self.endpoint.ca_file is None:
-                self._channel = grpc.aio.insecure_channel(target, options=options)
-            else:
-                credentials = grpc.ssl_channel_credentials(root_certificates=self._root_certificates)
-                self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        return self._channel
 
 
 async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
@@ -230,21 +241,6 @@ async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: R
         raise problem
     reporter.notice(f"{what} was cut ({problem.message}); retrying in {wait_s:.1f} s")
     await asyncio.sleep(wait_s)
-
-
-async def all_pages(
-    page: Callable[[str, int], Awaitable[tuple[Sequence[ItemT], str]]], limit: int | None
-) -> list[ItemT]:
-    """Return the items of all pages, or the first `limit`; `page` takes a page token and a page size."""
-    items: list[ItemT] = []
-    token = ""
-    while limit is None or len(items) < limit:
-        size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
-        found, token = await page(token, size)
-        items += found
-        if not token:
-            break
-    return items[:limit]
 
 
 def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:

@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from horizon_client.connection import Connection, all_pages
+from horizon_client.connection import Connection
 from horizon_client.conversion import event_from_message, from_message
 from horizon_client.datasets import AsyncDatasets
-from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound
+from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
 from horizon_client.local_inputs import LocalInputs, load_job_spec
 from horizon_client.models import AsyncModels
-from horizon_client.near_names import suggested
 from horizon_client.resources import ENDED_STATES, Job, JobEvent, MemoryPlan, PlannedJob, StateEvent
 from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_proto.v1 import job_pb2
@@ -204,13 +203,9 @@ class AsyncJobs:
     async def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
         """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
         numbers = [_state_number(state) for state in states]
-
-        async def page(token: str, size: int) -> tuple[Sequence[job_pb2.Job], str]:
-            request = job_pb2.ListJobsRequest(page_size=size, page_token=token, states=numbers)
-            answer = await self._connection.unary(self._stub().ListJobs, request)
-            return answer.jobs, answer.next_page_token
-
-        return [from_message(Job, item) for item in await all_pages(page, limit)]
+        call, request = self._stub().ListJobs, job_pb2.ListJobsRequest(states=numbers)
+        found = await self._connection.all_pages(call, request, lambda answer: answer.jobs, limit)
+        return [from_message(Job, item) for item in found]
 
     async def _names(self) -> Iterable[str]:
         jobs = await self.list(limit=_SEARCHED_JOBS)

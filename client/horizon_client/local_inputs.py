@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ class LocalInputs:
         files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
 
         async def push(name: str) -> str:
-            request = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name=name)
+            request = model_pb2.CreateModelRequest(name=name)
             return (await push_model(self._connection, request, files, reporter)).model.name
 
         return await _push_named(push, folder, content_digest(files))
@@ -107,8 +106,7 @@ class LocalInputs:
         files = await hash_files(found, reporter)
 
         async def push(name: str) -> str:
-            auto = dataset_pb2.DATASET_FORMAT_AUTO
-            request = dataset_pb2.CreateDatasetRequest(request_id=str(uuid.uuid4()), name=name, format=auto)
+            request = dataset_pb2.CreateDatasetRequest(name=name, format=dataset_pb2.DATASET_FORMAT_AUTO)
             return (await push_dataset(self._connection, request, files, reporter)).dataset.name
 
         return await _push_named(push, sources[0], content_digest(files, "auto"))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, Connection, all_pages
+from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
-from horizon_client.errors import NotFound
+from horizon_client.errors import NotFound, suggested
 from horizon_client.model_folder import model_files
-from horizon_client.near_names import suggested
 from horizon_client.resources import Model, ModelPush
 from horizon_client.transfer.files import HashedFile, hash_files
-from horizon_client.transfer.reporter import SILENT, Progress, Reporter
-from horizon_client.transfer.upload import BlobUpload
-from horizon_proto.v1 import blob_pb2, model_pb2
+from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.transfer.upload import push_files
+from horizon_proto.v1 import model_pb2
 from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class AsyncModels:
             BadFile: naming the file, when the folder is not a complete safetensors model; nothing is sent then.
         """
         files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
-        request = model_pb2.CreateModelRequest(request_id=request_id or str(uuid.uuid4()), name=name)
+        request = model_pb2.CreateModelRequest(request_id=request_id, name=name)
         return await push_model(self._connection, request, files, reporter)
 
     async def get(self, name: str) -> Model:
@@ -69,13 +67,9 @@ class AsyncModels:
 
     async def list(self, *, limit: int | None = None) -> list[Model]:
         """Return the caller's models, newest first; all of them, or at most `limit`."""
-
-        async def page(token: str, size: int) -> tuple[Sequence[model_pb2.Model], str]:
-            request = model_pb2.ListModelsRequest(page_size=size, page_token=token)
-            answer = await self._connection.unary(_stub(self._connection).ListModels, request)
-            return answer.models, answer.next_page_token
-
-        return [from_message(Model, item) for item in await all_pages(page, limit)]
+        call, request = _stub(self._connection).ListModels, model_pb2.ListModelsRequest()
+        found = await self._connection.all_pages(call, request, lambda answer: answer.models, limit)
+        return [from_message(Model, item) for item in found]
 
     async def names(self) -> Iterable[str]:
         """Return the names of the caller's models, newest first."""
@@ -91,21 +85,17 @@ async def push_model(
     for file in files:
         if file.file.path == "config.json" and file.file.size_bytes <= _MAX_ANNOUNCED_CONFIG_BYTES:
             request.config = await asyncio.to_thread(file.file.source.read_bytes)
-    request.files.extend(
-        blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
+    model, sent_bytes = await push_files(
+        connection,
+        files,
+        reporter,
+        request=request,
+        create=stub.CreateModel,
+        finalize=stub.FinalizeModel,
+        to_finalize=lambda created: model_pb2.FinalizeModelRequest(model_id=created.model_id),
+        read=lambda answer: from_message(Model, answer.model),
     )
-    created = (await connection.unary(stub.CreateModel, request)).model
-    if created.state == model_pb2.MODEL_STATE_READY:
-        return ModelPush(model=from_message(Model, created), sent_bytes=0)
-    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
-    reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
-    finalized = await connection.unary(
-        stub.FinalizeModel,
-        model_pb2.FinalizeModelRequest(model_id=created.model_id),
-        deadline_s=FINALIZE_DEADLINE_S,
-        retry=connection.stream_retry,
-    )
-    return ModelPush(model=from_message(Model, finalized.model), sent_bytes=sent_bytes)
+    return ModelPush(model=model, sent_bytes=sent_bytes)
 
 
 def _stub(connection: Connection) -> ModelServiceAsyncStub:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
-from horizon_client.errors import BadConfig, NotFound
-from horizon_client.near_names import did_you_mean
+from horizon_client.errors import BadConfig, NotFound, did_you_mean
 
 NO_SERVER = "NO_SERVER"
 """Reason of the error that no server is configured."""

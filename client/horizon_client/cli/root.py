@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from horizon_client.cli.text import clean
-from horizon_client.errors import HorizonClientError
-from horizon_client.near_names import did_you_mean
+from horizon_client.errors import HorizonClientError, did_you_mean
 
 MAX_VIOLATIONS = 100
 INTERRUPTED = 130
