@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 from horizon_client.checkpoints import AsyncCheckpoints
@@ -71,9 +70,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *leaving: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:

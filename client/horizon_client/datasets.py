@@ -48,7 +48,9 @@ class AsyncDatasets:
         number = _enum_number(dataset_pb2.DatasetFormat, "format", format)
         sources = dataset_sources(files, reporter)
         await check_dataset_files(sources, reporter.progress, format=format, field_map=field_map)
-        request = dataset_pb2.CreateDatasetRequest(request_id=request_id, name=name, format=number, field_map=field_map)
+        request = dataset_pb2.CreateDatasetRequest(
+            request_id=request_id or "", name=name, format=number, field_map=field_map
+        )
         return await push_dataset(self._connection, request, await hash_files(sources, reporter), reporter)
 
     async def get(self, name: str) -> Dataset:

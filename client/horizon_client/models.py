@@ -44,7 +44,7 @@ class AsyncModels:
             BadFile: naming the file, when the folder is not a complete safetensors model; nothing is sent then.
         """
         files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
-        request = model_pb2.CreateModelRequest(request_id=request_id, name=name)
+        request = model_pb2.CreateModelRequest(request_id=request_id or "", name=name)
         return await push_model(self._connection, request, files, reporter)
 
     async def get(self, name: str) -> Model:
