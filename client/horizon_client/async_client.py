@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, cast
 
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, Connection, RetryPolicy
@@ -14,10 +13,6 @@ from horizon_client.models import AsyncModels
 from horizon_client.profiles import resolve_endpoint
 from horizon_client.resources import Node
 from horizon_proto.v1 import node_pb2
-from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
 
 
 class AsyncNodeInfo:
@@ -28,8 +23,8 @@ class AsyncNodeInfo:
 
     async def status(self) -> Node:
         """Return the node's hardware, free memory, jobs, and the caller's user and role."""
-        stub = cast("NodeServiceAsyncStub", self._connection.stub(NodeServiceStub))
-        return from_message(Node, (await self._connection.unary(stub.GetNode, node_pb2.GetNodeRequest())).node)
+        answer = await self._connection.unary(self._connection.calls.node.GetNode, node_pb2.GetNodeRequest())
+        return from_message(Node, answer.node)
 
 
 class AsyncClient:

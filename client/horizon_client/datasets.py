@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from horizon_client.connection import PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import from_message
@@ -17,10 +17,6 @@ from horizon_client.transfer.files import HashedFile, hash_files
 from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_client.transfer.upload import push_files
 from horizon_proto.v1 import dataset_pb2, job_pb2
-from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceAsyncStub
 
 
 class AsyncDatasets:
@@ -61,7 +57,7 @@ class AsyncDatasets:
         """
         request = dataset_pb2.GetDatasetRequest(name=name)
         try:
-            answer = await self._connection.unary(_stub(self._connection).GetDataset, request)
+            answer = await self._connection.unary(self._connection.calls.datasets.GetDataset, request)
         except NotFound as problem:
             raise await suggested(problem, "dataset", name, self.names) from None
         return from_message(Dataset, answer.dataset)
@@ -69,7 +65,7 @@ class AsyncDatasets:
     async def delete(self, name: str) -> None:
         """Delete a dataset that no active job needs."""
         request = dataset_pb2.DeleteDatasetRequest(name=name)
-        await self._connection.unary(_stub(self._connection).DeleteDataset, request, idempotent=False)
+        await self._connection.unary(self._connection.calls.datasets.DeleteDataset, request, idempotent=False)
 
     async def preview(
         self,
@@ -100,7 +96,7 @@ class AsyncDatasets:
             method=_enum_number(job_pb2.Method, "method", method),
             sequence_length=_in_range("sequence_length", sequence_length, 1),
         )
-        call = _stub(self._connection).PreviewDataset
+        call = self._connection.calls.datasets.PreviewDataset
         try:
             answer = await self._connection.unary(call, request, deadline_s=PREVIEW_DEADLINE_S)
         except NotFound as problem:
@@ -111,7 +107,7 @@ class AsyncDatasets:
 
     async def list(self, *, limit: int | None = None) -> list[Dataset]:
         """Return the caller's datasets, newest first; all of them, or at most `limit`."""
-        call, request = _stub(self._connection).ListDatasets, dataset_pb2.ListDatasetsRequest()
+        call, request = self._connection.calls.datasets.ListDatasets, dataset_pb2.ListDatasetsRequest()
         found = await self._connection.all_pages(call, request, lambda answer: answer.datasets, limit)
         return [from_message(Dataset, item) for item in found]
 
@@ -121,13 +117,10 @@ class AsyncDatasets:
 
 
 async def push_dataset(
-    connection: Connection,
-    request: dataset_pb2.CreateDatasetRequest,
-    files: Sequence[HashedFile],
-    reporter: Reporter,
+    connection: Connection, request: dataset_pb2.CreateDatasetRequest, files: Sequence[HashedFile], reporter: Reporter
 ) -> DatasetPush:
     """Create the dataset that `request` describes from `files`: announce them, send what is missing, finalize."""
-    stub = _stub(connection)
+    stub = connection.calls.datasets
     dataset, sent_bytes = await push_files(
         connection,
         files,
@@ -139,10 +132,6 @@ async def push_dataset(
         read=lambda answer: from_message(Dataset, answer.dataset),
     )
     return DatasetPush(dataset=dataset, sent_bytes=sent_bytes)
-
-
-def _stub(connection: Connection) -> DatasetServiceAsyncStub:
-    return cast("DatasetServiceAsyncStub", connection.stub(DatasetServiceStub))
 
 
 def _enum_number(enum: Any, field: str, text: str) -> Any:

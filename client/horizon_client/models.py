@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
 
 from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
@@ -16,10 +15,6 @@ from horizon_client.transfer.files import HashedFile, hash_files
 from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_client.transfer.upload import push_files
 from horizon_proto.v1 import model_pb2
-from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
 
 _MAX_ANNOUNCED_CONFIG_BYTES = 2**20
 
@@ -31,12 +26,7 @@ class AsyncModels:
         self._connection = connection
 
     async def push(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        name: str,
-        request_id: str | None = None,
-        reporter: Reporter = SILENT,
+        self, folder: str | os.PathLike[str], *, name: str, request_id: str | None = None, reporter: Reporter = SILENT
     ) -> ModelPush:
         """Push a local model folder as model `name`: config, tokenizer and safetensors only.
 
@@ -55,7 +45,7 @@ class AsyncModels:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            answer = await self._connection.unary(_stub(self._connection).GetModel, request)
+            answer = await self._connection.unary(self._connection.calls.models.GetModel, request)
         except NotFound as problem:
             raise await suggested(problem, "model", name, self.names) from None
         return from_message(Model, answer.model)
@@ -63,11 +53,11 @@ class AsyncModels:
     async def delete(self, name: str) -> None:
         """Delete a model that no active job needs."""
         request = model_pb2.DeleteModelRequest(name=name)
-        await self._connection.unary(_stub(self._connection).DeleteModel, request, idempotent=False)
+        await self._connection.unary(self._connection.calls.models.DeleteModel, request, idempotent=False)
 
     async def list(self, *, limit: int | None = None) -> list[Model]:
         """Return the caller's models, newest first; all of them, or at most `limit`."""
-        call, request = _stub(self._connection).ListModels, model_pb2.ListModelsRequest()
+        call, request = self._connection.calls.models.ListModels, model_pb2.ListModelsRequest()
         found = await self._connection.all_pages(call, request, lambda answer: answer.models, limit)
         return [from_message(Model, item) for item in found]
 
@@ -80,7 +70,7 @@ async def push_model(
     connection: Connection, request: model_pb2.CreateModelRequest, files: Sequence[HashedFile], reporter: Reporter
 ) -> ModelPush:
     """Create the model that `request` describes from `files`: announce them, send what is missing, finalize."""
-    stub = _stub(connection)
+    stub = connection.calls.models
     # The server judges the config before anything is sent.
     for file in files:
         if file.file.path == "config.json" and file.file.size_bytes <= _MAX_ANNOUNCED_CONFIG_BYTES:
@@ -96,7 +86,3 @@ async def push_model(
         read=lambda answer: from_message(Model, answer.model),
     )
     return ModelPush(model=model, sent_bytes=sent_bytes)
-
-
-def _stub(connection: Connection) -> ModelServiceAsyncStub:
-    return cast("ModelServiceAsyncStub", connection.stub(ModelServiceStub))

@@ -11,28 +11,18 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import Message
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection, pause_after
-from horizon_client.errors import (
-    DeadlineExceeded,
-    HorizonClientError,
-    InvalidUpload,
-    ServerFailed,
-    Unavailable,
-)
+from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidUpload, ServerFailed, Unavailable
 from horizon_client.resources import Dataset, Model
 from horizon_client.rpc_errors import from_rpc, is_lost_status
 from horizon_client.transfer.files import HashedFile, reading
 from horizon_client.transfer.reporter import Progress, Reporter
 from horizon_proto.v1 import blob_pb2
-from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
 
 PushedT = TypeVar("PushedT", Dataset, Model)
 
@@ -67,7 +57,7 @@ class BlobUpload:
 
     def __init__(self, connection: Connection, reporter: Reporter) -> None:
         self._connection = connection
-        self._stub = cast("BlobServiceAsyncStub", connection.stub(BlobServiceStub))
+        self._stub = connection.calls.blobs
         self._reporter = reporter
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
