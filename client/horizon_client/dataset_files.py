@@ -42,7 +42,15 @@ def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[Sourc
         found += _inside(path, reporter) if path.is_dir() else [(path, path.name)]
     if not found:
         raise BadFile("no file was given")
-    return [SourceFile.of(path, name) for path, name in _with_own_names(found)]
+    if len({name for _, name in found}) < len(found):
+        # names must differ, so they start at the common folder
+        absolute = [path.absolute() for path, _ in found]
+        if len(set(absolute)) != len(absolute):
+            twice = next(path for path in absolute if absolute.count(path) > 1)
+            raise BadFile(f"{twice} was given twice")
+        common = Path(os.path.commonpath([path.parent for path in absolute]))
+        found = [(path, path.relative_to(common).as_posix()) for path in absolute]
+    return [SourceFile.of(path, name) for path, name in found]
 
 
 async def check_dataset_files(
@@ -111,16 +119,3 @@ def _entries(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         yield from (Path(place) / name for name in sorted([*links, *files]) if not name.startswith("."))
-
-
-def _with_own_names(found: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Return the files with distinct names: relative to their common folder where two names are equal."""
-    names = [name for _, name in found]
-    if len(set(names)) == len(names):
-        return list(found)
-    absolute = [path.absolute() for path, _ in found]
-    if len(set(absolute)) != len(absolute):
-        twice = next(path for path in absolute if absolute.count(path) > 1)
-        raise BadFile(f"{twice} was given twice")
-    common = Path(os.path.commonpath([path.parent for path in absolute]))
-    return [(path, path.relative_to(common).as_posix()) for path in absolute]
