@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.output import clean, clean_block, count_text
+
 if TYPE_CHECKING:
-    from horizon_client.cli.output import clean, clean_block, count_text
 from horizon_client.resources import DatasetPreview, PreviewRow
 
 
