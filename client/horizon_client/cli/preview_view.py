@@ -11,7 +11,7 @@ import click
 from horizon_client.cli.output import clean, clean_block, count_text
 
 if TYPE_CHECKING:
-from horizon_client.resources import DatasetPreview, PreviewRow
+    from horizon_client.resources import DatasetPreview, PreviewRow
 
 
 def print_preview(name: str, preview: DatasetPreview) -> None:
