@@ -131,6 +131,7 @@ class Connection:
     def calls(self) -> Calls:
         """The calls of the daemon; opens the channel when first used."""
         if self._calls is None:
+            # not in the constructor: a channel belongs to the event loop in which it is opened
             target, options = self.endpoint.server, _channel_options(self.endpoint)
             if self.endpoint.ca_file is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)

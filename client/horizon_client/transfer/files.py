@@ -88,6 +88,7 @@ async def read_through(
     for file in files:
         steps = read(file)
         while True:
+            # only around the step: an error of `on_progress`, the caller's code, is not an error of the file
             with reading(file.source):
                 num_bytes = await asyncio.to_thread(next, steps, None)
             if num_bytes is None:

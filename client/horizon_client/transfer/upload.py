@@ -206,7 +206,7 @@ async def push_files(
         blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
     )
     created = read(await connection.unary(create, request))
-    if created.state == "READY":
+    if created.state == "READY":  # the same push has finished before
         return created, 0
     sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
     reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
