@@ -17,8 +17,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.services.access import require_create
-from horizon_server.services.lookup import check_name
-from horizon_server.services.pushed import FindUser, PushedService
+from horizon_server.services.pushed import FindUser, PushedService, check_name
 from horizon_server.services.uploads import Uploads
 
 log = structlog.get_logger(__name__)

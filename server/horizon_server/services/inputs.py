@@ -17,7 +17,7 @@ from horizon_server.datasets.recipe import (
     tokenizer_digest,
 )
 from horizon_server.errors import NotAllowed, NotFound
-from horizon_server.jobs.inputs import DatasetFiles, JobInputs, PreparationCall
+from horizon_server.jobs.preparation import DatasetFiles, JobInputs, PreparationCall
 from horizon_server.records.account import Principal
 from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import JobRecord

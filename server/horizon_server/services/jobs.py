@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -19,10 +20,9 @@ from horizon_server.errors import (
     WrongJobState,
 )
 from horizon_server.events import JobEvent
-from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.folders import JobFolders, read_log
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.jobs.log_reader import read_log
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
@@ -51,6 +51,7 @@ _MAX_NUMBER = 2**63 - 1
 _MAX_OFFSET = 2**62
 """No file is as long."""
 Jobs = list[JobRecord]
+"""Spelled here, as `list` is a method of the service."""
 Checkpoints = list[CheckpointRecord]
 
 
@@ -142,10 +143,18 @@ class JobService:
         """Return a page of the caller's jobs, newest first, and the token of the next page (empty on the last)."""
         size = min(page_size or 100, MAX_PAGE_SIZE)
         owner = None if principal.sees_all else principal.name
-        before = _page_number(page_token)
+        before = 0
+        if page_token:
+            with contextlib.suppress(ValueError):
+                before = int(base64.urlsafe_b64decode(page_token.encode()))
+            if not 0 < before <= _MAX_NUMBER:
+                raise InvalidSpec.of(
+                    "page_token", "page_token must be one that an earlier answer gave as next_page_token"
+                )
         async with self._turns.of(principal.name):
             rows = await self._journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
-        token = _page_token(rows[size - 1][0]) if len(rows) > size else ""
+        more = len(rows) > size
+        token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
         return [job for _, job in rows[:size]], token
 
     async def queue(self) -> Jobs:
@@ -314,31 +323,13 @@ class JobService:
         """Ask the attempt of a job on the device to stop. Without one the daemon that ran it has died and the job is not settled yet:
         the recovery then carries out what is stored here."""
         attempt = self._scheduler.current
-        try:
+        with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
             if attempt is not None and attempt.job.job_id == job.job_id:
                 await attempt.stop(wanted)
             elif job.job_state is JobState.STOPPING:
                 await self._journal.store.set(job.job_id, wanted=wanted)
             else:
                 await self._journal.move(job, JobState.STOPPING, reason=wanted.name, wanted=wanted)
-        except WrongJobState:
-            pass  # it ended while this call was on its way
         now = await self._journal.store.get(job.job_id)
         assert now is not None, job.job_id
         return now
-
-
-def _page_token(number: int) -> str:
-    return base64.urlsafe_b64encode(str(number).encode()).decode()
-
-
-def _page_number(token: str) -> int:
-    if not token:
-        return 0
-    try:
-        number = int(base64.urlsafe_b64decode(token.encode()))
-    except ValueError:
-        number = -1
-    if not 0 < number <= _MAX_NUMBER:
-        raise InvalidSpec.of("page_token", "page_token must be one that an earlier answer gave as next_page_token")
-    return number

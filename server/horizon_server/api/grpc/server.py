@@ -24,13 +24,15 @@ from horizon_proto.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from horizon_server.api.grpc.blob_servicer import BlobServicer
-from horizon_server.api.grpc.checkpoint_servicer import CheckpointServicer
-from horizon_server.api.grpc.dataset_servicer import DatasetServicer
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
-from horizon_server.api.grpc.job_servicer import JobServicer
-from horizon_server.api.grpc.model_servicer import ModelServicer
-from horizon_server.api.grpc.node_servicer import NodeServicer
+from horizon_server.api.grpc.servicers import (
+    BlobServicer,
+    CheckpointServicer,
+    DatasetServicer,
+    JobServicer,
+    ModelServicer,
+    NodeServicer,
+)
 from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.errors import BadSetting
@@ -70,23 +72,25 @@ _OPTIONS = (
 )
 
 
-def _ignore_call(service: str, method: str, code: str, seconds: float, /) -> None:
-    """Observe nothing."""
-
-
 async def start_grpc_server(
-    services: Services, *, address: str, tls: ServerCertificate | None, observe: Observe = _ignore_call
+    services: Services, *, address: str, tls: ServerCertificate | None, observe: Observe = lambda *call: None
 ) -> GrpcServer:
     """Start to serve on `address` (HOST:PORT, port 0 picks a free one).
 
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
-    if credentials is None and not is_loopback(parse_address("grpc", address).host):
+    if tls is None and not is_loopback(parse_address("grpc", address).host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
         )
+    credentials = None
+    if tls is not None:
+        try:
+            pair = await asyncio.to_thread(lambda: (tls.key.read_bytes(), tls.certificate.read_bytes()))
+            credentials = grpc.ssl_server_credentials([pair])
+        except OSError as error:
+            raise BadSetting(f"the TLS files cannot be read: {error}") from error
     streams = OpenStreams()
     server = grpc.aio.server(
         interceptors=(CallInterceptor(services, streams=streams, observe=observe),),
@@ -112,13 +116,6 @@ async def start_grpc_server(
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)
     return started
-
-
-def _credentials(tls: ServerCertificate) -> grpc.ServerCredentials:
-    try:
-        return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
-    except OSError as error:
-        raise BadSetting(f"the TLS files cannot be read: {error}") from error
 
 
 class GrpcServer:
