@@ -190,13 +190,15 @@ class Attempt:
     async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
         """Return what was prepared, or None when that was stopped."""
 
-        async def publish(payload: PrepareProgress | Message) -> None:
-            await self._journal.append(self.job.job_id, payload)
-
         attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
         self._folders.attempt(self.job.job_id, self.job.attempt)
         return await self._preparation.run(
-            self.job.spec, dataset, model, log=attempt_log, environment=self._options.environment, publish=publish
+            self.job.spec,
+            dataset,
+            model,
+            log=attempt_log,
+            environment=self._options.environment,
+            publish=lambda payload: self._journal.append(self.job.job_id, payload),
         )
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:

@@ -67,7 +67,7 @@ class DatasetService(PushedService[DatasetRecord]):
             format=format,
             field_map=dict(field_map),
             files=tuple(files),
-            digest=_digest(format, field_map, files),
+            digest=digest(files, format, dict(field_map)),
             created_s=self._clock(),
         )
         return await self._announce(announced, request_id=request_id)
@@ -91,9 +91,5 @@ class DatasetService(PushedService[DatasetRecord]):
             field_map=record.field_map,
         )
         log.info("dataset checked", dataset=record.dataset_id, rows=found.num_rows, blank_lines=found.num_blank_lines)
-        content = _digest(found.format, record.field_map, record.files)
+        content = digest(record.files, found.format, dict(record.field_map))
         return {"format": found.format.value, "num_rows": found.num_rows, "digest": content}
-
-
-def _digest(dataset_format: str, field_map: Mapping[str, str], files: Sequence[BlobFile]) -> str:
-    return digest(files, dataset_format, dict(field_map))

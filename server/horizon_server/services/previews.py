@@ -59,13 +59,13 @@ class Previews:
         """
         options.check()
         if not model:
-            sentence = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
-            raise InvalidSpec.of("model", sentence)
+            problem = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
+            raise InvalidSpec.of("model", problem)
         files = await self._resources.dataset(principal, dataset)
         _, model_dir = await self._resources.model(principal, model)
         if options.offset >= files.num_rows > 0 and files.format != "text":
-            sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
-            raise InvalidSpec.of("offset", sentence)
+            problem = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
+            raise InvalidSpec.of("offset", problem)
         request = PreviewRequest(
             dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
             model_dir=model_dir,
