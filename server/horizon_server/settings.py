@@ -121,7 +121,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         BadSetting: naming the file and the key that is unknown or wrong.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    for name, value in _read_toml(config).items():
+    try:
+        document = {} if config is None else tomllib.loads(config.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
+    for name, value in document.items():
         if f"HORIZOND_{name.upper()}" not in os.environ:
             given.setdefault(name, value)
     try:
@@ -140,17 +146,6 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         raise BadSetting(
             f"setting {violations[0].field}: {violations[0].description}{where}", violations=violations
         ) from error
-
-
-def _read_toml(config: Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    try:
-        return tomllib.loads(config.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
 
 
 _CHILD_ENVIRONMENT = {

@@ -52,11 +52,12 @@ class NodeResources:
         Raises:
             NotFound: when a dataset was deleted meanwhile.
         """
+        dataset = await self._datasets.by_id(job.dataset_id)
         evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
         return JobInputs(
             # `model` gives the path of a folder of the node as its id.
             model=Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id),
-            dataset=self._files(await self._datasets.by_id(job.dataset_id)),
+            dataset=self._files(dataset),
             evaluation=self._files(evaluation) if evaluation else None,
         )
 
