@@ -223,16 +223,14 @@ async def wire(
         folders=folders,
         turns=UserTurns(),
     )
-    node = NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found))
-    accounts = Accounts(AccountStore(database))
     services = Services(
-        accounts=accounts,
+        accounts=Accounts(AccountStore(database)),
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
-        node=node,
+        node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
     )
     return Parts(
         services=services,

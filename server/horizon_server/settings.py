@@ -74,17 +74,13 @@ class Settings(BaseSettings):
     )
     upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Partial uploads older than this are removed.")
     trash_days: float = Field(
-        7.0,
-        ge=0,
-        description="Days that unreferenced files stay in the state folder's trash/ before they are deleted.",
+        7.0, ge=0, description="Days that unreferenced files stay in the state folder's trash/ before they are deleted."
     )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
     drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
     max_attempts: int = Field(
-        3,
-        ge=1,
-        description="Attempts in a row that a job gets when its daemon dies, without a step in between.",
+        3, ge=1, description="Attempts in a row that a job gets when its daemon dies, without a step in between."
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object a line instead of text.")

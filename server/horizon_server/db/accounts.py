@@ -16,17 +16,13 @@ RecordT = TypeVar("RecordT", User, Token)
 
 
 class AccountStore:
-    """The tables of users and tokens. Each call is one transaction."""
+    """The tables of users and tokens. Each call is one transaction; `services.accounts` documents the errors."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def add_user(self, user: User) -> None:
-        """Store a new user.
-
-        Raises:
-            AlreadyExists: when the name is taken.
-        """
+        """Store a new user."""
         async with self._database.session() as session:
             if await session.get(UserRow, user.name) is not None:
                 raise AlreadyExists(f"user {user.name} exists already")
@@ -39,11 +35,7 @@ class AccountStore:
             return [_record(User, row) for row in rows]
 
     async def remove_user(self, name: str) -> int:
-        """Remove a user and their tokens; return how many tokens.
-
-        Raises:
-            NotFound: when there is no such user.
-        """
+        """Remove a user and their tokens; return how many tokens."""
         async with self._database.session() as session:
             row = await session.get(UserRow, name)
             if row is None:
@@ -56,11 +48,7 @@ class AccountStore:
             return len(tokens)
 
     async def add_token(self, token: Token, sha256: str) -> None:
-        """Store a token by its hash.
-
-        Raises:
-            NotFound: when its user does not exist.
-        """
+        """Store a token by its hash."""
         async with self._database.session() as session:
             if await session.get(UserRow, token.user) is None:
                 raise NotFound(
@@ -75,11 +63,7 @@ class AccountStore:
             return [_record(Token, row) for row in rows]
 
     async def revoke(self, token_id: str, now_s: float) -> None:
-        """Make a token useless from now on; doing so twice changes nothing.
-
-        Raises:
-            NotFound: when there is no such token.
-        """
+        """Make a token useless from now on; doing so twice changes nothing."""
         async with self._database.session() as session:
             row = await session.get(TokenRow, token_id)
             if row is None:

@@ -11,14 +11,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from horizon_server.db.jobs import Figures
-from horizon_server.errors import (
-    DoesNotFit,
-    Draining,
-    InvalidSpec,
-    NotAllowed,
-    NotFound,
-    WrongJobState,
-)
+from horizon_server.errors import DoesNotFit, Draining, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders, read_log
 from horizon_server.jobs.journal import Journal

@@ -18,12 +18,7 @@ from horizon_server.datasets.preview.request import (
     rows_from_answer,
 )
 from horizon_server.datasets.reading import StoredFile
-from horizon_server.errors import (
-    InvalidModel,
-    InvalidSpec,
-    OutOfMemory,
-    Stalled,
-)
+from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
 from horizon_server.records.account import Principal
 from horizon_server.services.inputs import NodeResources
 

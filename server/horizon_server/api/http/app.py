@@ -25,12 +25,7 @@ _SCRIPT_MARK = "/*script*/"
 
 
 def make_app(
-    services: Services,
-    metrics: Metrics,
-    *,
-    metrics_open: bool,
-    version: str = VERSION,
-    ready: Callable[[], str | None],
+    services: Services, metrics: Metrics, *, metrics_open: bool, version: str = VERSION, ready: Callable[[], str | None]
 ) -> FastAPI:
     """Return the app. `metrics_open`: /metrics answers without a token. `ready` returns why the daemon takes no work, or None."""
     app = FastAPI(

@@ -43,7 +43,7 @@ class Curve(Generic[PointT]):
             for earlier in self.points[:-1]:
                 if not kept or earlier.step - kept[-1].step >= self.every_steps:
                     kept.append(earlier)
-            self.points = [*kept, self.points[-1]]
+            self.points = kept + self.points[-1:]
 
 
 @dataclass
