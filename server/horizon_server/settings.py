@@ -94,7 +94,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags and file arrive as keywords (flags already on top); the environment stands between them, see `load_settings`."""
+        """Flags and file arrive as keywords (flags already on top); `load_settings` lets the environment override the file."""
         return (init_settings, env_settings)
 
     def arena_limit(self, host_limit_bytes: int) -> int:
@@ -148,7 +148,7 @@ _CHILD_ENVIRONMENT = {
     # No hub is ever asked: what is not on this node is refused.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    # The preparation spreads over processes; a pool of threads in each would only stand in their way.
+    # The preparation spreads over processes; pools of threads in each would compete for the same processors.
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
     # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.

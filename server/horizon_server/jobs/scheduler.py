@@ -104,7 +104,7 @@ class Scheduler:
             except HorizonError as error:
                 log.error("attempt broke", job_id=first[0].job_id, why=error.message)
                 await self._fail(first[0].job_id, error)
-            except Exception as error:  # a defect in one attempt must not block everybody's queue
+            except Exception as error:  # a defect in one attempt must not block the queue of all users
                 log.exception("attempt broke", job_id=first[0].job_id)
                 await self._fail(first[0].job_id, error)
             finally:

@@ -34,10 +34,10 @@ from horizon_server.records.job import (
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import require_change, require_create, require_visible
 from horizon_server.services.inputs import NodeResources
+from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.turns import UserTurns
 from horizon_server.spec import JobSpec
 
-MAX_PAGE_SIZE = 1000
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1
 """Largest number that the database can compare with."""
@@ -134,7 +134,7 @@ class JobService:
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
     ) -> tuple[Jobs, str]:
         """Return a page of the caller's jobs, newest first, and the token of the next page (empty on the last)."""
-        size = min(page_size or 100, MAX_PAGE_SIZE)
+        size = page_limit(page_size)
         owner = None if principal.sees_all else principal.name
         before = 0
         if page_token:
