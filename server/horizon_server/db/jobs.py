@@ -265,8 +265,9 @@ def _spec(text: str) -> JobSpec:
 
 def _record(row: JobRow, *, queue_position: int = 0) -> JobRecord:
     plan: dict[str, Any] = dict(row.plan or {})
-    if plan.get("prediction"):
-        plan["prediction"] = StepPrediction(**plan["prediction"])
+    if plan:  # one of an earlier version has no prediction
+        prediction = plan.get("prediction")
+        plan["prediction"] = StepPrediction(**prediction) if prediction else None
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
         spec=_spec(json.dumps(row.spec)),

@@ -80,17 +80,11 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    if tls is None and not is_loopback(parse_address("grpc", address).host):
+    credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
+    if credentials is None and not is_loopback(parse_address("grpc", address).host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
         )
-    credentials = None
-    if tls is not None:
-        try:
-            pair = await asyncio.to_thread(lambda: (tls.key.read_bytes(), tls.certificate.read_bytes()))
-            credentials = grpc.ssl_server_credentials([pair])
-        except OSError as error:
-            raise BadSetting(f"the TLS files cannot be read: {error}") from error
     streams = OpenStreams()
     server = grpc.aio.server(
         interceptors=(CallInterceptor(services, streams=streams, observe=observe),),
@@ -116,6 +110,13 @@ async def start_grpc_server(
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)
     return started
+
+
+def _credentials(tls: ServerCertificate) -> grpc.ServerCredentials:
+    try:
+        return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
+    except OSError as error:
+        raise BadSetting(f"the TLS files cannot be read: {error}") from error
 
 
 class GrpcServer:
