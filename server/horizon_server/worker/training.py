@@ -27,7 +27,7 @@ from horizon_server.events import (
     StepDone,
 )
 from horizon_server.figures import StepFigures, total_evaluation
-from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint

@@ -53,7 +53,7 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
         },
         DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
         ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        DatasetPreview: {"options": "its fields stand at the top"},
+        DatasetPreview: {"options": "its fields are at the top level"},
     }
 )
 """Fields of a record that its body leaves out, and why."""
