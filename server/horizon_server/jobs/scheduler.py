@@ -159,7 +159,7 @@ class Scheduler:
             target, reason = JobState.FAILED, DAEMON_DIED
             times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
             message = (
-                f"the daemon died {times} under this job without progress; look at its log, then resume it by hand"
+                f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
             )
         else:
             target, reason = JobState.QUEUED, DAEMON_DIED

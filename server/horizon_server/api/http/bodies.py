@@ -218,7 +218,7 @@ class QueueEntry(BaseModel):
 
 
 class QueueBody(BaseModel):
-    """Everybody's waiting and running jobs in the order of their turn."""
+    """The waiting and running jobs of all users in the order of their turn."""
 
     jobs: list[QueueEntry]
 
