@@ -18,9 +18,11 @@ from horizon_server.version import VERSION
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="horizond")
 def horizond() -> None:
-    """RAM-centric LLM fine-tuning for a shared GPU box: the daemon and its administration.
+    """Run and administer horizon on the machine with the GPU.
 
-    First steps: horizond serve; horizond user add ada; horizond token create ada
+    horizon fine-tunes language models that are far larger than the GPU's memory; users submit jobs from their laptops with 'horizon'.
+
+    First steps: horizond doctor; horizond serve; horizond user add ada; horizond token create ada
     """
 
 

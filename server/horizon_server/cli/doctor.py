@@ -51,7 +51,9 @@ class Check:
 @click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
 @with_settings_options
 def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
-    """Check the machine: memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
+    """Check whether this machine is fit, and how fast it is.
+
+    Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
 
     Each line is [ok], [warn] or [fail] with what to do. Exit code 1 when a line is [fail]. The speeds are kept in the state folder, where
     a running daemon finds them too: plans predict a job's speed from them. Measure while nothing else runs.

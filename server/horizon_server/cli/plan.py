@@ -30,7 +30,9 @@ from horizon_server.store.cpus import available_cpus
 @click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
 @with_settings_options
 def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | None, state_dir: Path | None) -> int:
-    """Print how much memory a job takes, whether it fits this node, and how fast it is expected to be.
+    """Show how much memory a job needs and whether it fits.
+
+    Also how fast it is expected to be on this machine.
 
     The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when it does not fit.
     """

@@ -32,7 +32,9 @@ def serve(
     config: Path | None,
     state_dir: Path | None,
 ) -> int:
-    """Run the daemon in the foreground; SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
+    """Run the daemon in the foreground.
+
+    SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
 
     Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
     the file that laptops need.

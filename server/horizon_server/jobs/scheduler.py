@@ -158,9 +158,7 @@ class Scheduler:
         elif await self._deaths(job_id) + 1 >= self._max_attempts:
             target, reason = JobState.FAILED, DAEMON_DIED
             times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
-            message = (
-                f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
-            )
+            message = f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
         else:
             target, reason = JobState.QUEUED, DAEMON_DIED
             message = "the daemon died and is back; the job continues from its newest checkpoint"
