@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 from horizon_client import Client
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.faults.conftest import Node, Shell
-from tests.scenarios.daemon_process import wait_for, wait_for_state, wait_for_step
+from tests.support.daemon_process import wait_for, wait_for_state, wait_for_step
 
 from horizon_client import Client
 

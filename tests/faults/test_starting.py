@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.conftest import HORIZOND, Node, Shell, run_horizond
-from tests.scenarios.daemon_process import DaemonProcess, wait_for
+from tests.support.daemon_process import DaemonProcess, wait_for
 
 
 def refused(state: Path, *flags: str, code: int = 2) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 from horizon_client import Client
 from horizon_server.demo.recipe import DEMO_SPEC, write_demo_dataset, write_demo_model

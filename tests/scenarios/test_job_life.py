@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
 from transformers import AutoModelForCausalLM
 
 from horizon_client import Client, InvalidRequest, NotFound

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 
 from horizon_client import Client, InvalidRequest, NotFound
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model

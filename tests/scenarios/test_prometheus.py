@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 
 from horizon_client import Client
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 from horizon_client import Client
 
