@@ -56,7 +56,9 @@ class Script:
 
     num_steps: int = 3
     checkpoint_every: int = 0
-    """0 writes one after the last step only."""
+    """0 writes them as the job's spec says. The last step always has one."""
+    step_s: float = 0.0
+    """How long a step takes."""
     eval_at: Sequence[int] = ()
     hold_at: Moment | None = None
     """Wait there for an order, or for `DaemonParts.release`."""

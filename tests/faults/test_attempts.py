@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.conftest import Node, Shell
 from tests.support.daemon_process import wait_for, wait_for_state, wait_for_step
+from tests.support.node import Node, Shell
 
 from horizon_client import Client
 

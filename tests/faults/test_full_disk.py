@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.conftest import Node, node_of, run_horizond
 from tests.faults.test_attempts import children, spec
 from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.node import Node, node_of, run_horizond
 
 MIB = 2**20
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.faults.conftest import HORIZOND, Node, Shell, run_horizond
 from tests.support.daemon_process import DaemonProcess, wait_for
+from tests.support.node import HORIZOND, Node, Shell, run_horizond
 
 
 def refused(state: Path, *flags: str, code: int = 2) -> str:

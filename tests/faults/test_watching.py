@@ -12,9 +12,9 @@ from subprocess import Popen
 import httpx
 import pytest
 import yaml
-from tests.faults.conftest import Node, Shell
 from tests.faults.test_attempts import spec
 from tests.support.daemon_process import wait_for_state, wait_for_step
+from tests.support.node import Node, Shell
 
 
 def read_until(process: Popen[str], words: str, timeout_s: float = 60.0) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.scenarios.conftest import demo_spec
-from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
+from tests.support.daemon_process import wait_for, wait_for_state
 
 from horizon_client import Client
 
@@ -27,6 +27,7 @@ WINDOW = "5s"
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus binary (Debian: prometheus)"),
     pytest.mark.timeout(240),
+    process_only("the figures of a real worker, and of the machine"),
 ]
 
 
@@ -89,7 +90,7 @@ class Prometheus:
 
 
 @pytest.fixture
-def prometheus(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Prometheus]:
+def prometheus(daemon: AnyDaemon, tmp_path: Path) -> Iterator[Prometheus]:
     running = Prometheus(tmp_path / "prometheus", daemon.endpoints["http"])
     yield running
     running.close()
@@ -116,7 +117,7 @@ def panels(job_id: str) -> dict[str, str]:
 
 
 def test_no_panel_stays_empty(
-    daemon: DaemonProcess, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
+    daemon: AnyDaemon, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
 ) -> None:
     daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()

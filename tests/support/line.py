@@ -47,7 +47,7 @@ class Line:
         self.tls: tuple[bytes, bytes] | None = None
         """Key and certificate of the next start."""
         self.requests: list[tuple[str, Any]] = []
-        """Method and first message of every call that the daemon or a replacement has answered."""
+        """Method and first message of every call."""
         self.calls: list[str] = []
         self.sent_bytes = 0
         """Data bytes of uploads that were passed on."""
@@ -121,54 +121,51 @@ class Line:
 
     async def answers(self, path: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Pass one call on, with its faults."""
-        name = path.rpartition("/")[2]
+        method, name = _METHODS[path], path.rpartition("/")[2]
         self.calls.append(name)
         if name in self.hanging:
             await asyncio.Event().wait()
+        first = GetMessageClass(method.input_type).FromString(await anext(requests))
+        self.change_request.get(name, lambda message: None)(first)
+        self.requests.append((name, first))
         if self._refusals[name]:
             await _abort(context, self._refusals[name].pop(0))
         cut = self.cuts[name].pop(0) if self.cuts[name] else None
         end = self.ends[name].pop(0) if self.ends[name] else None
-        if cut == 0 and _METHODS[path].client_streaming:
-            await _abort(context, _CUT)
         left = cut if cut is not None else end
-        async for message in self._through(path, name, requests, left, context):
-            if _METHODS[path].client_streaming and cut is not None:
-                break  # the daemon has what was passed on, but its answer does not arrive
-            if left is not None and left < _amount(message):
-                if left and _has_data(message):
-                    message.data = message.data[:left]
-                    yield message.SerializeToString()
-                if cut is None:
-                    return
-                break
-            left = None if left is None else left - _amount(message)
-            yield message.SerializeToString()
-        else:
-            return
-        await _abort(context, _CUT)
+        if left != 0:
+            uploaded = self._upload(first, requests, left) if method.client_streaming else _one(first)
+            async for message in self._answered(path, first, uploaded, context):
+                if method.client_streaming and cut is not None:
+                    break  # the daemon has what was passed on, but its answer does not arrive
+                if left is not None and left < _amount(message):
+                    if left and _has_data(message):
+                        message.data = message.data[:left]
+                        yield message.SerializeToString()
+                    break
+                left = None if left is None else left - _amount(message)
+                yield message.SerializeToString()
+            else:
+                return
+        if cut is not None:
+            await _abort(context, _CUT)
 
-    async def _through(
-        self, path: str, name: str, requests: AsyncIterator[bytes], left: int | None, context: Any
+    async def _answered(
+        self, path: str, first: Any, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[Any]:
         """Yield the answers of the daemon, or of what replaces it."""
-        method = _METHODS[path]
-        request_type, answer_type = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        first = request_type.FromString(await anext(requests))
-        self.change_request.get(name, lambda message: None)(first)
-        self.requests.append((name, first))
+        name = path.rpartition("/")[2]
         if name in self.replace:
             yield self.replace[name](first)
             return
-        passed = self._upload(first, requests, left) if method.client_streaming else _one(first.SerializeToString())
-        token = [
+        sent = [
             (key, value) for key, value in context.invocation_metadata() if key in ("authorization", "x-request-id")
         ]
         assert self._channel is not None
-        call = self._channel.stream_stream(path)(passed, metadata=token)
+        call = self._channel.stream_stream(path)(requests, metadata=sent)
         try:
             async for answer in call:
-                message = answer_type.FromString(answer)
+                message = GetMessageClass(_METHODS[path].output_type).FromString(answer)
                 self.change.get(name, lambda message: None)(message)
                 yield message
         except grpc.aio.AioRpcError as error:
@@ -214,8 +211,8 @@ async def _abort(context: Any, refusal: _Refusal) -> None:
     await context.abort(refusal.code, refusal.message, refusal.trailing)
 
 
-async def _one(message: bytes) -> AsyncIterator[bytes]:
-    yield message
+async def _one(message: Any) -> AsyncIterator[bytes]:
+    yield message.SerializeToString()
 
 
 def _has_data(message: Any) -> bool:

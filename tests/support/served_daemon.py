@@ -1,17 +1,17 @@
 """The real daemon in a thread of the test's process: services, database, queue, gRPC and REST; only the worker is scripted.
 
-It has the methods of `DaemonProcess`, so that one scenario runs against both.
+It has the methods of `DaemonProcess` that a process need not have, so that one scenario runs against both.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.daemon_parts import DaemonParts, daemon_parts
+from tests.support.daemon_process import processes_of
 from tests.support.loop_thread import LoopThread
 
 from horizon_client import Client
@@ -55,6 +55,10 @@ class ServedDaemon:
         self.call(self._stop(drain_s=30.0), timeout_s)
         return 0
 
+    def kill(self) -> None:
+        """Leave the state folder as a daemon does that is killed together with its worker."""
+        self.call(self._crash())
+
     def close(self) -> None:
         """Leave nothing running, whatever happened."""
         try:
@@ -71,6 +75,10 @@ class ServedDaemon:
     def client(self, token: str) -> Client:
         """A client of the running daemon."""
         return Client(self.endpoints["grpc"], token=token)
+
+    def worker_pids(self) -> list[int]:
+        """Processes of workers that belong to this state folder and are alive."""
+        return processes_of("tests.scripted_worker", self.state_dir)
 
     async def _start(self) -> None:
         async with AsyncExitStack() as stack:
@@ -90,11 +98,16 @@ class ServedDaemon:
             self.endpoints = {"grpc": f"127.0.0.1:{grpc_server.port}", "http": f"127.0.0.1:{http_server.port}"}
             self._stack = stack.pop_all()
 
+    async def _crash(self) -> None:
+        await self.parts.crash()
+        await self._stop(drain_s=0.0)
+
     async def _stop(self, drain_s: float) -> None:
         stack, self._stack = self._stack, None
         if stack is None:
             return
-        with contextlib.suppress(BaseException) if drain_s == 0.0 else contextlib.nullcontext():
+        try:
             await self.parts.drain(drain_s)
-        self._parts = None
-        await stack.aclose()
+        finally:
+            self._parts = None
+            await stack.aclose()

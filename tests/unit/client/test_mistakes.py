@@ -58,13 +58,19 @@ def test_an_unknown_command_suggests_the_nearest(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("job", "get", "gsm8k-stf"), "job gsm8k-stf does not exist; did you mean gsm8k-sft? See: horizon job list"),
-        (("job", "watch", "xyzzy"), "job xyzzy does not exist; see: horizon job list"),
+        (
+            ("job", "get", "gsm8k-stf"),
+            "job 'gsm8k-stf' does not exist, or is not yours; did you mean gsm8k-sft? See: horizon job list",
+        ),
+        (("job", "watch", "xyzzy"), "job 'xyzzy' does not exist, or is not yours; see: horizon job list"),
         (
             ("model", "get", "tiny-bse"),
-            "model tiny-bse does not exist; did you mean tiny-base? See: horizon model list",
+            "model 'tiny-bse' does not exist, or is not yours; did you mean tiny-base? See: horizon model list",
         ),
-        (("dataset", "get", "GSM8"), "dataset GSM8 does not exist; did you mean gsm8k? See: horizon dataset list"),
+        (
+            ("dataset", "get", "GSM8"),
+            "dataset 'GSM8' does not exist, or is not yours; did you mean gsm8k? See: horizon dataset list",
+        ),
         (("checkpoint", "list", "gsm8k-stf"), "did you mean gsm8k-sft? See: horizon job list"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from horizon_client import Client, CorruptDownload, FileConflict, NotFound, ServerFailed
-
 from horizon_proto.v1 import checkpoint_pb2
 from horizon_server.records.job import JobRecord
 

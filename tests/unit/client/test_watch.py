@@ -13,7 +13,6 @@ from horizon_client.connection import RetryPolicy
 from horizon_client.conversion import from_message, to_plain
 from horizon_client.resources import JobEvent, MessageEvent, StateEvent, StepEvent
 from horizon_proto.v1 import job_pb2
-
 from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def test_wait_returns_the_ended_job(client: Client, daemon: Daemon, state: JobSt
 
 
 def test_wait_follows_a_job_to_its_end(client: Client, daemon: Daemon, running_job: JobRecord) -> None:
-    daemon.line.cuts["WatchJob"] = [3]
+    daemon.line.cuts["WatchJob"] = [0]
 
     def end(notice: str) -> None:
         daemon.move(running_job, JobState.SUCCEEDED)
