@@ -1,7 +1,7 @@
 """A worker that trains nothing: it follows a script, and speaks the protocol of the real one over the real pipes.
 
-`python -m tests.scripted_worker REQUEST --events-fd N`, as the daemon starts its workers. The script is `scripts/<name of the job>.json` in
-the state folder; `Script` in tests/daemon_parts.py says what it may hold. Without one it does what `scripts/any.json` and the job's spec say.
+`python -m tests.scripted_worker REQUEST --events-fd N`, as the daemon starts its workers. The script is `scripts/<name of the job>.json`
+or `scripts/any.json` in the state folder; `Script` in tests/daemon_parts.py says what it may contain. The rest is as the job's spec says.
 """
 
 from __future__ import annotations

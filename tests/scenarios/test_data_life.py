@@ -56,7 +56,7 @@ def test_rows_are_held_out_left_out_and_reported(
         assert kept == report
         warnings = warnings_of(events)
         assert len(warnings) == 1
-        assert warnings[0].startswith("1 of 61 rows are left out:\nline[11] has ")
+        assert warnings[0].startswith("1 of 61 rows are left out:\nrows.jsonl:11 has ")
 
         again = client.jobs.submit({**spec, "name": "again", "dataset": "rows", "eval_fraction": 0.25})
         repeated = events_of(client, again.job_id)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from click.testing import CliRunner, Result
 from tests.daemon_parts import blob_file, daemon_parts
 from tests.support.line import Line
@@ -125,6 +127,8 @@ def daemon(
     for name in ("HORIZON_SERVER", "HORIZON_TOKEN", "HORIZON_CA", "HORIZON_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HORIZON_CONFIG_DIR", str(tmp_path / "config"))
+    # Past what CliRunner takes for the output of the command.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
     state = tmp_path_factory.mktemp("daemon") / "state"
     shutil.copytree(stocked_state[0], state)
     served = ServedDaemon(state, model_folder=model_folder, queue=False)
@@ -137,6 +141,7 @@ def daemon(
             line.close()
     finally:
         served.close()
+        structlog.reset_defaults()
 
 
 @pytest.fixture
