@@ -1,4 +1,4 @@
-"""The AdamW kernel against DeepSpeedCPUAdam, where deepspeed can be imported and can compile its own kernel (it is no dependency of ours).
+"""The AdamW kernel against DeepSpeedCPUAdam, where deepspeed can be imported and can compile its own kernel (it is not a dependency).
 
 Same parameters, threads and run, in turn, and each with what mixed precision asks of it. Ours keeps the fp32 master split, so that its
 bf16 half *is* what is streamed; gradients come in fp32 (the host device) or bf16 (the cuda device). DeepSpeed updates fp32 parameters

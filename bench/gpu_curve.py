@@ -53,7 +53,7 @@ QWEN25: dict[str, dict[str, Any]] = {
 TOKENS = tuple(1 << power for power in range(12, 19))
 SEQUENCES = (1024, 4096)
 _STEPS = ((1 << 15, 3), (1 << 17, 2))
-"""Steps of a point up to so many tokens; beyond, one."""
+"""Number of steps of a point up to this many tokens; one above that."""
 _RESIDENT_SHARE = 0.3
 HEADER = (
     "| shape | tokens/step | seq | inputs on | tokens/s | 6PT TFLOP/s | model TFLOP/s | hardware TFLOP/s "
@@ -79,7 +79,7 @@ class Clock:
         self._end_s = time.perf_counter() + budget_s
 
     def allows(self, cost_s: float) -> bool:
-        """Whether so many seconds are left."""
+        """Whether this many seconds are left."""
         return time.perf_counter() + cost_s < self._end_s
 
     def part(self, share: float) -> Clock:

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights, for benchmarks: a store of ours, and the same as plain PyTorch."""
+"""Models of a given shape with random weights, for benchmarks: a host store, and the same as plain PyTorch."""
 
 from __future__ import annotations
 

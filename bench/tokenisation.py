@@ -48,7 +48,7 @@ def chats() -> list[list[dict[str, str]]]:
 
 
 def write_chats(path: Path, num_bytes: int, *, exchanges: int = 1) -> None:
-    """Write about so many bytes of chats as JSON lines, each of so many questions with their answers."""
+    """Write about `num_bytes` of chats as JSON lines, each with `exchanges` questions and their answers."""
     single = chats()
     joined = [list(chain.from_iterable(single[at : at + exchanges])) for at in range(0, len(single), exchanges)]
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in joined)

@@ -63,7 +63,7 @@ class Script:
     hold_at: Moment | None = None
     """Wait there for an order, or for `DaemonParts.release`."""
     deaf: bool = False
-    """Hear no order while holding."""
+    """Hear no order while holding, and hold until released and ordered to stop."""
     die_at: Moment | None = None
     exit_at: Moment | None = None
     fail_at: Moment | None = None

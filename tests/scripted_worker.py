@@ -80,8 +80,11 @@ class ScriptedWorker:
     def _hold(self) -> None:
         """Wait for an order, or until the test says so. With `deaf`, orders are not heard."""
         deadline = time.monotonic() + _HOLD_AT_MOST_S
-        while not self.released.exists() and time.monotonic() < deadline:
-            if self.orders.current is not Order.CONTINUE and not self.script.get("deaf"):
+        deaf = self.script.get("deaf", False)
+        while time.monotonic() < deadline:
+            # A deaf one has been given an order before it is released, but may not have read it yet.
+            ordered, released = self.orders.current is not Order.CONTINUE, self.released.exists()
+            if (ordered and released) if deaf else (ordered or released):
                 return
             time.sleep(_LOOK_EVERY_S)
 

@@ -122,7 +122,7 @@ def decode(line: str | bytes) -> Any:
     """Return the payload of one line.
 
     Raises:
-        WorkerFailed: when the line is not one of ours.
+        WorkerFailed: when the line is not an event.
     """
     try:
         plain = json.loads(line)

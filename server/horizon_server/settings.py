@@ -168,7 +168,7 @@ _CHILD_ENVIRONMENT = {
     # The compute thread sets its own count, so products outside such threads still use all of them.
     "MKL_NUM_THREADS": "1",
     # A layer's intermediates are freed and asked for again all the time. glibc would give them back to the kernel in between, which then
-    # clears every page anew: 200,000 page faults a step of a 40 M model, 5 % of its time.
+    # clears every page again: 200,000 page faults a step of a 40 M model, 5 % of its time.
     "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
 }

@@ -39,7 +39,7 @@ def test_a_text_that_is_not_utf8_names_line_and_offset(node: Node, shell: Shell)
     assert "notes.txt:2 is not UTF-8: byte 0xff at byte offset 15 of the file; save the file as UTF-8" in refusal
 
 
-def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
+def test_bad_lines_come_with_number_field_and_total(node: Node, shell: Shell) -> None:
     lines = [
         GOOD,
         '{"messages": [{"role": "wizard", "content": "hi"}]}\n',
@@ -53,7 +53,11 @@ def test_bad_lines_come_with_number_field_and_total(shell: Shell) -> None:
     assert "rows.jsonl:2: messages[0].role" in sentence
     assert "rows.jsonl:4: messages[0]" in sentence
     assert "rows.jsonl:5: messages" in sentence
-    assert "rows' does not exist" in sentence or "UPLOADING" in shell.works("dataset", "get", "rows")
+    assert "'rows' does not exist" in shell.fails(4, "dataset", "get", "rows"), "nothing was sent"
+    # A client that does not check is refused by the server, in the same words; the dataset cannot be used.
+    assert "rows.jsonl:2: messages[0].role is 'wizard'" in raw_refusal(
+        node, "rows", "rows.jsonl", "".join(lines).encode()
+    )
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: rows\n")
     assert "dataset rows is not ready" in shell.fails(4, "job", "submit", "job.yaml")
 

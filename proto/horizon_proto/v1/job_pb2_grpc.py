@@ -134,7 +134,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """ResumeJob puts a paused job back in the queue; it continues bit-exactly from its checkpoint.
+        """ResumeJob puts a paused or failed job at the end of the queue. It continues from its checkpoint with the same bits as if it had not
+        stopped, given the same number of threads, kind of processor and torch version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,7 +61,9 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.ResumeJobRequest,
         horizon_proto.v1.job_pb2.ResumeJobResponse,
     ]
-    """ResumeJob puts a paused job back in the queue; it continues bit-exactly from its checkpoint."""
+    """ResumeJob puts a paused or failed job at the end of the queue. It continues from its checkpoint with the same bits as if it had not
+    stopped, given the same number of threads, kind of processor and torch version.
+    """
 
     UpdateJob: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.UpdateJobRequest,
@@ -124,7 +126,9 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.ResumeJobRequest,
         horizon_proto.v1.job_pb2.ResumeJobResponse,
     ]
-    """ResumeJob puts a paused job back in the queue; it continues bit-exactly from its checkpoint."""
+    """ResumeJob puts a paused or failed job at the end of the queue. It continues from its checkpoint with the same bits as if it had not
+    stopped, given the same number of threads, kind of processor and torch version.
+    """
 
     UpdateJob: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.UpdateJobRequest,
@@ -201,7 +205,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.ResumeJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.ResumeJobResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.ResumeJobResponse]]:
-        """ResumeJob puts a paused job back in the queue; it continues bit-exactly from its checkpoint."""
+        """ResumeJob puts a paused or failed job at the end of the queue. It continues from its checkpoint with the same bits as if it had not
+        stopped, given the same number of threads, kind of processor and torch version.
+        """
 
     @abc.abstractmethod
     def UpdateJob(

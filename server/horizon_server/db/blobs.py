@@ -22,17 +22,19 @@ class BlobReferences:
 
     async def of_ready(self, owner: str, among: Collection[str]) -> frozenset[str]:
         """Return those of `among` that anything READY of `owner` is made of."""
-        found: set[str] = set()
+        ready: set[str] = set()
+        pairs: list[tuple[str, str]] = []
         async with self._database.reading() as session:
             for part in _parts(among):
-                for table, resource_id in _RESOURCES:
-                    query = (
-                        select(BlobReferenceRow.sha256)
-                        .join(table, resource_id == BlobReferenceRow.resource_id)
-                        .where(BlobReferenceRow.sha256.in_(part), table.owner == owner, table.ready.is_(True))
-                    )
-                    found.update(await session.scalars(query))
-        return frozenset(found)
+                query = select(BlobReferenceRow.sha256, BlobReferenceRow.resource_id)
+                rows = await session.execute(query.where(BlobReferenceRow.sha256.in_(part)))
+                pairs += [(sha256, resource_id) for sha256, resource_id in rows]
+            # Not as a join: SQLite would go through all that the owner has, and each row has its list of files before `ready`.
+            for part in _parts({resource_id for _, resource_id in pairs}):
+                for table, its_id in _RESOURCES:
+                    owned = select(its_id).where(its_id.in_(part), table.owner == owner, table.ready.is_(True))
+                    ready.update(await session.scalars(owned))
+        return frozenset(sha256 for sha256, resource_id in pairs if resource_id in ready)
 
     async def of_any(self, among: Collection[str]) -> frozenset[str]:
         """Return those of `among` that anything of anybody, READY or announced, is made of."""

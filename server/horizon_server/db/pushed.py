@@ -200,5 +200,5 @@ def _read_token(token: str) -> tuple[float, str]:
             return created_s, resource_id
     except (ValueError, TypeError, binascii.Error, RecursionError):
         pass
-    sentence = "page_token is not one of ours; pass the next_page_token of an earlier answer, or leave it out"
+    sentence = "page_token is not valid; pass the next_page_token of an earlier answer, or leave it out"
     raise InvalidSpec.of("page_token", sentence)

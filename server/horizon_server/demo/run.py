@@ -31,6 +31,12 @@ _STOP_TIMEOUT_S = 60.0
 _HELD_OUT_EVERY = 10
 
 
+WHAT_IT_IS = """\
+horizon fine-tunes language models that are far larger than your GPU's memory, on one machine with one GPU and a lot of RAM.
+It is for a lab that shares such a machine: a server runs on it, and everybody submits jobs from a laptop.
+The model stays in RAM and only the layers being computed are on the GPU; memory is planned before a job starts; results equal PyTorch."""
+
+
 class DemoFailed(Exception):
     """A step of the demo did not do what it must."""
 
@@ -59,6 +65,7 @@ def _interrupt(_signal: int, _frame: object) -> None:
 
 
 def _demo(work: Path, output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> None:
+    click.echo(WHAT_IT_IS)
     _say("1. A model and a dataset, made on the spot")
     model = work / "demo-model"
     write_demo_model(model)

@@ -75,8 +75,8 @@ class _Choice:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` tells how fast it is,
-    where that is known."""
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` says how fast it is,
+    where that is known; `layer_memory` what a model's layers keep, where no formula says it."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """How fast this machine is: measured in a child process, kept in the state folder, used by every plan.
 
-Owns `rates.json` and when it is measured. Knows what the rates are for no more than its callers tell. Loads no torch: the child does.
+Owns `rates.json` and when it is measured. Loads no torch: the child does.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class IdleMeasurement:
         self._failed = False
 
     async def __call__(self) -> None:
-        """Wait, measure, keep. A measurement that failed is told once and not tried again by this daemon."""
+        """Wait, measure, keep. A failed measurement is logged once and not tried again by this daemon."""
         known = await asyncio.to_thread(self._book.read)
         if known or self._failed:
             return

@@ -82,7 +82,7 @@ class DeviceRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What one half of a step does. `host_bytes` is the optimizer's traffic alone."""
+    """What forward or backward of a step does. `host_bytes` is the optimizer's traffic alone."""
 
     layer_flops: float
     head_flops: float

@@ -140,7 +140,7 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     contents are undefined and must not be trained on.
 
     Raises:
-        InvalidModel: the folder is no checkpoint, is torn, belongs to another model, or a file's checksum fails; it
+        InvalidModel: the folder is not a checkpoint, is torn, belongs to another model, or a file's checksum fails; it
         is named.
     """
     manifest = read_manifest(folder)

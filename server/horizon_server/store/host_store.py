@@ -85,7 +85,7 @@ class HostStore:
         grad_dtype: torch.dtype | None = torch.float32,
         num_threads: int = 0,
     ) -> HostStore:
-        """A store on memory files that somebody else created by `plane_sizes` and owns; contents stay as they are.
+        """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
 
         Raises:
             ValueError: a plane's descriptor is missing.
@@ -114,7 +114,7 @@ class HostStore:
         return self._planes[name]
 
     def is_blank(self, name: str) -> bool:
-        """Whether a plane is known to hold zeros only: fresh memory that nobody has asked for yet."""
+        """Whether a plane is known to hold zeros only: fresh memory that has not been used yet."""
         return name in self._blank
 
     def unit(self, index: int, plane: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where every parameter lies in the host store's planes: units, tensors, offsets.
+"""Where every parameter is in the host store's planes: units, tensors, offsets.
 
 Owns the arithmetic that the daemon plans by and the worker allocates by, so that the two cannot disagree. It reads
 parameter names and shapes only and must not know torch, numpy or any architecture by name.
@@ -154,7 +154,7 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
     embedding is known by its name; the rest is the head. With `tied` the output projection is left out: the
     embedding's table serves for both. The result depends on names and shapes alone, not on the order they come in.
 
-    Inside a layer, a numbered list (experts) lies entry by entry, and in each entry tensors of one shape side by side: so
+    Inside a layer, a numbered list (experts) is laid out entry by entry, and in each entry tensors of one shape side by side: so
     a stack over the entries, and the pair of projections that many models fuse, are one strided view each.
 
     Raises:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every file with its size and sha256, and what wrote it.
 
 Owns the file trainer/manifest.json. Torch-free: the daemon lists checkpoints with it. A folder without a readable
-manifest, or whose files do not have the sizes it states, is no checkpoint.
+manifest, or whose files do not have the sizes it states, is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     if not file.is_file():
-        raise InvalidModel(f"{folder} is no checkpoint: it has no {MANIFEST_FILE}")
+        raise InvalidModel(f"{folder} is not a checkpoint: it has no {MANIFEST_FILE}")
     try:
         document: dict[str, Any] = json.loads(file.read_bytes())
         version = document["format_version"]
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise
         raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise InvalidModel(f"{file} names {outside[0]}, which lies outside the checkpoint; use another checkpoint")
+        raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
     return Manifest(files=files, versions=versions)
 
 

@@ -29,7 +29,7 @@ def create_memory_file(name: str, size_bytes: int) -> int:
 
 
 def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map a memory file for reading and writing, shared with everybody who maps it.
+    """Map a memory file for reading and writing, shared with every process that maps it.
 
     Raises:
         ValueError: the file is smaller than `size_bytes`.

@@ -61,7 +61,7 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "mo
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHeader:
-    """Where one tensor lies: bytes `start` to `end` of `file`, counted from the file's first byte."""
+    """Where one tensor is: bytes `start` to `end` of `file`, counted from the file's first byte."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,10 +1,10 @@
 """Stored weights in the number formats that a checkpoint's model folder can have, and back without losing a bit.
 
-A master weight is `hi` (bfloat16, rounded half up) and `lo`. What a model folder holds of it, and what is kept for training besides:
+A master weight is `hi` (bfloat16, rounded half up) and `lo`. What a model folder holds of it, and what is kept for training in addition:
 
-* F32: the master itself, and nothing besides;
-* BF16: the master rounded half to even, as torch rounds; besides it `lo`, and one bit per weight where `hi` was rounded the other way;
-* F16: the master rounded half to even, which is of no use for training; besides it `hi` and `lo`.
+* F32: the master itself, and nothing else;
+* BF16: the master rounded half to even, as torch rounds; in addition `lo`, and one bit per weight where `hi` was rounded the other way;
+* F16: the master rounded half to even, which training cannot use; in addition `hi` and `lo`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ASKED_FOR: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": 
 
 _PIECE_ELEMENTS = 1 << 22
 _TIE = -32768
-"""The `lo` of a weight that is half way between two bfloat16 numbers."""
+"""The `lo` of a weight halfway between two bfloat16 numbers."""
 
 
 def export_dtypes(store: HostStore, source: Mapping[str, TensorHeader], wanted: ExportDtype) -> dict[str, str]:

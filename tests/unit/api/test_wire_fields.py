@@ -20,7 +20,7 @@ from horizon_client.conversion import from_message as resource_from
 from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
-from horizon_server.api.http.bodies import INSIDE, PUBLIC_NAMES, body_of
+from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
 from horizon_server.datasets.preview.request import PreviewRow, PreviewSpan
 from horizon_server.figures import TransferFigures
 from horizon_server.planning.machine import Accelerator
@@ -170,7 +170,7 @@ def test_every_field_of_a_record_is_in_rest(kind: type[Any], data: st.DataObject
     model: Any = body_of(cast(Any, kind))
     body = json.loads(json.dumps(model.model_validate(record).model_dump(mode="json"), allow_nan=False))
     for field in dataclasses.fields(kind):
-        if field.name in INSIDE.get(kind, {}):
+        if field.name in NOT_IN_REST.get(kind, {}):
             continue
         value = getattr(record, field.name)
         shown = body[PUBLIC_NAMES.get(field.name, field.name)]

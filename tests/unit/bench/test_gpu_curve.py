@@ -69,15 +69,16 @@ def test_what_is_not_computed_again_does_not_count_as_computed() -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_the_resident_loop_learns_and_keeps_its_master_in_fp32() -> None:
+    torch.manual_seed(0)  # an unlucky start would need more steps than these
     config = _config("tiny", max_tokens=32)
-    resident = ResidentModel(config, torch.device("cpu"), learning_rate=1e-2)
+    resident = ResidentModel(config, torch.device("cpu"), learning_rate=1e-3)
     rows = random_rows(config.vocab_size, num_rows=2, row_tokens=32)
     before = [weight.detach().clone() for weight in resident.masters]
 
-    losses = [float(resident.step(rows)) for _ in range(3)]
+    losses = [float(resident.step(rows)) for _ in range(6)]
 
     assert losses[0] == pytest.approx(math.log(config.vocab_size), rel=0.1)
-    assert losses[2] < losses[0]
+    assert losses[-1] < losses[0]
     assert all(not torch.equal(old, new) for old, new in zip(before, resident.masters, strict=True))
     for weight, master in zip(resident.model.parameters(), resident.masters, strict=True):
         assert torch.equal(weight, master.bfloat16()) and master.dtype == torch.float32 and weight.grad is None

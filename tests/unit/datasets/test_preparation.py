@@ -67,7 +67,7 @@ def test_a_request_survives_the_way_to_the_child(tmp_path: Path) -> None:
 def test_what_the_daemon_imports_loads_no_tensor_library() -> None:
     modules = "checking, reading, recipe"
     program = (
-        f"import sys; from horizon_server.datasets import {modules}; from horizon_server.datasets.preview.request import request; "
+        f"import sys; from horizon_server.datasets import {modules}; from horizon_server.datasets.preview import request; "
         "print(*(name for name in ('torch', 'transformers', 'tokenizers', 'numpy', 'jinja2') if name in sys.modules))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -76,7 +76,7 @@ def test_gsm8k_cut_short_loses_what_the_report_says(tiny_base: Path, tmp_path: P
     assert report.truncated_rows > 100 < report.error_rows
     assert len(report.errors) == 100
     assert dataset.document_lengths.max() == 96
-    left_out = {int(error.split("]")[0].removeprefix("line[")) for error in report.errors}
+    left_out = {int(error.split()[0].removeprefix("gsm8k_train.jsonl:")) for error in report.errors}
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_base)
     for number, line in enumerate(file.read_text("utf-8").splitlines()[: max(left_out)], start=1):
         question = [{"role": "user", "content": json.loads(line)["question"]}]

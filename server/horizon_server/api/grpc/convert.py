@@ -172,6 +172,7 @@ def _write_message(name: str) -> Setter:
 def _write_time(name: str) -> Setter:
     def write(message: Any, unix_s: float) -> None:
         if unix_s:
+            # Whole microseconds: a float of today's date holds no more, and so a time comes back equal.
             getattr(message, name).FromNanoseconds(round(unix_s * 1e6) * 1000)
 
     return write
@@ -206,6 +207,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _plain(message: Message, *, with_zeros: bool) -> dict[str, Any]:
     name = message.DESCRIPTOR.name
     with_zeros = with_zeros and name != _REQUESTED
+    # ListFields leaves out what is unset, and zeros of fields that cannot tell zero from unset.
     fields = message.DESCRIPTOR.fields if with_zeros else [field for field, _ in message.ListFields()]
     plain = {
         attribute_of(field): value

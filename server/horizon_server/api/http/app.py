@@ -14,7 +14,7 @@ from horizon_server.api.http.bodies import ReadyBody, VersionBody
 from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.problems import install_handlers
 from horizon_server.api.http.routes import router
-from horizon_server.api.http.security import Edge, authenticated
+from horizon_server.api.http.security import RequestMiddleware, authenticated
 from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.telemetry.metrics import Metrics
@@ -53,7 +53,7 @@ def make_app(
     app.state.services = services
     app.state.streams = OpenStreams()
     app.state.curves = Curves()
-    app.add_middleware(Edge, on_http=metrics.on_http)
+    app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
     install_handlers(app)
     _add_health(app, ready)
     _add_metrics(app, [] if metrics_open else [Depends(authenticated)], metrics)
@@ -93,6 +93,7 @@ def _add_metrics(app: FastAPI, guards: list[Any], metrics: Metrics) -> None:
 def _add_front(app: FastAPI, version: str) -> None:
     page, policy = _load_page()
 
+    # Not in the schema: it documents what scripts read.
     @app.get("/", include_in_schema=False)
     async def show_page() -> Response:
         return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})

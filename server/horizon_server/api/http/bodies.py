@@ -45,7 +45,7 @@ COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
     }
 )
 """Properties of a record, or of a record within it, that its body has as fields."""
-INSIDE: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
+NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
     {
         JobRecord: {
             "model_id": "may be a folder of the node, whose path is private; the spec names the model",
@@ -87,8 +87,8 @@ class Body(BaseModel):
 
 @cache
 def body_of(kind: Any) -> type[BaseModel]:
-    """Return the body of a record: all its fields and what `COMPUTED` adds, less what stays `INSIDE`."""
-    shown = [field.name for field in dataclasses.fields(kind) if field.name not in INSIDE.get(kind, {})]
+    """Return the body of a record: all its fields and what `COMPUTED` adds, less what stays `NOT_IN_REST`."""
+    shown = [field.name for field in dataclasses.fields(kind) if field.name not in NOT_IN_REST.get(kind, {})]
     described = _descriptions(kind)
     fields: dict[str, Any] = {}
     for path in (*shown, *COMPUTED.get(kind, ())):

@@ -85,6 +85,7 @@ class Curves:
         while len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)
         async with curve.lock:
+            # Up to what the caller's record knows of: a running job keeps writing, and this must end.
             while curve.sequence < job.last_sequence:
                 batch = await jobs.figures(job, names=_FIGURES, after=curve.sequence, limit=_BATCH)
                 for sequence, kind, figures in batch:

@@ -17,6 +17,7 @@ from horizon_server.events import JobEvent, kind_of
 HEARTBEAT_S = 15
 _RETRY_MS = 2000
 _SEPARATOR = "\n"
+"""Of lines. The page splits frames at an empty line; the library's default is CRLF."""
 
 
 def event_response(events: AsyncIterator[JobEvent], streams: OpenStreams) -> EventSourceResponse:
@@ -37,6 +38,7 @@ async def event_frames(events: AsyncIterator[JobEvent], streams: OpenStreams) ->
     yield ServerSentEvent(retry=_RETRY_MS, sep=_SEPARATOR)
     try:
         async with streams.one(), closing(events):
+            # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
             async for event in events:
                 body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}
                 yield _frame(kind_of(event.payload), body, number=str(event.sequence))

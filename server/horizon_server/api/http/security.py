@@ -35,6 +35,7 @@ async def authenticated(
     Raises:
         Unauthenticated: without a token, or with one that is wrong, expired or revoked.
     """
+    # auto_error is off since FastAPI's own refusal is not in the shape of our errors.
     if credentials is None:
         raise Unauthenticated(
             "send the header 'Authorization: Bearer TOKEN'; 'horizond token create USER' makes a token"
@@ -51,7 +52,7 @@ Caller = Annotated[Principal, Depends(authenticated)]
 Services = Annotated[AllServices, Depends(services_of)]
 
 
-class Edge:
+class RequestMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(self, app: ASGIApp, *, on_http: Callable[[str, str, int, float], None]) -> None:
