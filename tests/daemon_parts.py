@@ -37,6 +37,7 @@ WAIT_S = 60.0
 _RUNNING = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING)
 _MOVES = {
     JobState.QUEUED: (),
+    JobState.PREPARING: _RUNNING[:1],
     JobState.STARTING: _RUNNING[:2],
     JobState.RUNNING: _RUNNING,
     JobState.STOPPING: (*_RUNNING, JobState.STOPPING),

@@ -76,9 +76,12 @@ class Prometheus:
 
     def close(self) -> None:
         self._client.close()
-        self._process.terminate()
-        self._process.wait(30)
         self._log.close()
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
 
     def _scrapes(self) -> bool:
         """Whether it is up and has reached the daemon: while it starts it refuses, then answers 503 in plain text."""

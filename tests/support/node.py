@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.support.daemon_process import DaemonProcess
 
@@ -99,3 +100,14 @@ def node_of(daemon: DaemonProcess, files: Path) -> Node:
         client.models.push(model, name="demo-model")
         client.datasets.push([node.dataset], name="demo-chats")
     return node
+
+
+def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """A job of two steps over what `node_of` has pushed."""
+    return {
+        "name": name,
+        "model": "demo-model",
+        "dataset": "demo-chats",
+        "train": {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128, "warmup_steps": 0, **train},
+        "checkpoint": checkpoint or {"every_steps": 0},
+    }
