@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
@@ -33,6 +35,16 @@ def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
                     client.jobs.cancel(job.job_id)
 
 
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    """Kill commands that a failed test has left."""
+    yield
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "horizon_client" in child.cmdline():
+                child.kill()
+
+
 @pytest.fixture
 def shell(node: Node, tmp_path: Path) -> Shell:
     return node.shell(tmp_path)
@@ -48,5 +60,6 @@ def own_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         return node_of(made[-1].start(), tmp_path / "files")
 
     yield make
-    for daemon in made:
-        daemon.close()
+    with ExitStack() as stack:
+        for daemon in made:
+            stack.callback(daemon.close)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
+from threading import Timer
 
 import httpx
 import pytest
@@ -20,12 +20,15 @@ def read_until(process: Popen[str], words: str, timeout_s: float = 60.0) -> list
     """Return the lines of stdout up to the one that holds `words`."""
     assert process.stdout is not None
     lines: list[str] = []
-    deadline = time.monotonic() + timeout_s
-    for line in process.stdout:
-        lines.append(line)
-        if words in line:
-            return lines
-        assert time.monotonic() < deadline, lines
+    too_late = Timer(timeout_s, process.kill)  # which ends the lines
+    too_late.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if words in line:
+                return lines
+    finally:
+        too_late.cancel()
     raise AssertionError(f"{words!r} never came: {lines}")
 
 

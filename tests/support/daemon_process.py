@@ -32,19 +32,12 @@ class DaemonProcess:
     def start(self) -> DaemonProcess:
         """Start it and wait until it is ready."""
         self.state_dir.mkdir(parents=True, exist_ok=True)
-        config = self.state_dir / "test.toml"
-        config.write_text("".join(f"{name} = {value}\n" for name, value in self._settings.items()), "ascii")
-        flags = [
-            "--config",
-            str(config),
-            "--state-dir",
-            str(self.state_dir),
-            "--grpc",
-            "127.0.0.1:0",
-            "--http",
-            "127.0.0.1:0",
-            *self._flags,
-        ]
+        flags = ["--state-dir", str(self.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        if self._settings:
+            config = self.state_dir / "test.toml"
+            config.write_text("".join(f"{name} = {value}\n" for name, value in self._settings.items()), "ascii")
+            flags += ["--config", str(config)]
+        flags += self._flags
         with (self.state_dir / "test.log").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server", "serve", *flags], stdout=output, stderr=output

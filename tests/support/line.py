@@ -117,7 +117,7 @@ class Line:
         server, self._server = self._server, None
         if server is not None and self._channel is not None:
             await server.stop(None)
-            await self._channel.close()
+            await self._channel.close(None)
 
     async def answers(self, path: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Pass one call on, with its faults."""
@@ -162,15 +162,16 @@ class Line:
             (key, value) for key, value in context.invocation_metadata() if key in ("authorization", "x-request-id")
         ]
         assert self._channel is not None
-        call = self._channel.stream_stream(path)(requests, metadata=sent)
+        call = self._channel.stream_stream(path, None, None)(requests, metadata=sent)
         try:
             async for answer in call:
                 message = GetMessageClass(_METHODS[path].output_type).FromString(answer)
                 self.change.get(name, lambda message: None)(message)
                 yield message
         except grpc.aio.AioRpcError as error:
-            kept = [(key, value) for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
-            await _abort(context, _Refusal(error.code(), error.details() or "", tuple(kept)))
+            details = dict(error.trailing_metadata()).get("grpc-status-details-bin")  # type: ignore[arg-type,call-overload]
+            kept = (("grpc-status-details-bin", details),) if details else ()
+            await _abort(context, _Refusal(error.code(), error.details() or "", kept))
         finally:
             call.cancel()
 
@@ -191,7 +192,7 @@ class Line:
             message = type(first).FromString(rest)
 
 
-class _PassOn(grpc.GenericRpcHandler):
+class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not generic at run time
     """Takes every method there is; on the wire all four kinds of calls are two streams."""
 
     def __init__(self, line: Line) -> None:
