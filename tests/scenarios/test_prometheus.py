@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
-from tests.support.daemon_process import wait_for, wait_for_state
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 
 from horizon_client import Client
 
@@ -122,6 +122,7 @@ def panels(job_id: str) -> dict[str, str]:
 def test_no_panel_stays_empty(
     daemon: AnyDaemon, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
 ) -> None:
+    assert isinstance(daemon, DaemonProcess)
     daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()
     spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 3})

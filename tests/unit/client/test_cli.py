@@ -186,8 +186,9 @@ def previewed(daemon: Daemon) -> None:
 
     def answer(request: dataset_pb2.PreviewDatasetRequest) -> dataset_pb2.PreviewDatasetResponse:
         spans = [dataset_pb2.PreviewSpan(text="Q: 1+1?"), dataset_pb2.PreviewSpan(text=" 2", trained=True)]
-        at = {"file": "a.jsonl", "unit": "line", "number": request.offset + 1}
-        row = dataset_pb2.PreviewRow(spans=spans, num_tokens=5, num_trained_tokens=1, **at)
+        row = dataset_pb2.PreviewRow(
+            spans=spans, num_tokens=5, num_trained_tokens=1, file="a.jsonl", unit="line", number=request.offset + 1
+        )
         options = {name: getattr(request, name) for name in ("train_on", "method", "sequence_length")}
         return dataset_pb2.PreviewDatasetResponse(
             rows=[row] * request.num_rows, num_rows=1234, format=dataset_pb2.DATASET_FORMAT_MESSAGES, **options
