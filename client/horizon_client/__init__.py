@@ -15,6 +15,7 @@ progress, pass your own `Reporter`. Importing this package loads neither grpc no
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from horizon_client.errors import (
@@ -111,12 +112,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load a client when it is first used, so that the import alone is fast."""
-    if name == "Client":
-        from horizon_client.sync_client import Client
-
-        return Client
-    if name == "AsyncClient":
-        from horizon_client.async_client import AsyncClient
-
-        return AsyncClient
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = {"Client": "sync_client", "AsyncClient": "async_client"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"horizon_client.{modules[name]}"), name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
-from typing import TYPE_CHECKING, cast
 
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, Connection, RetryPolicy
@@ -15,10 +13,6 @@ from horizon_client.models import AsyncModels
 from horizon_client.profiles import resolve_endpoint
 from horizon_client.resources import Node
 from horizon_proto.v1 import node_pb2
-from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
 
 
 class AsyncNodeInfo:
@@ -29,8 +23,8 @@ class AsyncNodeInfo:
 
     async def status(self) -> Node:
         """Return the node's hardware, free memory, jobs, and the caller's user and role."""
-        stub = cast("NodeServiceAsyncStub", self._connection.stub(NodeServiceStub))
-        return from_message(Node, (await self._connection.unary(stub.GetNode, node_pb2.GetNodeRequest())).node)
+        answer = await self._connection.unary(self._connection.calls.node.GetNode, node_pb2.GetNodeRequest())
+        return from_message(Node, answer.node)
 
 
 class AsyncClient:
@@ -71,9 +65,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *leaving: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:

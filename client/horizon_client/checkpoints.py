@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
@@ -14,10 +13,6 @@ from horizon_client.resources import Checkpoint, CheckpointPull
 from horizon_client.transfer.download import TRAINER_PREFIX, CheckpointDownload
 from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_proto.v1 import checkpoint_pb2
-from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceAsyncStub
 
 
 class AsyncCheckpoints:
@@ -29,7 +24,7 @@ class AsyncCheckpoints:
     async def list(self, job: str) -> list[Checkpoint]:
         """Return the complete checkpoints of a job, oldest first."""
         request = checkpoint_pb2.ListCheckpointsRequest(job_id=job)
-        answer = await self._connection.unary(self._stub().ListCheckpoints, request)
+        answer = await self._connection.unary(self._connection.calls.checkpoints.ListCheckpoints, request)
         return [from_message(Checkpoint, item) for item in answer.checkpoints]
 
     async def pull(
@@ -59,7 +54,7 @@ class AsyncCheckpoints:
             request = checkpoint_pb2.ReadCheckpointFileRequest(
                 job_id=checkpoint.job_id, step=checkpoint.step, path=path, offset=offset
             )
-            async for piece in self._connection.stream(self._stub().ReadCheckpointFile, request):
+            async for piece in self._connection.stream(self._connection.calls.checkpoints.ReadCheckpointFile, request):
                 yield piece.offset, piece.data
 
         download = CheckpointDownload(read_file, folder, retry=self._connection.stream_retry, reporter=reporter)
@@ -71,10 +66,7 @@ class AsyncCheckpoints:
     async def delete(self, job: str, step: int) -> None:
         """Delete one checkpoint."""
         request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
-        await self._connection.unary(self._stub().DeleteCheckpoint, request, idempotent=False)
-
-    def _stub(self) -> CheckpointServiceAsyncStub:
-        return cast("CheckpointServiceAsyncStub", self._connection.stub(CheckpointServiceStub))
+        await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, idempotent=False)
 
 
 def _folder(to: str | os.PathLike[str]) -> Path:

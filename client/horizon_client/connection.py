@@ -10,23 +10,36 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from horizon_client.endpoint import Endpoint
 from horizon_client.errors import BadConfig, BadEndpoint, HorizonClientError, Unavailable
-from horizon_client.rpc_errors import from_rpc, is_other_host
+from horizon_client.rpc_errors import OTHER_HOST, from_rpc
 from horizon_client.transfer.reporter import Reporter
+from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
+from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
+from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
+from horizon_proto.v1.job_pb2_grpc import JobServiceStub
+from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
+from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
+
+if TYPE_CHECKING:
+    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
+    from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceAsyncStub
+    from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceAsyncStub
+    from horizon_proto.v1.job_pb2_grpc import JobServiceAsyncStub
+    from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
+    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
 
 ItemT = TypeVar("ItemT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-StubT = TypeVar("StubT")
 
 UNARY_DEADLINE_S = 30.0
 FINALIZE_DEADLINE_S = 1800.0
@@ -89,6 +102,18 @@ class Backoff:
         return None if self._failures >= self._policy.max_attempts or out_of_time else wait_s
 
 
+class Calls:
+    """The services of the daemon on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.blobs = cast("BlobServiceAsyncStub", BlobServiceStub(channel))
+        self.checkpoints = cast("CheckpointServiceAsyncStub", CheckpointServiceStub(channel))
+        self.datasets = cast("DatasetServiceAsyncStub", DatasetServiceStub(channel))
+        self.jobs = cast("JobServiceAsyncStub", JobServiceStub(channel))
+        self.models = cast("ModelServiceAsyncStub", ModelServiceStub(channel))
+        self.node = cast("NodeServiceAsyncStub", NodeServiceStub(channel))
+
+
 class Connection:
     """The channel, opened at the first call and kept until `close`."""
 
@@ -100,13 +125,21 @@ class Connection:
         self.metadata = (*token, (_METADATA_BYTES_KEY, str(MAX_METADATA_BYTES)))
         self._root_certificates = endpoint.root_certificates()
         self._channel: grpc.aio.Channel | None = None
-        self._stubs: dict[object, object] = {}
+        self._calls: Calls | None = None
 
-    def stub(self, kind: Callable[[grpc.aio.Channel], StubT]) -> StubT:
-        """Return the stub of one service on this channel."""
-        if kind not in self._stubs:
-            self._stubs[kind] = kind(self._open())
-        return self._stubs[kind]  # type: ignore[return-value]
+    @property
+    def calls(self) -> Calls:
+        """The calls of the daemon; opens the channel when first used."""
+        if self._calls is None:
+            # not in the constructor: a channel belongs to the event loop in which it is opened
+            target, options = self.endpoint.server, _channel_options(self.endpoint)
+            if self.endpoint.ca_file is None:
+                self._channel = grpc.aio.insecure_channel(target, options=options)
+            else:
+                credentials = grpc.ssl_channel_credentials(root_certificates=self._root_certificates)
+                self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+            self._calls = Calls(self._channel)
+        return self._calls
 
     async def unary(
         self,
@@ -132,6 +165,20 @@ class Connection:
             if wait_s is None:
                 raise problem
             await asyncio.sleep(wait_s)
+
+    async def all_pages(
+        self, call: Any, request: Any, items_of: Callable[[Any], Iterable[ItemT]], limit: int | None
+    ) -> list[ItemT]:
+        """Return the items of all pages, or the first `limit`; `items_of` returns the items of one answer."""
+        items: list[ItemT] = []
+        while limit is None or len(items) < limit:
+            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
+            answer: Any = await self.unary(call, request)
+            items += items_of(answer)
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                break
+        return items[:limit]
 
     async def stream(
         self,
@@ -195,28 +242,17 @@ class Connection:
         """Close the channel; calls under way end as cancelled."""
         if self._channel is not None:
             await self._channel.close(None)
-        self._channel = None
-        self._stubs.clear()
+        self._channel = self._calls = None
 
     async def _explained(self, error: grpc.aio.AioRpcError) -> HorizonClientError:
         """Return the error for a failed call; where the certificate holds other host names, with those names."""
         problem = from_rpc(error, self.endpoint.server)
-        if not is_other_host(problem):
+        if problem.reason != OTHER_HOST:
             return problem
         names = await asyncio.to_thread(certificate_names, self.endpoint)
         held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
         add = f"add {self.endpoint.host!r} to tls_names in the settings of horizond and restart it"
         return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
-
-    def _open(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            target, options = self.endpoint.server, _channel_options(self.endpoint)
-            if self.endpoint.ca_file is None:
-                self._channel = grpc.aio.insecure_channel(target, options=options)
-            else:
-                credentials = grpc.ssl_channel_credentials(root_certificates=self._root_certificates)
-                self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        return self._channel
 
 
 async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
@@ -230,21 +266,6 @@ async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: R
         raise problem
     reporter.notice(f"{what} was cut ({problem.message}); retrying in {wait_s:.1f} s")
     await asyncio.sleep(wait_s)
-
-
-async def all_pages(
-    page: Callable[[str, int], Awaitable[tuple[Sequence[ItemT], str]]], limit: int | None
-) -> list[ItemT]:
-    """Return the items of all pages, or the first `limit`; `page` takes a page token and a page size."""
-    items: list[ItemT] = []
-    token = ""
-    while limit is None or len(items) < limit:
-        size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
-        found, token = await page(token, size)
-        items += found
-        if not token:
-            break
-    return items[:limit]
 
 
 def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:

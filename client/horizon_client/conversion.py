@@ -43,7 +43,7 @@ def from_message(kind: type[ResourceT], message: Message, **extra: Any) -> Resou
 
 def event_from_message(message: job_pb2.JobEvent) -> resources.JobEvent:
     """Return the event; one of a kind that this client does not know becomes a message that says so."""
-    time = _datetime(message.time) if message.HasField("time") else None
+    time = message.time.ToDatetime(tzinfo=UTC) if message.HasField("time") else None
     which = message.WhichOneof("event")
     if which is None:
         text = "something happened that this client is too old to show; upgrade it to match the server"
@@ -90,7 +90,7 @@ def _value(message: Message, descriptor: Any, nested: type[Any] | None) -> Any:
     if descriptor.has_presence and not message.HasField(descriptor.name):
         return {} if isinstance(value, job_pb2.JobSpec) else None
     if isinstance(value, Timestamp):
-        return _datetime(value)
+        return value.ToDatetime(tzinfo=UTC)
     if isinstance(value, Duration):
         return value.ToNanoseconds() / 1e9
     if isinstance(value, job_pb2.JobSpec):
@@ -98,7 +98,3 @@ def _value(message: Message, descriptor: Any, nested: type[Any] | None) -> Any:
     if isinstance(value, Message):
         return from_message(nested, value) if nested else None
     return enum_text(descriptor.enum_type, value) if descriptor.enum_type is not None else value
-
-
-def _datetime(value: Timestamp) -> datetime:
-    return value.ToDatetime(tzinfo=UTC)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from horizon_client.errors import BadFile, InvalidRequest
-from horizon_client.transfer.files import SourceFile, in_pieces
+from horizon_client.transfer.files import SourceFile, read_through, reading
 from horizon_client.transfer.reporter import SILENT, Progress, Reporter
 from horizon_formats.file_check import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
@@ -41,7 +42,15 @@ def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[Sourc
         found += _inside(path, reporter) if path.is_dir() else [(path, path.name)]
     if not found:
         raise BadFile("no file was given")
-    return [SourceFile.of(path, name) for path, name in _with_own_names(found)]
+    if len({name for _, name in found}) < len(found):
+        # names must differ, so they start at the common folder
+        absolute = [path.absolute() for path, _ in found]
+        if len(set(absolute)) != len(absolute):
+            twice = next(path for path in absolute if absolute.count(path) > 1)
+            raise BadFile(f"{twice} was given twice")
+        common = Path(os.path.commonpath([path.parent for path in absolute]))
+        found = [(path, path.relative_to(common).as_posix()) for path in absolute]
+    return [SourceFile.of(path, name) for path, name in found]
 
 
 async def check_dataset_files(
@@ -57,32 +66,19 @@ async def check_dataset_files(
         BadFile: naming the first file with bad rows, the first 100 of them as violations.
         InvalidRequest: when format or map are wrong whatever the files hold.
     """
-    total = sum(file.size_bytes for file in files)
-    done = 0
+
+    def read(file: SourceFile) -> Iterator[int]:
+        with suppress(ServerOnly):
+            yield from check.read(DataFile(path=file.source, name=str(file.source)))
+        check.violations.refuse()  # after each file, so that the error is about one file
+
     try:
         check = DatasetCheck(parse_format(format), field_map or {})
-        for file in files:
-
-            def report(num_bytes: int, name: str = file.path) -> None:
-                nonlocal done
-                done = min(done + num_bytes, total)
-                on_progress(Progress(phase="check", name=name, done_bytes=done, total_bytes=total))
-
-            await in_pieces(_checking(check, file.source), report)
-            check.violations.refuse()
+        await read_through(files, read, "check", on_progress)
         check.report()
     except FormatError as error:
         kind = InvalidRequest if isinstance(error, InvalidOption) else BadFile
         raise kind(error.message, violations=error.violations) from error
-
-
-def _checking(check: DatasetCheck, path: Path) -> Iterator[int]:
-    try:
-        yield from check.read(DataFile(path=path, name=str(path)))
-    except ServerOnly:
-        return
-    except OSError as error:
-        raise BadFile(f"cannot read {path}: {error.strerror}") from error
 
 
 def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
@@ -93,19 +89,17 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
     root = folder.resolve()
     for path in _entries(folder):
         name = path.relative_to(folder).as_posix()
-        try:
+        with reading(path):
             if not path.is_file() or plain_suffix(path.name) not in SENT_FROM_FOLDERS:
                 others.append(name)
             elif not path.resolve().is_relative_to(root):
                 outside.append(name)
             else:
                 data.append((path, name))
-        except OSError as error:
-            raise BadFile(f"cannot read {path}: {error.strerror}") from error
-    if others:
-        reporter.notice(f"skipped in {folder} (not data files): {_first_few(others)}")
-    if outside:
-        reporter.notice(f"skipped in {folder} (links to files outside it): {_first_few(outside)}")
+    for names, why in ((others, "not data files"), (outside, "links to files outside it")):
+        if names:
+            first = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+            reporter.notice(f"skipped in {folder} ({why}): {first} ({len(names)} in all)")
     if not data:
         links = "; to push the files that its links lead to, name them one by one" if outside else ""
         endings = " or ".join(COMPRESSED_SUFFIXES)
@@ -125,21 +119,3 @@ def _entries(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         yield from (Path(place) / name for name in sorted([*links, *files]) if not name.startswith("."))
-
-
-def _first_few(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more} ({len(names)} in all)"
-
-
-def _with_own_names(found: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Return the files with distinct names: relative to their common folder where two names are equal."""
-    names = [name for _, name in found]
-    if len(set(names)) == len(names):
-        return list(found)
-    absolute = [path.absolute() for path, _ in found]
-    if len(set(absolute)) != len(absolute):
-        twice = next(path for path in absolute if absolute.count(path) > 1)
-        raise BadFile(f"{twice} was given twice")
-    common = Path(os.path.commonpath([path.parent for path in absolute]))
-    return [(path, path.relative_to(common).as_posix()) for path in absolute]

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection, all_pages
+from horizon_client.connection import PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import from_message
 from horizon_client.dataset_files import check_dataset_files, dataset_sources
-from horizon_client.errors import FieldViolation, InvalidRequest, NotFound
+from horizon_client.errors import FieldViolation, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import enum_choices
 from horizon_client.models import AsyncModels
-from horizon_client.near_names import suggested
 from horizon_client.resources import Dataset, DatasetPreview, DatasetPush
 from horizon_client.transfer.files import HashedFile, hash_files
-from horizon_client.transfer.reporter import SILENT, Progress, Reporter
-from horizon_client.transfer.upload import BlobUpload
-from horizon_proto.v1 import blob_pb2, dataset_pb2, job_pb2
-from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceAsyncStub
+from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.transfer.upload import push_files
+from horizon_proto.v1 import dataset_pb2, job_pb2
 
 
 class AsyncDatasets:
@@ -51,7 +45,7 @@ class AsyncDatasets:
         sources = dataset_sources(files, reporter)
         await check_dataset_files(sources, reporter.progress, format=format, field_map=field_map)
         request = dataset_pb2.CreateDatasetRequest(
-            request_id=request_id or str(uuid.uuid4()), name=name, format=number, field_map=dict(field_map or {})
+            request_id=request_id or "", name=name, format=number, field_map=field_map
         )
         return await push_dataset(self._connection, request, await hash_files(sources, reporter), reporter)
 
@@ -63,7 +57,7 @@ class AsyncDatasets:
         """
         request = dataset_pb2.GetDatasetRequest(name=name)
         try:
-            answer = await self._connection.unary(_stub(self._connection).GetDataset, request)
+            answer = await self._connection.unary(self._connection.calls.datasets.GetDataset, request)
         except NotFound as problem:
             raise await suggested(problem, "dataset", name, self.names) from None
         return from_message(Dataset, answer.dataset)
@@ -71,7 +65,7 @@ class AsyncDatasets:
     async def delete(self, name: str) -> None:
         """Delete a dataset that no active job needs."""
         request = dataset_pb2.DeleteDatasetRequest(name=name)
-        await self._connection.unary(_stub(self._connection).DeleteDataset, request, idempotent=False)
+        await self._connection.unary(self._connection.calls.datasets.DeleteDataset, request, idempotent=False)
 
     async def preview(
         self,
@@ -102,7 +96,7 @@ class AsyncDatasets:
             method=_enum_number(job_pb2.Method, "method", method),
             sequence_length=_in_range("sequence_length", sequence_length, 1),
         )
-        call = _stub(self._connection).PreviewDataset
+        call = self._connection.calls.datasets.PreviewDataset
         try:
             answer = await self._connection.unary(call, request, deadline_s=PREVIEW_DEADLINE_S)
         except NotFound as problem:
@@ -113,13 +107,9 @@ class AsyncDatasets:
 
     async def list(self, *, limit: int | None = None) -> list[Dataset]:
         """Return the caller's datasets, newest first; all of them, or at most `limit`."""
-
-        async def page(token: str, size: int) -> tuple[Sequence[dataset_pb2.Dataset], str]:
-            request = dataset_pb2.ListDatasetsRequest(page_size=size, page_token=token)
-            answer = await self._connection.unary(_stub(self._connection).ListDatasets, request)
-            return answer.datasets, answer.next_page_token
-
-        return [from_message(Dataset, item) for item in await all_pages(page, limit)]
+        call, request = self._connection.calls.datasets.ListDatasets, dataset_pb2.ListDatasetsRequest()
+        found = await self._connection.all_pages(call, request, lambda answer: answer.datasets, limit)
+        return [from_message(Dataset, item) for item in found]
 
     async def names(self) -> Iterable[str]:
         """Return the names of the caller's datasets, newest first."""
@@ -127,32 +117,21 @@ class AsyncDatasets:
 
 
 async def push_dataset(
-    connection: Connection,
-    request: dataset_pb2.CreateDatasetRequest,
-    files: Sequence[HashedFile],
-    reporter: Reporter,
+    connection: Connection, request: dataset_pb2.CreateDatasetRequest, files: Sequence[HashedFile], reporter: Reporter
 ) -> DatasetPush:
     """Create the dataset that `request` describes from `files`: announce them, send what is missing, finalize."""
-    stub = _stub(connection)
-    request.files.extend(
-        blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
+    stub = connection.calls.datasets
+    dataset, sent_bytes = await push_files(
+        connection,
+        files,
+        reporter,
+        request=request,
+        create=stub.CreateDataset,
+        finalize=stub.FinalizeDataset,
+        to_finalize=lambda created: dataset_pb2.FinalizeDatasetRequest(dataset_id=created.dataset_id),
+        read=lambda answer: from_message(Dataset, answer.dataset),
     )
-    created = (await connection.unary(stub.CreateDataset, request)).dataset
-    if created.state == dataset_pb2.DATASET_STATE_READY:
-        return DatasetPush(dataset=from_message(Dataset, created), sent_bytes=0)
-    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
-    reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
-    finalized = await connection.unary(
-        stub.FinalizeDataset,
-        dataset_pb2.FinalizeDatasetRequest(dataset_id=created.dataset_id),
-        deadline_s=FINALIZE_DEADLINE_S,
-        retry=connection.stream_retry,
-    )
-    return DatasetPush(dataset=from_message(Dataset, finalized.dataset), sent_bytes=sent_bytes)
-
-
-def _stub(connection: Connection) -> DatasetServiceAsyncStub:
-    return cast("DatasetServiceAsyncStub", connection.stub(DatasetServiceStub))
+    return DatasetPush(dataset=dataset, sent_bytes=sent_bytes)
 
 
 def _enum_number(enum: Any, field: str, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree of errors.
+"""Everything that can go wrong, as one tree of errors, and the similar names that a message suggests.
 
 An error that the server answers has the server's own name and `reason` (`DoesNotFit`, DOES_NOT_FIT). Every error has a message for
 people, the refused fields (`violations`) and the exit code of the `horizon` command:
@@ -11,9 +11,14 @@ people, the refused fields (`violations`) and the exit code of the `horizon` com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from difflib import SequenceMatcher
 
 from horizon_formats.problems import FieldViolation as FieldViolation
+
+_SIMILAR = 0.6
+_AS_SIMILAR = 0.08
+_MOST_NAMES = 3
 
 
 class HorizonClientError(Exception):
@@ -261,3 +266,25 @@ class CorruptDownload(ServerFailed):
     """What arrived is not what was listed."""
 
     reason = "CORRUPT_DOWNLOAD"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean X or Y?` with the most similar known names, or nothing when none is similar."""
+    scored = {other: SequenceMatcher(None, name.lower(), other.lower()).ratio() for other in known}
+    best = max(scored.values(), default=0.0)
+    near = [other for other, score in scored.items() if score >= max(_SIMILAR, best - _AS_SIMILAR)]
+    near.sort(key=scored.__getitem__, reverse=True)
+    return f"did you mean {' or '.join(near[:_MOST_NAMES])}?" if near else ""
+
+
+async def suggested(
+    problem: NotFound, kind: str, name: str, list_names: Callable[[], Awaitable[Iterable[str]]]
+) -> NotFound:
+    """Return `problem` with similar names of the same kind (model, dataset, job), and the command that lists them all."""
+    see = f"see: horizon {kind} list"
+    text = problem.message.removesuffix(see).rstrip("; ")
+    try:
+        hint = did_you_mean(name, await list_names())
+    except HorizonClientError:
+        hint = ""  # the first problem is the one to report
+    return NotFound(f"{text}; {f'{hint} {see.capitalize()}' if hint else see}", reason=problem.reason)

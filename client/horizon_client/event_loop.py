@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
 ValueT = TypeVar("ValueT")
@@ -23,8 +23,13 @@ class LoopThread:
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
         loop.set_exception_handler(_ignore_shared_poller)
+
+        def run_loop() -> None:  # without `self`, or the thread would keep this object alive
+            asyncio.set_event_loop(loop)
+            loop.run_forever()
+
         # a daemon thread, so that a program which forgets `close` can still exit
-        thread = threading.Thread(target=_run_loop, args=(loop,), name="horizon-client", daemon=True)
+        thread = threading.Thread(target=run_loop, name="horizon-client", daemon=True)
         thread.start()
         self._loop = loop
         self._finalizer = weakref.finalize(self, _stop_loop, loop, thread)
@@ -40,7 +45,14 @@ class LoopThread:
             work.close()
             raise RuntimeError("this client is closed")
         unwound = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_then_set(work, unwound), self._loop)
+
+        async def until_unwound() -> ValueT:
+            try:
+                return await work
+            finally:
+                unwound.set()
+
+        future = asyncio.run_coroutine_threadsafe(until_unwound(), self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -63,9 +75,8 @@ class LoopThread:
             if step is not None and not step.done():
                 step.cancel()
                 await asyncio.wait([step])
-            aclose: Callable[[], Coroutine[Any, Any, None]] | None = getattr(items, "aclose", None)
-            if aclose is not None:
-                await aclose()
+            if isinstance(items, AsyncGenerator):
+                await items.aclose()
 
         try:
             while (item := self.run(advance())) is not end:
@@ -79,33 +90,21 @@ class LoopThread:
         self._finalizer()
 
 
-async def _then_set(work: Coroutine[Any, Any, ValueT], unwound: threading.Event) -> ValueT:
-    try:
-        return await work
-    finally:
-        unwound.set()
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-
-
 def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if threading.current_thread() is thread:  # the garbage collector may run anywhere; a thread cannot join itself
         loop.stop()
         return
-    asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(timeout=_UNWIND_S)
+
+    async def cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout=_UNWIND_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=_UNWIND_S)
     loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Mapping, MutableSequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from horizon_client.errors import FieldViolation, InvalidSpec
-from horizon_client.near_names import did_you_mean
+from horizon_client.errors import FieldViolation, InvalidSpec, did_you_mean
 from horizon_proto.v1 import job_pb2
 
 REQUIRED = ("name", "model", "dataset")
@@ -24,10 +23,7 @@ REQUIRED = ("name", "model", "dataset")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"
-_INT_BITS = {
-    FieldDescriptor.CPPTYPE_INT32: 32,
-    FieldDescriptor.CPPTYPE_INT64: 64,
-}
+_INT_BITS = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
 
 
 class _Refused(Exception):
@@ -59,9 +55,28 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     return spec
 
 
-def spec_to_mapping(spec: job_pb2.JobSpec) -> dict[str, Any]:
-    """Return the plain mapping that `spec_to_proto` turns back into an equal spec; unset fields are left out."""
-    return _plain(spec)
+def spec_to_mapping(spec: Message) -> dict[str, Any]:
+    """Return the plain mapping that `spec_to_proto` turns back into an equal spec (or section); unset fields are left out."""
+    plain: dict[str, Any] = {}
+    for descriptor in spec.DESCRIPTOR.fields:
+        name, value = descriptor.name, getattr(spec, descriptor.name)
+        if isinstance(value, MutableSequence):
+            if value:
+                plain[name] = list(value)
+        elif descriptor.has_presence and not spec.HasField(name):
+            continue
+        elif isinstance(value, Message):
+            plain[name] = spec_to_mapping(value)
+        elif name == _CLIPPING_OFF:
+            if value:
+                plain[_CLIPPING] = None
+        elif descriptor.enum_type is not None:
+            texts = {number: text for text, number in enum_choices(descriptor.enum_type).items()}
+            if value:
+                plain[name] = texts.get(value, f"unknown-{value}")
+        elif descriptor.has_presence or value:
+            plain[name] = value
+    return plain
 
 
 def enum_choices(descriptor: Any) -> dict[str, int]:
@@ -74,16 +89,17 @@ def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations:
     known = _known_keys(message.DESCRIPTOR)
     for key, value in mapping.items():
         path = f"{prefix}{key}"
-        descriptor = message.DESCRIPTOR.fields_by_name[key] if key in known else None
-        if descriptor is None:
+        if key not in known:
             hint = did_you_mean(str(key), known) or f"fields: {', '.join(known)}"
             text = f"{path} is not a field of the job spec; {hint}"
             violations.append(FieldViolation(field=path, description=text))
             continue
         try:
-            _set(message, descriptor, value, path, violations)
+            _set(message, message.DESCRIPTOR.fields_by_name[key], value, path, violations)
         except _Refused as refused:
-            violations.append(FieldViolation(field=path, description=f"{path} is {_shown(value)}; it {refused}"))
+            text = repr(value)
+            shown = text if len(text) <= 60 else f"{text[:57]}..."
+            violations.append(FieldViolation(field=path, description=f"{path} is {shown}; it {refused}"))
 
 
 def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[FieldViolation]) -> None:
@@ -107,18 +123,27 @@ def _set(message: Message, descriptor: Any, value: object, path: str, violations
 
 def _converted(descriptor: Any, value: object) -> object:
     if descriptor.enum_type is not None:
-        return _enum_number(descriptor.enum_type, value)
+        choices = enum_choices(descriptor.enum_type)
+        text = str(value).lower() if isinstance(value, bool) else value  # YAML reads true and false as booleans
+        if not isinstance(text, str) or text not in choices:
+            raise _Refused(f"must be one of {', '.join(choices)}")
+        return choices[text]
     if descriptor.cpp_type in _INT_BITS:
         return _whole(value, _INT_BITS[descriptor.cpp_type])
-    return _SCALARS[descriptor.cpp_type](value)
-
-
-def _enum_number(descriptor: Any, value: object) -> int:
-    choices = enum_choices(descriptor)
-    text = str(value).lower() if isinstance(value, bool) else value  # YAML reads true and false as booleans
-    if not isinstance(text, str) or text not in choices:
-        raise _Refused(f"must be one of {', '.join(choices)}")
-    return choices[text]
+    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+        return _number(value)
+    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        if not isinstance(value, bool):
+            raise _Refused("must be true or false")
+        return value
+    assert descriptor.cpp_type == FieldDescriptor.CPPTYPE_STRING  # noqa: S101 - the contract has no other kind
+    if not isinstance(value, str):
+        raise _Refused("must be text; put it in quotes")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _Refused("must be valid Unicode text") from None
+    return value
 
 
 def _number(value: object) -> float:
@@ -148,56 +173,5 @@ def _whole(value: object, num_bits: int) -> int:
     return value
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _Refused("must be text; put it in quotes")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _Refused("must be valid Unicode text") from None
-    return value
-
-
-def _truth(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _Refused("must be true or false")
-    return value
-
-
-_SCALARS: dict[int, Callable[[object], object]] = {
-    FieldDescriptor.CPPTYPE_DOUBLE: _number,
-    FieldDescriptor.CPPTYPE_STRING: _text,
-    FieldDescriptor.CPPTYPE_BOOL: _truth,
-}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for descriptor in message.DESCRIPTOR.fields:
-        name, value = descriptor.name, getattr(message, descriptor.name)
-        if isinstance(value, MutableSequence):
-            if value:
-                plain[name] = list(value)
-        elif descriptor.has_presence and not message.HasField(name):
-            continue
-        elif isinstance(value, Message):
-            plain[name] = _plain(value)
-        elif name == _CLIPPING_OFF:
-            if value:
-                plain[_CLIPPING] = None
-        elif descriptor.enum_type is not None:
-            texts = {number: text for text, number in enum_choices(descriptor.enum_type).items()}
-            if value:
-                plain[name] = texts.get(value, f"unknown-{value}")
-        elif descriptor.has_presence or value:
-            plain[name] = value
-    return plain
-
-
 def _known_keys(descriptor: Any) -> list[str]:
     return [field.name for field in descriptor.fields if field.name != _CLIPPING_OFF]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

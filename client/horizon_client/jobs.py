@@ -7,23 +7,20 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-from horizon_client.connection import Connection, all_pages
+from google.protobuf.message import Message
+
+from horizon_client.connection import Connection
 from horizon_client.conversion import event_from_message, from_message
 from horizon_client.datasets import AsyncDatasets
-from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound
+from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
 from horizon_client.local_inputs import LocalInputs, load_job_spec
 from horizon_client.models import AsyncModels
-from horizon_client.near_names import suggested
 from horizon_client.resources import ENDED_STATES, Job, JobEvent, MemoryPlan, PlannedJob, StateEvent
 from horizon_client.transfer.reporter import SILENT, Reporter
 from horizon_proto.v1 import job_pb2
-from horizon_proto.v1.job_pb2_grpc import JobServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.job_pb2_grpc import JobServiceAsyncStub
 
 SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 """A job spec as a mapping, or the path of a YAML or JSON file."""
@@ -61,23 +58,19 @@ class AsyncJobs:
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         request = job_pb2.SubmitJobRequest(request_id=request_id or str(uuid.uuid4()), spec=wire_spec)
         try:
-            answer = await self._connection.unary(self._stub().SubmitJob, request)
+            return await self._answered(self._connection.calls.jobs.SubmitJob, request)
         except NotFound as problem:
             raise await self._missing_input(problem, wire_spec) from None
-        return from_message(Job, answer.job)
 
     async def plan(
-        self,
-        spec: SpecLike,
-        *,
-        overrides: Sequence[str] = (),
-        push: bool = True,
-        reporter: Reporter = SILENT,
+        self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
         """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
         try:
-            answer = await self._connection.unary(self._stub().PlanJob, job_pb2.PlanJobRequest(spec=wire_spec))
+            answer = await self._connection.unary(
+                self._connection.calls.jobs.PlanJob, job_pb2.PlanJobRequest(spec=wire_spec)
+            )
         except NotFound as problem:
             raise await self._missing_input(problem, wire_spec) from None
         return PlannedJob(plan=from_message(MemoryPlan, answer.plan), spec=spec_to_mapping(answer.spec))
@@ -90,24 +83,24 @@ class AsyncJobs:
         """
         request = job_pb2.GetJobRequest(job_id=job)
         try:
-            return from_message(Job, (await self._connection.unary(self._stub().GetJob, request)).job)
+            return await self._answered(self._connection.calls.jobs.GetJob, request)
         except NotFound as problem:
             raise await suggested(problem, "job", job, self._names) from None
 
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
         request = job_pb2.CancelJobRequest(job_id=job)
-        return from_message(Job, (await self._connection.unary(self._stub().CancelJob, request, idempotent=False)).job)
+        return await self._answered(self._connection.calls.jobs.CancelJob, request, idempotent=False)
 
     async def pause(self, job: str) -> Job:
         """Checkpoint a job after its current step and free the device."""
         request = job_pb2.PauseJobRequest(job_id=job)
-        return from_message(Job, (await self._connection.unary(self._stub().PauseJob, request, idempotent=False)).job)
+        return await self._answered(self._connection.calls.jobs.PauseJob, request, idempotent=False)
 
     async def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         request = job_pb2.ResumeJobRequest(job_id=job)
-        return from_message(Job, (await self._connection.unary(self._stub().ResumeJob, request, idempotent=False)).job)
+        return await self._answered(self._connection.calls.jobs.ResumeJob, request, idempotent=False)
 
     async def set_priority(self, job: str, priority: int) -> Job:
         """Change a job's priority; higher first.
@@ -116,7 +109,7 @@ class AsyncJobs:
             NotAvailableYet: in this version of the server, whose queue is first come, first served.
         """
         request = job_pb2.UpdateJobRequest(job_id=job, priority=priority)
-        return from_message(Job, (await self._connection.unary(self._stub().UpdateJob, request)).job)
+        return await self._answered(self._connection.calls.jobs.UpdateJob, request)
 
     async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.
@@ -125,7 +118,7 @@ class AsyncJobs:
             NotFound: when there is no such job.
             Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
-        stub, job_id = self._stub(), (await self.get(job)).job_id
+        stub, job_id = self._connection.calls.jobs, (await self.get(job)).job_id
         last_sequence, ended = after_sequence, False
 
         def reopen() -> AsyncIterator[job_pb2.WatchJobResponse]:
@@ -166,13 +159,7 @@ class AsyncJobs:
             raise DeadlineExceeded(f"job {job} has not ended after {timeout_s:g} s; it continues") from None
 
     async def logs(
-        self,
-        job: str,
-        *,
-        attempt: int = 0,
-        offset: int = 0,
-        follow: bool = False,
-        reporter: Reporter = SILENT,
+        self, job: str, *, attempt: int = 0, offset: int = 0, follow: bool = False, reporter: Reporter = SILENT
     ) -> AsyncIterator[bytes]:
         """Yield the log of a job's worker from byte `offset`; `attempt` 0 is the newest.
 
@@ -181,7 +168,7 @@ class AsyncJobs:
         Raises:
             NotFound: when there is no such job or attempt.
         """
-        stub, current = self._stub(), await self.get(job)
+        stub, current = self._connection.calls.jobs, await self.get(job)
         if attempt > current.attempt:
             had = f"{current.attempt} attempt{'s' if current.attempt != 1 else ''}" if current.attempt else "no attempt"
             raise NotFound(f"job {job} has no attempt {attempt}; it has had {had} so far")
@@ -203,14 +190,20 @@ class AsyncJobs:
 
     async def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
         """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
-        numbers = [_state_number(state) for state in states]
+        choices = enum_choices(job_pb2.JobState.DESCRIPTOR)
+        states = list(states)
+        for state in states:
+            if state.lower() not in choices:
+                problem = f"state is {state!r}; it must be one of {', '.join(choices)}"
+                raise InvalidRequest(problem, violations=[FieldViolation(field="states", description=problem)])
+        numbers = [job_pb2.JobState.ValueType(choices[state.lower()]) for state in states]
+        call, request = self._connection.calls.jobs.ListJobs, job_pb2.ListJobsRequest(states=numbers)
+        found = await self._connection.all_pages(call, request, lambda answer: answer.jobs, limit)
+        return [from_message(Job, item) for item in found]
 
-        async def page(token: str, size: int) -> tuple[Sequence[job_pb2.Job], str]:
-            request = job_pb2.ListJobsRequest(page_size=size, page_token=token, states=numbers)
-            answer = await self._connection.unary(self._stub().ListJobs, request)
-            return answer.jobs, answer.next_page_token
-
-        return [from_message(Job, item) for item in await all_pages(page, limit)]
+    async def _answered(self, call: Any, request: Message, *, idempotent: bool = True) -> Job:
+        answer: Any = await self._connection.unary(call, request, idempotent=idempotent)
+        return from_message(Job, answer.job)
 
     async def _names(self) -> Iterable[str]:
         jobs = await self.list(limit=_SEARCHED_JOBS)
@@ -233,15 +226,3 @@ class AsyncJobs:
             spec_to_proto(self._inputs.with_placeholders(loaded))  # refuse a malformed spec before anything is uploaded
             return spec_to_proto(await self._inputs.pushed(loaded, reporter))
         return spec_to_proto(loaded.mapping)
-
-    def _stub(self) -> JobServiceAsyncStub:
-        return cast("JobServiceAsyncStub", self._connection.stub(JobServiceStub))
-
-
-def _state_number(text: str) -> job_pb2.JobState.ValueType:
-    choices = enum_choices(job_pb2.JobState.DESCRIPTOR)
-    number = choices.get(text.lower())
-    if number is None:
-        problem = f"state is {text!r}; it must be one of {', '.join(choices)}"
-        raise InvalidRequest(problem, violations=[FieldViolation(field="states", description=problem)])
-    return job_pb2.JobState.ValueType(number)

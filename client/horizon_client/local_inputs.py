@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from horizon_client.models import AsyncModels, push_model
 from horizon_client.spec_file import load_spec_file, with_overrides
 from horizon_client.transfer.files import content_digest, hash_files
 from horizon_client.transfer.reporter import Reporter
-from horizon_proto.v1 import dataset_pb2, model_pb2
+from horizon_proto.v1.dataset_pb2 import DATASET_FORMAT_AUTO, CreateDatasetRequest
+from horizon_proto.v1.model_pb2 import CreateModelRequest
 
 _DATASET_FIELDS = ("dataset", "eval_dataset")
 _MAX_NAME = 63
@@ -96,8 +96,7 @@ class LocalInputs:
         files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
 
         async def push(name: str) -> str:
-            request = model_pb2.CreateModelRequest(request_id=str(uuid.uuid4()), name=name)
-            return (await push_model(self._connection, request, files, reporter)).model.name
+            return (await push_model(self._connection, CreateModelRequest(name=name), files, reporter)).model.name
 
         return await _push_named(push, folder, content_digest(files))
 
@@ -107,8 +106,7 @@ class LocalInputs:
         files = await hash_files(found, reporter)
 
         async def push(name: str) -> str:
-            auto = dataset_pb2.DATASET_FORMAT_AUTO
-            request = dataset_pb2.CreateDatasetRequest(request_id=str(uuid.uuid4()), name=name, format=auto)
+            request = CreateDatasetRequest(name=name, format=DATASET_FORMAT_AUTO)
             return (await push_dataset(self._connection, request, files, reporter)).dataset.name
 
         return await _push_named(push, sources[0], content_digest(files, "auto"))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from horizon_client.errors import BadFile
-from horizon_client.transfer.files import SourceFile
+from horizon_client.transfer.files import SourceFile, reading
 from horizon_formats.model_files import is_pickle, pushed_files
 
 _NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")
@@ -37,33 +36,34 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
         raise BadFile(
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
     chosen = pushed_files(root)
     if "config.json" not in chosen:
         raise BadFile(f"{root} contains no config.json, so it is not a model folder")
     if not any(name.endswith(".safetensors") for name in chosen):
-        raise BadFile(_no_weights_message(root, names))
+        pickles = sorted(entry.name for entry in root.iterdir() if entry.is_file() and is_pickle(entry.name))
+        if not pickles:
+            raise BadFile(f"{root} contains no *.safetensors file, so there are no weights to push")
+        raise BadFile(
+            f"{root} contains its weights as pickle only ({pickles[0]}), which can run code when it is loaded and is never pushed; "
+            f"convert it once where you trust it: AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), "
+            "then push that folder"
+        )
     files = [SourceFile.of(root / name, name) for name in chosen]
     for file in files:
         _check(file, set(chosen))
     return files
 
 
-def _no_weights_message(root: Path, names: Iterable[str]) -> str:
-    pickles = [name for name in names if is_pickle(name)]
-    if not pickles:
-        return f"{root} contains no *.safetensors file, so there are no weights to push"
-    return (
-        f"{root} contains its weights as pickle only ({pickles[0]}), which can run code when it is loaded and is never pushed; convert it "
-        f"once where you trust it: AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('converted'), then push that folder"
-    )
-
-
 def _check(file: SourceFile, names: set[str]) -> None:
     if file.path.endswith(".safetensors"):
         _check_safetensors(file)
     elif file.path.endswith(".json"):
-        content = _json(file)
+        try:
+            content = json.loads(_text(file))
+        except json.JSONDecodeError as error:
+            raise BadFile(f"{file.source}, line {error.lineno}: not JSON: {error.msg}") from error
+        except RecursionError as error:
+            raise BadFile(f"{file.source} is nested too deeply") from error
         if file.path == "config.json" and not isinstance(content, dict):
             raise BadFile(f"{file.source} must hold a JSON object")
         if file.path.endswith(".safetensors.index.json"):
@@ -76,20 +76,10 @@ def _text(file: SourceFile) -> str:
     if file.size_bytes > _MAX_TEXT_BYTES:
         raise BadFile(f"{file.source} is larger than 256 MiB; it is not what its name says")
     try:
-        return file.source.read_text(encoding="utf-8")
+        with reading(file.source):
+            return file.source.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadFile(f"{file.source} is not UTF-8 text at byte {error.start + 1}") from error
-    except OSError as error:
-        raise BadFile(f"cannot read {file.source}: {error.strerror}") from error
-
-
-def _json(file: SourceFile) -> Any:
-    try:
-        return json.loads(_text(file))
-    except json.JSONDecodeError as error:
-        raise BadFile(f"{file.source}, line {error.lineno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise BadFile(f"{file.source} is nested too deeply") from error
 
 
 def _check_index(file: SourceFile, content: Any, names: set[str]) -> None:
@@ -107,18 +97,16 @@ def _check_index(file: SourceFile, content: Any, names: set[str]) -> None:
 def _check_safetensors(file: SourceFile) -> None:
     """Read the header only: tensors must fill the file from the header's end to its last byte, without gaps."""
     try:
-        with file.source.open("rb") as stream:
+        with reading(file.source), file.source.open("rb") as stream:
             num_header_bytes = int.from_bytes(stream.read(8), "little")
             if file.size_bytes < 8 or num_header_bytes > min(_MAX_HEADER_BYTES, file.size_bytes - 8):
                 raise BadFile(
                     f"{file.source} is not a safetensors file, or is truncated: it is smaller than its header"
                 )
             header = json.loads(stream.read(num_header_bytes).decode("utf-8"))
-    except OSError as error:
-        raise BadFile(f"cannot read {file.source}: {error.strerror}") from error
+    except BadFile:  # is a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, BadFile):
-            raise
         raise BadFile(f"{file.source} is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
         raise BadFile(f"{file.source} is not a safetensors file: its header is not a JSON object")

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, Connection, all_pages
+from horizon_client.connection import Connection
 from horizon_client.conversion import from_message
-from horizon_client.errors import NotFound
+from horizon_client.errors import NotFound, suggested
 from horizon_client.model_folder import model_files
-from horizon_client.near_names import suggested
 from horizon_client.resources import Model, ModelPush
 from horizon_client.transfer.files import HashedFile, hash_files
-from horizon_client.transfer.reporter import SILENT, Progress, Reporter
-from horizon_client.transfer.upload import BlobUpload
-from horizon_proto.v1 import blob_pb2, model_pb2
-from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
+from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.transfer.upload import push_files
+from horizon_proto.v1 import model_pb2
 
 _MAX_ANNOUNCED_CONFIG_BYTES = 2**20
 
@@ -33,12 +26,7 @@ class AsyncModels:
         self._connection = connection
 
     async def push(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        name: str,
-        request_id: str | None = None,
-        reporter: Reporter = SILENT,
+        self, folder: str | os.PathLike[str], *, name: str, request_id: str | None = None, reporter: Reporter = SILENT
     ) -> ModelPush:
         """Push a local model folder as model `name`: config, tokenizer and safetensors only.
 
@@ -46,7 +34,7 @@ class AsyncModels:
             BadFile: naming the file, when the folder is not a complete safetensors model; nothing is sent then.
         """
         files = await hash_files(await asyncio.to_thread(model_files, folder), reporter)
-        request = model_pb2.CreateModelRequest(request_id=request_id or str(uuid.uuid4()), name=name)
+        request = model_pb2.CreateModelRequest(request_id=request_id or "", name=name)
         return await push_model(self._connection, request, files, reporter)
 
     async def get(self, name: str) -> Model:
@@ -57,7 +45,7 @@ class AsyncModels:
         """
         request = model_pb2.GetModelRequest(name=name)
         try:
-            answer = await self._connection.unary(_stub(self._connection).GetModel, request)
+            answer = await self._connection.unary(self._connection.calls.models.GetModel, request)
         except NotFound as problem:
             raise await suggested(problem, "model", name, self.names) from None
         return from_message(Model, answer.model)
@@ -65,17 +53,13 @@ class AsyncModels:
     async def delete(self, name: str) -> None:
         """Delete a model that no active job needs."""
         request = model_pb2.DeleteModelRequest(name=name)
-        await self._connection.unary(_stub(self._connection).DeleteModel, request, idempotent=False)
+        await self._connection.unary(self._connection.calls.models.DeleteModel, request, idempotent=False)
 
     async def list(self, *, limit: int | None = None) -> list[Model]:
         """Return the caller's models, newest first; all of them, or at most `limit`."""
-
-        async def page(token: str, size: int) -> tuple[Sequence[model_pb2.Model], str]:
-            request = model_pb2.ListModelsRequest(page_size=size, page_token=token)
-            answer = await self._connection.unary(_stub(self._connection).ListModels, request)
-            return answer.models, answer.next_page_token
-
-        return [from_message(Model, item) for item in await all_pages(page, limit)]
+        call, request = self._connection.calls.models.ListModels, model_pb2.ListModelsRequest()
+        found = await self._connection.all_pages(call, request, lambda answer: answer.models, limit)
+        return [from_message(Model, item) for item in found]
 
     async def names(self) -> Iterable[str]:
         """Return the names of the caller's models, newest first."""
@@ -86,27 +70,19 @@ async def push_model(
     connection: Connection, request: model_pb2.CreateModelRequest, files: Sequence[HashedFile], reporter: Reporter
 ) -> ModelPush:
     """Create the model that `request` describes from `files`: announce them, send what is missing, finalize."""
-    stub = _stub(connection)
+    stub = connection.calls.models
     # The server judges the config before anything is sent.
     for file in files:
         if file.file.path == "config.json" and file.file.size_bytes <= _MAX_ANNOUNCED_CONFIG_BYTES:
             request.config = await asyncio.to_thread(file.file.source.read_bytes)
-    request.files.extend(
-        blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
+    model, sent_bytes = await push_files(
+        connection,
+        files,
+        reporter,
+        request=request,
+        create=stub.CreateModel,
+        finalize=stub.FinalizeModel,
+        to_finalize=lambda created: model_pb2.FinalizeModelRequest(model_id=created.model_id),
+        read=lambda answer: from_message(Model, answer.model),
     )
-    created = (await connection.unary(stub.CreateModel, request)).model
-    if created.state == model_pb2.MODEL_STATE_READY:
-        return ModelPush(model=from_message(Model, created), sent_bytes=0)
-    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
-    reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
-    finalized = await connection.unary(
-        stub.FinalizeModel,
-        model_pb2.FinalizeModelRequest(model_id=created.model_id),
-        deadline_s=FINALIZE_DEADLINE_S,
-        retry=connection.stream_retry,
-    )
-    return ModelPush(model=from_message(Model, finalized.model), sent_bytes=sent_bytes)
-
-
-def _stub(connection: Connection) -> ModelServiceAsyncStub:
-    return cast("ModelServiceAsyncStub", connection.stub(ModelServiceStub))
+    return ModelPush(model=model, sent_bytes=sent_bytes)

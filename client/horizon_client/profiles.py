@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
-from horizon_client.errors import BadConfig, NotFound
-from horizon_client.near_names import did_you_mean
+from horizon_client.errors import BadConfig, NotFound, did_you_mean
 
 NO_SERVER = "NO_SERVER"
 """Reason of the error that no server is configured."""
@@ -53,8 +52,20 @@ class ProfileFile:
 
     def profiles(self) -> list[Profile]:
         """Return all profiles by name."""
-        entries = self._read()["profiles"]
-        return [self._profile(name, entries[name]) for name in sorted(entries)]
+        found = []
+        for name, entry in sorted(self._read()["profiles"].items()):
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("server"), str):
+                raise BadConfig(f"{self.path}: profile {name!r} has no server; log in again with --profile {name}")
+            token, ca_file = entry.get("token"), entry.get("ca_file")
+            found.append(
+                Profile(
+                    name=str(name),
+                    server=entry["server"],
+                    token=None if token is None else str(token),
+                    ca_file=Path(str(ca_file)) if ca_file else None,
+                )
+            )
+        return found
 
     def summaries(self) -> list[ProfileSummary]:
         """Return all profiles by name, without tokens."""
@@ -77,16 +88,15 @@ class ProfileFile:
         Raises:
             NotFound: when there is none of that name.
         """
-        for profile in self.profiles():
-            if profile.name == name:
-                return profile
-        names = [profile.name for profile in self.profiles()]
-        hint = did_you_mean(name, names) or f"profiles: {', '.join(names)}"
+        by_name = {profile.name: profile for profile in self.profiles()}
+        if name in by_name:
+            return by_name[name]
+        hint = did_you_mean(name, by_name) or f"profiles: {', '.join(by_name)}"
         login = "log in with: horizon login HOST:PORT --token-file FILE"
-        raise NotFound(f"there is no profile {name!r}; {hint if names else login}")
+        raise NotFound(f"there is no profile {name!r}; {hint if by_name else login}")
 
-    def save(self, profile: Profile) -> Profile:
-        """Store `profile` with a copy of its CA file, make it the current one, and return it as stored."""
+    def save(self, profile: Profile) -> None:
+        """Store `profile` with a copy of its CA file, and make it the current one."""
         if not _NAME.fullmatch(profile.name):
             raise BadConfig(f"{profile.name!r} is not a valid profile name; use letters, digits, '.', '_' and '-'")
         content = self._read()
@@ -99,20 +109,18 @@ class ProfileFile:
         content["profiles"][profile.name] = {key: value for key, value in entry.items() if value is not None}
         content["current"] = profile.name
         self._write(content)
-        return Profile(name=profile.name, server=profile.server, token=profile.token, ca_file=ca_file)
 
-    def use(self, name: str) -> Profile:
+    def use(self, name: str) -> None:
         """Make `name` the current profile.
 
         Raises:
             NotFound: when there is none of that name.
         """
-        profile = self.get(name)
+        self.get(name)
         self._write({**self._read(), "current": name})
-        return profile
 
-    def remove(self, name: str) -> Profile:
-        """Remove one profile with its token and CA file, and return it.
+    def remove(self, name: str) -> None:
+        """Remove one profile with its token and CA file.
 
         Raises:
             NotFound: when there is none of that name.
@@ -124,19 +132,6 @@ class ProfileFile:
         self._write({**content, "current": current})
         if profile.ca_file == self.folder / f"ca-{name}.pem":
             profile.ca_file.unlink(missing_ok=True)
-        return profile
-
-    def _profile(self, name: str, entry: Mapping[str, Any]) -> Profile:
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("server"), str):
-            raise BadConfig(f"{self.path}: profile {name!r} has no server; log in again with --profile {name}")
-        ca_file = entry.get("ca_file")
-        token = entry.get("token")
-        return Profile(
-            name=str(name),
-            server=entry["server"],
-            token=None if token is None else str(token),
-            ca_file=Path(str(ca_file)) if ca_file else None,
-        )
 
     def _read(self) -> dict[str, Any]:
         import yaml
@@ -166,8 +161,7 @@ class ProfileFile:
 
 def config_folder() -> Path:
     """Return the folder of the client's configuration."""
-    override = os.environ.get("HORIZON_CONFIG_DIR")
-    if override:
+    if override := os.environ.get("HORIZON_CONFIG_DIR"):
         return Path(override)
     from platformdirs import user_config_path
 

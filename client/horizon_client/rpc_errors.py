@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -31,9 +30,15 @@ _BY_CODE: dict[StatusCode, type[HorizonClientError]] = {
     StatusCode.CANCELLED: errors.Unavailable,
     StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
+_BY_REASON = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, HorizonClientError)
+}
 _LOST_STATUS = "Internal error from Core"
 """What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost then."""
-_OTHER_HOST = "OTHER_HOST"
+OTHER_HOST = "OTHER_HOST"
+"""Reason of the error that the certificate was signed by the right CA, but for other host names."""
 _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
@@ -65,28 +70,13 @@ def is_lost_status(error: AioRpcError) -> bool:
     return error.code() == StatusCode.INTERNAL and _LOST_STATUS in str(error.details())
 
 
-def is_other_host(problem: HorizonClientError) -> bool:
-    """Whether the certificate was signed by the right CA, but for other host names."""
-    return isinstance(problem, errors.BadEndpoint) and problem.reason == _OTHER_HOST
-
-
 def _detail(status: status_pb2.Status | None, into: DetailT) -> DetailT | None:
     return next((into for detail in (status.details if status else ()) if detail.Unpack(into)), None)
 
 
-def _leaves(kind: type[HorizonClientError] = HorizonClientError) -> Iterator[type[HorizonClientError]]:
-    for leaf in kind.__subclasses__():
-        yield leaf
-        yield from _leaves(leaf)
-
-
-_BY_REASON = {leaf.reason: leaf for leaf in _leaves() if leaf.__module__ == errors.__name__}
-
-
 def _from_transport(code: StatusCode, details: str, server: str) -> HorizonClientError:
     """Return the error where gRPC itself, or something that is not horizond, ended the call."""
-    bad = _bad_endpoint(details, server)
-    if bad is not None:
+    if (bad := _bad_endpoint(details, server)) is not None:
         return bad
     if code in (StatusCode.INTERNAL, StatusCode.UNKNOWN) and any(mark in details for mark in _CUT_MARKS):
         code = StatusCode.UNAVAILABLE
@@ -111,9 +101,7 @@ def _bad_endpoint(details: str, server: str) -> errors.BadEndpoint | None:
     host, _, port = server.rpartition(":")
     lower = details.lower()
     if "hostname verification" in lower:
-        return errors.BadEndpoint(
-            f"the certificate of horizond at {server} is not valid for {host}", reason=_OTHER_HOST
-        )
+        return errors.BadEndpoint(f"the certificate of horizond at {server} is not valid for {host}", reason=OTHER_HOST)
     if "certificate_verify_failed" in lower or "certificate verify failed" in lower:
         text = "its certificate is not signed by the CA file in use; pass the daemon's own with --ca"
         return errors.BadEndpoint(f"cannot trust horizond at {server}: {text}")

@@ -85,22 +85,17 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
             value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError as error:
             raise InvalidRequest(f"--set {override}: the value is not YAML; put it in quotes") from error
-        _put(result, keys, value, override)
+        section = result
+        for depth, key in enumerate(keys[:-1]):
+            if section.get(key) is None:
+                section[key] = {}
+            if not isinstance(section[key], dict):
+                at = ".".join(keys[: depth + 1])
+                problem = f"--set {override}: {at} is not a section, so it has no fields to set"
+                raise InvalidRequest(problem, violations=[FieldViolation(field=at, description=problem)])
+            section = section[key]
+        section[keys[-1]] = value
     return result
-
-
-def _put(mapping: dict[str, Any], keys: Sequence[str], value: object, override: str) -> None:
-    section = mapping
-    for depth, key in enumerate(keys[:-1]):
-        inner = section.get(key)
-        if inner is None:
-            inner = section[key] = {}
-        if not isinstance(inner, dict):
-            at = ".".join(keys[: depth + 1])
-            text = f"--set {override}: {at} is not a section, so it has no fields to set"
-            raise InvalidRequest(text, violations=[FieldViolation(field=at, description=text)])
-        section = inner
-    section[keys[-1]] = value
 
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:

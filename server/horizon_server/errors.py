@@ -8,6 +8,7 @@ also inherit the stdlib type they refine, so that code which knows nothing of ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 from horizon_formats.problems import FieldViolation as FieldViolation
@@ -32,13 +33,9 @@ class HorizonError(Exception):
         return cls(message, violations=[FieldViolation(field=field, description=message)], retry_after_s=retry_after_s)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.violations, self.retry_after_s))
-
-
-def _rebuild(
-    kind: type[HorizonError], message: str, violations: tuple[FieldViolation, ...], retry_after_s: float | None
-) -> HorizonError:
-    return kind(message, violations=violations, retry_after_s=retry_after_s)
+        # By default an exception is rebuilt from its positional arguments alone.
+        rebuild = partial(type(self), violations=self.violations, retry_after_s=self.retry_after_s)
+        return (rebuild, (self.message,))
 
 
 class InvalidSpec(HorizonError, ValueError):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 import sdnotify
@@ -58,7 +56,6 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
-from horizon_server.version import VERSION
 
 log = structlog.get_logger(__name__)
 
@@ -108,13 +105,9 @@ async def _serve(settings: Settings) -> None:
     grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, grpc_address, http_address)
     found = await find_accelerators()
-    async with _database(settings.database_path) as database:
-        parts = await wire(
-            settings,
-            database,
-            found=found,
-            usable=await usable_accelerators(found, child_environment()),
-        )
+    async with Database.opened(settings.database_path) as database:
+        usable = await usable_accelerators(found, child_environment())
+        parts = await wire(settings, database, found=found, usable=usable)
         grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
         try:
             _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
@@ -131,15 +124,6 @@ async def _serve(settings: Settings) -> None:
         waiting.cancel()
         await asyncio.gather(chores, waiting, return_exceptions=True)
         await queue
-
-
-@contextlib.asynccontextmanager
-async def _database(path: Path) -> AsyncIterator[Database]:
-    database = await Database.open(path)
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 async def wire(
@@ -239,16 +223,14 @@ async def wire(
         folders=folders,
         turns=UserTurns(),
     )
-    node = NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found))
-    accounts = Accounts(AccountStore(database))
     services = Services(
-        accounts=accounts,
+        accounts=Accounts(AccountStore(database)),
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
-        node=node,
+        node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
     )
     return Parts(
         services=services,
@@ -273,9 +255,6 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
-    def not_ready() -> str | None:
-        return "the daemon is shutting down" if parts.lifecycle.draining else None
-
     grpc_server = await start_grpc_server(
         parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
     )
@@ -285,8 +264,7 @@ async def _listen(
         parts.services,
         parts.metrics,
         metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
-        version=VERSION,
-        ready=not_ready,
+        ready=lambda: "the daemon is shutting down" if parts.lifecycle.draining else None,
     )
     try:
         return grpc_server, await start_http_server(app, http.host, http.port, certificate)

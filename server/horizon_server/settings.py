@@ -74,17 +74,13 @@ class Settings(BaseSettings):
     )
     upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Partial uploads older than this are removed.")
     trash_days: float = Field(
-        7.0,
-        ge=0,
-        description="Days that unreferenced files stay in the state folder's trash/ before they are deleted.",
+        7.0, ge=0, description="Days that unreferenced files stay in the state folder's trash/ before they are deleted."
     )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
     drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
     max_attempts: int = Field(
-        3,
-        ge=1,
-        description="Attempts in a row that a job gets when its daemon dies, without a step in between.",
+        3, ge=1, description="Attempts in a row that a job gets when its daemon dies, without a step in between."
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object a line instead of text.")
@@ -98,7 +94,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags and file arrive as keywords (flags already on top); the environment stands between them, see `load_settings`."""
+        """Flags and file arrive as keywords (flags already on top); `load_settings` lets the environment override the file."""
         return (init_settings, env_settings)
 
     def arena_limit(self, host_limit_bytes: int) -> int:
@@ -121,7 +117,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         BadSetting: naming the file and the key that is unknown or wrong.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    for name, value in _read_toml(config).items():
+    try:
+        document = {} if config is None else tomllib.loads(config.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
+    for name, value in document.items():
         if f"HORIZOND_{name.upper()}" not in os.environ:
             given.setdefault(name, value)
     try:
@@ -142,22 +144,11 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         ) from error
 
 
-def _read_toml(config: Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    try:
-        return tomllib.loads(config.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise BadSetting(f"{config} does not exist; give an existing file to --config, or leave it out") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise BadSetting(f"{config} cannot be read as TOML: {error}") from error
-
-
 _CHILD_ENVIRONMENT = {
     # No hub is ever asked: what is not on this node is refused.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    # The preparation spreads over processes; a pool of threads in each would only stand in their way.
+    # The preparation spreads over processes; pools of threads in each would compete for the same processors.
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
     # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.

@@ -31,28 +31,25 @@ def private_state_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         database = path / _DATABASE
-        _require_owner(path, database if database.exists() else path)
+        owner, own = (database if database.exists() else path).stat().st_uid, os.geteuid()
+        # The daemon could not write what root leaves in its folder. Other accounts can write only where they may.
+        if own == 0 and owner != 0:
+            raise BadSetting(
+                f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose files the daemon "
+                f"could not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond ..., or choose another with "
+                "--state-dir"
+            )
         for place in (path, *path.glob(f"{_DATABASE}*")):
             found = place.stat()
             mode = found.st_mode & 0o777
             # What belongs to another account, such as a volume that a container shares by its group, is that account's to close.
-            if mode & PRIVATE_UMASK and found.st_uid == os.geteuid():
+            if mode & PRIVATE_UMASK and found.st_uid == own:
                 place.chmod(mode & ~PRIVATE_UMASK)
                 log.warning("other accounts could read %s; its mode %04o is repaired", place, mode)
     except OSError as error:
         raise BadSetting(
             f"state folder {path} cannot be used: {error.strerror}; choose another with --state-dir"
         ) from error
-
-
-def _require_owner(path: Path, owned: Path) -> None:
-    """Refuse root in another account's folder: the daemon could not write what root leaves there. Others can write only where they may."""
-    owner, own = owned.stat().st_uid, os.geteuid()
-    if own == 0 and owner != 0:
-        raise BadSetting(
-            f"state folder {path} belongs to {_account(owner)}, and this command runs as {_account(own)}, whose files the daemon could "
-            f"not write; run it as {_account(owner)}: sudo -u {_account(owner)} horizond ..., or choose another with --state-dir"
-        )
 
 
 def _account(uid: int) -> str:

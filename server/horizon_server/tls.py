@@ -52,8 +52,12 @@ def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:
     """Return the certificate below `folder`, made on first use, and made again when `names` has one that it does not cover."""
     files = ServerCertificate(certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem")
     wanted = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn(), *names}
-    if files.certificate.is_file() and wanted <= _covered(files.certificate):
-        return files
+    if files.certificate.is_file():
+        loaded = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+        named = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        covered = (*named.get_values_for_type(x509.DNSName), *named.get_values_for_type(x509.IPAddress))
+        if wanted <= {str(name) for name in covered}:
+            return files
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority_key, authority = _authority(folder)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -116,12 +120,6 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
-
-
-def _covered(certificate: Path) -> set[str]:
-    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
-    names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return {str(n) for n in (*names.get_values_for_type(x509.DNSName), *names.get_values_for_type(x509.IPAddress))}
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

@@ -12,7 +12,7 @@ import pytest
 from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidSpec, Stalled
-from horizon_server.jobs.inputs import DatasetFiles
+from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.previews import Previews

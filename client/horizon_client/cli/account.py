@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from horizon_client.cli.output import View, output_option, print_list, print_one
+from horizon_client.cli.output import View, clean, output_option, print_list, print_one
 from horizon_client.cli.root import Commands
-from horizon_client.cli.text import clean
 from horizon_client.endpoint import SYSTEM_CA, Endpoint, read_token_file
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import Profile, ProfileFile, ProfileSummary
@@ -118,10 +117,7 @@ def _remove(name: str, output: str, message: str) -> None:
     file.get(name)  # with its own error for an unknown name
     gone = next(profile for profile in file.summaries() if profile.name == name)
     file.remove(name)
-    if output == "table":
-        click.echo(message.format(name=gone.name, server=gone.server))
-    else:
-        print_one(gone, _VIEW, output)
+    print_one(gone, _VIEW, output, message=message.format(name=gone.name, server=gone.server))
 
 
 def _read_token(token_file: str | None) -> str:

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 import click
 
 from horizon_client.cli.completion import job_names
-from horizon_client.cli.output import View, output_option, print_list, print_one, print_plain
+from horizon_client.cli.output import (
+    View,
+    age_text,
+    bytes_text,
+    output_option,
+    print_list,
+    print_one,
+    print_plain,
+    time_text,
+)
 from horizon_client.cli.reporter import TransferReporter
 from horizon_client.cli.root import Commands
 from horizon_client.cli.session import connected, find_job
-from horizon_client.cli.text import age_text, bytes_text, time_text
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint
@@ -108,10 +116,11 @@ def delete(client: Client, checkpoint: str, output: str) -> None:
     job_id = find_job(client, job).job_id
     gone = next((c for c in client.checkpoints.list(job_id) if c.step == at), None)
     client.checkpoints.delete(job_id, at)
-    if output == "table" or gone is None:
-        click.echo(f"deleted step {at} of {job}")
+    message = f"deleted step {at} of {job}"
+    if gone is None:  # written after the list was read
+        click.echo(message)
     else:
-        print_one(gone, _VIEW, output)
+        print_one(gone, _VIEW, output, message=message)
 
 
 def _job_and_place(text: str, *, default: str) -> tuple[str, int | str]:

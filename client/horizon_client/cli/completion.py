@@ -26,10 +26,13 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         import asyncio  # only here: every command imports this module
 
-        from horizon_client.cli.session import open_async_client
+        from horizon_client.async_client import AsyncClient
+        from horizon_client.cli.session import client_arguments
+        from horizon_client.connection import RetryPolicy
 
         async def ask() -> Iterable[str]:
-            async with open_async_client(ctx) as client:
+            # one attempt per call, because a user waits at the TAB key
+            async with AsyncClient(**client_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1)) as client:
                 return await list_names(client)
 
         try:

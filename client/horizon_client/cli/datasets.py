@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from horizon_client.cli.completion import dataset_names, model_names
-from horizon_client.cli.output import View, limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.output import (
+    View,
+    age_text,
+    bytes_text,
+    count_text,
+    limit_option,
+    output_option,
+    print_list,
+    print_one,
+    print_plain,
+    time_text,
+)
 from horizon_client.cli.preview_view import place, print_preview
 from horizon_client.cli.reporter import PUSH_INTERRUPTED, TransferReporter
 from horizon_client.cli.root import Commands
 from horizon_client.cli.session import connected
-from horizon_client.cli.text import age_text, bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from horizon_client.resources import Dataset
@@ -106,10 +116,7 @@ def push(
             reporter=reporter,
         )
     click.echo(f"sent {bytes_text(result.sent_bytes)} of {bytes_text(result.dataset.size_bytes)}", err=True)
-    if output in ("json", "yaml"):
-        print_plain(result, output)
-    else:
-        print_one(result.dataset, _VIEW, output)
+    print_one(result.dataset, _VIEW, output, plain=result)
 
 
 @dataset.command(name="list", epilog="\b\nExample:\n  horizon dataset list -o json")
@@ -138,10 +145,7 @@ def delete(client: Client, name: str, output: str) -> None:
     """Delete a dataset that no active job needs."""
     gone = client.datasets.get(name)
     client.datasets.delete(gone.dataset_id)
-    if output == "table":
-        click.echo(f"deleted dataset {gone.name}")
-    else:
-        print_one(gone, _VIEW, output)
+    print_one(gone, _VIEW, output, message=f"deleted dataset {gone.name}")
 
 
 @dataset.command(

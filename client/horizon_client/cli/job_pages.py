@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.output import View, table, terminal_width
-from horizon_client.cli.text import age_text, bytes_text, clean, count_text, duration_text, time_text
+from horizon_client.cli.output import (
+    View,
+    age_text,
+    bytes_text,
+    clean,
+    count_text,
+    duration_text,
+    table,
+    terminal_width,
+    time_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,18 +100,6 @@ def _steps(job: Job) -> str:
     return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
 
 
-def _loss(job: Job) -> str:
-    return f"{job.last_step.loss:.4f}" if job.last_step else "-"
-
-
-def _eta(job: Job) -> str:
-    return duration_text(job.eta) if not job.ended else "-"
-
-
-def _of_spec(job: Job, field: str) -> str:
-    return str(job.spec.get(field) or "-")
-
-
 def _amount(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else bytes_text(num_bytes)
 
@@ -147,11 +144,11 @@ JOB_VIEW: View[Job] = View(
         ("ID", lambda j: j.job_id),
         ("NAME", lambda j: j.name),
         ("STATE", state_text),
-        ("MODEL", lambda j: _of_spec(j, "model")),
-        ("DATASET", lambda j: _of_spec(j, "dataset")),
+        ("MODEL", lambda j: str(j.spec.get("model") or "-")),
+        ("DATASET", lambda j: str(j.spec.get("dataset") or "-")),
         ("STEP", _steps),
-        ("LOSS", _loss),
-        ("ETA", _eta),
+        ("LOSS", lambda j: f"{j.last_step.loss:.4f}" if j.last_step else "-"),
+        ("ETA", lambda j: duration_text(j.eta) if not j.ended else "-"),
         ("OWNER", lambda j: j.owner),
         ("AGE", lambda j: age_text(j.create_time)),
     ],

@@ -9,12 +9,11 @@ import click
 
 from horizon_client.cli.completion import job_names, spec_keys
 from horizon_client.cli.job_pages import JOB_VIEW, job_list_view, print_plan, speed_text, state_text
-from horizon_client.cli.output import limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_plain
 from horizon_client.cli.reporter import Notices, TransferReporter
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import connected, find_job
 from horizon_client.cli.spec_commands import init, schema
-from horizon_client.cli.text import clean
 from horizon_client.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -113,12 +112,10 @@ def submit(
         queued = client.jobs.submit(
             _spec(spec), overrides=overrides, request_id=request_id, push=not no_push, reporter=reporter
         )
-    if output == "table":
-        speed = speed_text(queued.plan) if queued.plan else ""
-        predicted = f"; predicted {speed}" if speed else ""
-        click.echo(f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}")
-    else:
-        print_one(queued, JOB_VIEW, output)
+    speed = speed_text(queued.plan) if queued.plan else ""
+    predicted = f"; predicted {speed}" if speed else ""
+    submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
+    print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:
         return 0
     sys.stdout.flush()
@@ -183,7 +180,8 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
     is_terminal = sys.stdout.isatty()
     try:
         for piece in client.jobs.logs(found.job_id, attempt=attempt, follow=follow, reporter=Notices()):
-            out.write(_printable(piece) if is_terminal else piece)
+            # without control bytes other than tab, line feed and carriage return, a log cannot control the terminal
+            out.write(bytes(b for b in piece if (b >= 32 and b != 127) or b in b"\t\n\r") if is_terminal else piece)
             out.flush()
     except KeyboardInterrupt:
         raise Interrupted(_continues(found.job_id, "logs")) from None
@@ -241,11 +239,9 @@ def set_priority(client: Client, job_id: str, priority: int, output: str) -> Non
 
 
 def _print_changed(changed: Job, output: str) -> None:
-    if output == "table":
-        priority = f", priority {changed.spec['priority']}" if changed.spec.get("priority") else ""
-        click.echo(f"{clean(changed.name)} ({changed.job_id}): {state_text(changed)}{priority}")
-    else:
-        print_one(changed, JOB_VIEW, output)
+    priority = f", priority {changed.spec['priority']}" if changed.spec.get("priority") else ""
+    message = f"{clean(changed.name)} ({changed.job_id}): {state_text(changed)}{priority}"
+    print_one(changed, JOB_VIEW, output, message=message)
 
 
 def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
@@ -282,8 +278,3 @@ def _spec(text: str) -> str | dict[str, object]:
 
 def _continues(job_id: str, command: str) -> str:
     return f"the job continues; to return to it: horizon job {command} {job_id}"
-
-
-def _printable(piece: bytes) -> bytes:
-    """Remove control bytes other than tab, line feed and carriage return, so that a log cannot control the terminal."""
-    return bytes(b for b in piece if (b >= 32 and b != 127) or b in b"\t\n\r")

@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING
 import click
 
 from horizon_client.cli.completion import model_names
-from horizon_client.cli.output import View, limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.output import (
+    View,
+    age_text,
+    bytes_text,
+    count_text,
+    limit_option,
+    output_option,
+    print_list,
+    print_one,
+    time_text,
+)
 from horizon_client.cli.reporter import PUSH_INTERRUPTED, TransferReporter
 from horizon_client.cli.root import Commands
 from horizon_client.cli.session import connected
-from horizon_client.cli.text import age_text, bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from horizon_client.resources import Model
@@ -76,10 +85,7 @@ def push(client: Client, folder: str, name: str | None, request_id: str | None, 
             folder, name=name or valid_name(Path(folder).expanduser()), request_id=request_id, reporter=reporter
         )
     click.echo(f"sent {bytes_text(result.sent_bytes)} of {bytes_text(result.model.size_bytes)}", err=True)
-    if output in ("json", "yaml"):
-        print_plain(result, output)
-    else:
-        print_one(result.model, _VIEW, output)
+    print_one(result.model, _VIEW, output, plain=result)
 
 
 @model.command(name="list", epilog="\b\nExample:\n  horizon model list")
@@ -108,7 +114,4 @@ def delete(client: Client, name: str, output: str) -> None:
     """Delete a model that no active job needs."""
     gone = client.models.get(name)
     client.models.delete(gone.model_id)
-    if output == "table":
-        click.echo(f"deleted model {gone.name}")
-    else:
-        print_one(gone, _VIEW, output)
+    print_one(gone, _VIEW, output, message=f"deleted model {gone.name}")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.output import View, details, output_option, print_one, print_plain
+from horizon_client.cli.output import View, bytes_text, details, output_option, print_one, print_plain
 from horizon_client.cli.root import Commands, connection_options
 from horizon_client.cli.session import connected, open_client
-from horizon_client.cli.text import bytes_text
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import NO_SERVER
 
@@ -56,7 +55,9 @@ def status(client: Client, output: str) -> None:
 @connection_options
 def version(output: str, **options: str | None) -> None:
     """Print the versions of client and server; before the first login only the client's."""
-    versions = {"client": client_version(), "server": None}
+    from importlib.metadata import version as distribution_version
+
+    versions = {"client": distribution_version("horizon-train"), "server": None}
     try:
         client = open_client(click.get_current_context())
     except BadConfig as error:
@@ -71,10 +72,3 @@ def version(output: str, **options: str | None) -> None:
         click.echo(versions["client"])
     else:
         click.echo(details([(name, text or "not configured") for name, text in versions.items()]))
-
-
-def client_version() -> str:
-    """Return the version of the installed distribution."""
-    from importlib.metadata import version as distribution_version
-
-    return distribution_version("horizon-train")

@@ -1,18 +1,22 @@
-"""`-o table|json|yaml|name` for every command: tables that fit the terminal, complete data for programs."""
+"""`-o table|json|yaml|name` for every command: tables that fit the terminal, complete data for programs.
+
+Also numbers, times and untrusted text in the form that people read.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 import click
-
-from horizon_client.cli.text import clean
 
 ItemT = TypeVar("ItemT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -35,22 +39,24 @@ class View(Generic[ItemT]):
 
 def output_option(command: CommandT) -> CommandT:
     """Add `-o` to a command, as the parameter `output`."""
-    option = click.option(
+    return click.option(
         "-o",
         "--output",
         type=click.Choice(["table", "json", "yaml", "name"]),
         default="table",
         show_default=True,
         help="Output format: for people (table), for programs (json, yaml), or the ids only (name).",
-    )
-    return option(command)
+    )(command)
 
 
 def limit_option(command: CommandT) -> CommandT:
     """Add `--limit` to a command."""
-    number = click.IntRange(min=1)
     return click.option(
-        "--limit", type=number, default=100, show_default=True, help="Maximum number to list, newest first."
+        "--limit",
+        type=click.IntRange(min=1),
+        default=100,
+        show_default=True,
+        help="Maximum number to list, newest first.",
     )(command)
 
 
@@ -66,14 +72,14 @@ def print_list(items: Sequence[ItemT], view: View[ItemT], output: str) -> None:
         click.echo(table([header for header, _ in view.columns], rows, terminal_width()))
 
 
-def print_one(item: ItemT, view: View[ItemT], output: str) -> None:
-    """Print one resource."""
+def print_one(item: ItemT, view: View[ItemT], output: str, *, plain: object = None, message: str | None = None) -> None:
+    """Print one resource; `plain` replaces it for programs, `message` replaces its page for people."""
     if output in ("json", "yaml"):
-        print_plain(item, output)
+        print_plain(item if plain is None else plain, output)
     elif output == "name":
         click.echo(view.name(item))
     else:
-        click.echo(details(view.details(item)))
+        click.echo(details(view.details(item)) if message is None else message)
 
 
 def print_plain(value: object, output: str) -> None:
@@ -131,3 +137,54 @@ def terminal_width() -> int | None:
 
 def _is_figure(text: str) -> bool:
     return text == "-" or text[:1].isdigit()
+
+
+def clean(text: str) -> str:
+    """Return `text` on one line and without control characters, so that the server cannot control the terminal."""
+    spaced = " ".join(text.split())
+    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
+
+
+def clean_block(text: str) -> str:
+    """Return `text` without control characters other than line breaks and tabs."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return a size with a binary unit."""
+    from rich.filesize import pick_unit_and_suffix
+
+    unit, suffix = pick_unit_and_suffix(int(abs(num_bytes)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
+    return f"{num_bytes:.0f} B" if unit == 1 else f"{num_bytes / unit:.1f} {suffix}"
+
+
+def count_text(number: int) -> str:
+    """Return a whole number with separators."""
+    return f"{number:,}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return a duration as H:MM:SS, with days if there are any; '-' when unknown."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def age_text(moment: datetime | None, now: datetime | None = None) -> str:
+    """Return the time since `moment` in its largest unit; '-' when unknown."""
+    if moment is None:
+        return "-"
+    seconds = max(((now or datetime.now(UTC)) - moment).total_seconds(), 0.0)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def time_text(moment: datetime | None) -> str:
+    """Return a moment in local time; '-' when unknown."""
+    return "-" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.text import clean, clean_block, count_text
+from horizon_client.cli.output import clean, clean_block, count_text
 
 if TYPE_CHECKING:
     from horizon_client.resources import DatasetPreview, PreviewRow
@@ -24,10 +23,24 @@ def print_preview(name: str, preview: DatasetPreview) -> None:
     )
     click.echo("trained text is green" if in_colour else "trained text is between [[ and ]]")
     for row in preview.rows:
-        click.echo(f"\n--- {clean(place(row))}: {_counts(row)} ---")
-        click.echo(_text(row, in_colour=in_colour), color=in_colour)
-        for remark in _remarks(row):
-            click.echo(clean(remark))
+        counts = f"{count_text(row.num_tokens)} tokens, {count_text(row.num_trained_tokens)} trained"
+        if row.num_documents > 1:
+            counts += f", in {row.num_documents} documents"
+        click.echo(f"\n--- {clean(place(row))}: {counts} ---")
+        pieces = []
+        for span in row.spans:
+            text = clean_block(span.text)
+            if span.trained:
+                text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
+            pieces.append(text)
+        click.echo("".join(pieces), color=in_colour)
+        if row.clipped:
+            click.echo("... the row is longer; only its beginning is shown")
+        if row.num_cut_tokens:
+            cut = count_text(row.num_cut_tokens)
+            click.echo(f"... {cut} more tokens are beyond the sequence length: not trained, not shown")
+        for problem in row.problems:
+            click.echo(clean(f"not trained: {problem}"))
     if not preview.rows:
         click.echo("no rows: the offset is after the last row")
 
@@ -35,27 +48,3 @@ def print_preview(name: str, preview: DatasetPreview) -> None:
 def place(row: PreviewRow) -> str:
     """Return the place of a row: `train.jsonl line 17`."""
     return f"{row.file} {row.unit} {row.number}"
-
-
-def _counts(row: PreviewRow) -> str:
-    text = f"{count_text(row.num_tokens)} tokens, {count_text(row.num_trained_tokens)} trained"
-    return f"{text}, in {row.num_documents} documents" if row.num_documents > 1 else text
-
-
-def _text(row: PreviewRow, *, in_colour: bool) -> str:
-    pieces = []
-    for span in row.spans:
-        text = clean_block(span.text)
-        if span.trained:
-            text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
-        pieces.append(text)
-    return "".join(pieces)
-
-
-def _remarks(row: PreviewRow) -> Iterator[str]:
-    if row.clipped:
-        yield "... the row is longer; only its beginning is shown"
-    if row.num_cut_tokens:
-        yield f"... {count_text(row.num_cut_tokens)} more tokens are beyond the sequence length: not trained, not shown"
-    for problem in row.problems:
-        yield f"not trained: {problem}"

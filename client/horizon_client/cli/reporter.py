@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from horizon_client.cli.output import bytes_text, clean, duration_text
 from horizon_client.cli.root import Interrupted
-from horizon_client.cli.text import bytes_text, clean, duration_text
 from horizon_client.transfer.reporter import Progress, Reporter
 
 if TYPE_CHECKING:
@@ -69,9 +69,17 @@ class TransferReporter(Reporter):
     def progress(self, progress: Progress) -> None:
         """Draw the bar, or print a line when one is due."""
         if self._bar is None:
-            self._line(progress)
-        else:
-            self._draw(self._bar, progress)
+            self._print_if_due(progress)
+            return
+        total = progress.total_bytes or None
+        if self._task is not None and self._phase == progress.phase:
+            self._bar.update(self._task, completed=progress.done_bytes, total=total)
+            return
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._phase = progress.phase
+        text = f"{_VERBS[progress.phase]} {clean(progress.name) if progress.phase == 'finalize' else ''}".rstrip()
+        self._task = self._bar.add_task(text, total=total, completed=progress.done_bytes)
 
     def notice(self, message: str) -> None:
         """Print one message above the bar."""
@@ -80,18 +88,7 @@ class TransferReporter(Reporter):
         else:
             self._bar.console.print(clean(message), markup=False, highlight=False)
 
-    def _draw(self, bar: RichProgress, progress: Progress) -> None:
-        total = progress.total_bytes or None
-        if self._task is None or self._phase != progress.phase:
-            if self._task is not None:
-                bar.remove_task(self._task)
-            self._phase = progress.phase
-            text = f"{_VERBS[progress.phase]} {clean(progress.name) if progress.phase == 'finalize' else ''}".rstrip()
-            self._task = bar.add_task(text, total=total, completed=progress.done_bytes)
-            return
-        bar.update(self._task, completed=progress.done_bytes, total=total)
-
-    def _line(self, progress: Progress) -> None:
+    def _print_if_due(self, progress: Progress) -> None:
         """Print at once for uploads, downloads and the server's work; for local reading only when it takes long."""
         now = time.monotonic()
         is_new_phase = progress.phase != self._phase

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 import click
 
-from horizon_client.cli.text import clean
-from horizon_client.errors import HorizonClientError
-from horizon_client.near_names import did_you_mean
+from horizon_client.cli.output import clean
+from horizon_client.errors import HorizonClientError, did_you_mean
 
 MAX_VIOLATIONS = 100
 INTERRUPTED = 130
@@ -90,29 +89,25 @@ class RootGroup(Commands):
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> NoReturn:
         """Run a command line and exit with its code."""
-        extra["standalone_mode"] = False
-        sys.exit(self._exit_code(args, prog_name, extra))
-
-    def _exit_code(self, args: Sequence[str] | None, prog_name: str | None, extra: dict[str, Any]) -> int:
-        """Return the exit code, which is what a command returns if it returns a number."""
+        code: object = 0
         try:
-            code = super().main(args, prog_name, **extra)
+            code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
         except HorizonClientError as error:
             show_error(error)
-            return error.exit_code
+            code = error.exit_code
         except Interrupted as error:
             click.echo(f"\n{error}", err=True)
-            return INTERRUPTED
+            code = INTERRUPTED
         except click.Abort:
             click.echo("interrupted", err=True)
-            return INTERRUPTED
+            code = INTERRUPTED
         except click.ClickException as error:
             error.show()
-            return 2
+            code = 2
         except _ReaderGone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout once more when it exits
-            return READER_GONE
-        return code if isinstance(code, int) else 0
+            code = READER_GONE
+        sys.exit(code if isinstance(code, int) else 0)  # a command may return its exit code
 
 
 def show_error(error: HorizonClientError) -> None:

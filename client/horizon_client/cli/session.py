@@ -14,7 +14,6 @@ from horizon_client.cli.root import connection_options
 from horizon_client.endpoint import SYSTEM_CA, read_token_file
 
 if TYPE_CHECKING:
-    from horizon_client.async_client import AsyncClient
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
@@ -53,18 +52,11 @@ def open_client(ctx: click.Context) -> Client:
     """
     from horizon_client.sync_client import Client
 
-    return Client(**_arguments(ctx))
+    return Client(**client_arguments(ctx))
 
 
-def open_async_client(ctx: click.Context) -> AsyncClient:
-    """Return the async client for the options of `ctx`; it makes one attempt per call."""
-    from horizon_client.async_client import AsyncClient
-    from horizon_client.connection import RetryPolicy
-
-    return AsyncClient(**_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1))  # a user waits at the TAB key
-
-
-def _arguments(ctx: click.Context) -> dict[str, Any]:
+def client_arguments(ctx: click.Context) -> dict[str, Any]:
+    """Return the arguments of `Client` for the options of a command, or those before the command."""
     chosen = {name: ctx.params.get(name) or ctx.find_root().params.get(name) for name in _OPTIONS}
     token_file, ca = chosen["token_file"], chosen["ca"]
     return {

@@ -7,11 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from horizon_client.cli.job_pages import data_text, has_device, host_memory_text
-from horizon_client.cli.text import bytes_text, clean, count_text, duration_text
+from horizon_client.cli.output import bytes_text, clean, count_text, duration_text
 from horizon_client.transfer.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ class PlainView(Reporter):
     def __enter__(self) -> PlainView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *leaving: object) -> None:
         self._release()
 
     def _release(self) -> None:
@@ -68,33 +65,23 @@ class PlainView(Reporter):
         print(line, file=self._stream, flush=True)
 
 
-class JsonView(PlainView):
-    """One JSON object per event, with the field names of the Python client."""
+class DataView(PlainView):
+    """For programs: one JSON object or YAML document per event, with the field names of the Python client; `name` shows none."""
+
+    def __init__(self, stream: IO[str], output: str) -> None:
+        super().__init__(stream)
+        self._output = output
 
     def show(self, event: JobEvent) -> None:
         """Print the event."""
         from horizon_client.conversion import to_plain
 
-        self._print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False))
+        if self._output == "json":
+            self._print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False))
+        elif self._output == "yaml":
+            import yaml
 
-
-class YamlView(PlainView):
-    """One YAML document per event."""
-
-    def show(self, event: JobEvent) -> None:
-        """Print the event."""
-        import yaml
-
-        from horizon_client.conversion import to_plain
-
-        self._print("---\n" + yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True).rstrip())
-
-
-class SilentView(PlainView):
-    """Shows notices only."""
-
-    def show(self, event: JobEvent) -> None:
-        """Show nothing."""
+            self._print("---\n" + yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True).rstrip())
 
 
 class LiveView(Reporter):
@@ -116,12 +103,10 @@ class LiveView(Reporter):
         """Update the figures from a step, print anything else."""
         if event.kind == "step":
             self._step = event
-            if event.skipped:
-                self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
-            return
-        if event.kind == "state":
+        elif event.kind == "state":
             self._state = event.state
-        self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
+        if event.kind != "step" or event.skipped:
+            self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
 
     def notice(self, message: str) -> None:
         """Print a message above the figures."""
@@ -131,9 +116,7 @@ class LiveView(Reporter):
         self._exit.enter_context(self._live)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *leaving: object) -> None:
         self._exit.close()
 
     def _figures(self) -> Table:
@@ -157,12 +140,9 @@ class LiveView(Reporter):
 
 def open_view(job: Job, output: str, stream: IO[str]) -> PlainView | LiveView:
     """Return the view for an output format on a stream."""
-    if output == "json":
-        return JsonView(stream)
-    if output == "yaml":
-        return YamlView(stream)
-    if output == "name" and stream is sys.stdout:
-        return SilentView(stream)
+    # `-o name` on stdout is the id alone, so the events of `submit --watch -o name` are on stderr
+    if output in ("json", "yaml") or (output == "name" and stream is sys.stdout):
+        return DataView(stream, output)
     if stream.isatty():
         return LiveView(job, stderr=stream is sys.stderr)
     return PlainView(stream, on_device=has_device(job))
@@ -175,21 +155,18 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
         figures = f"{_training_figures(event)}  {_machine_figures(event, on_device=on_device)}"
         return f"step {event.step}/{event.num_steps or '?'}  {figures}{skipped}"
     if event.kind == "state":
-        return clean(
-            f"{event.state}{f' ({event.reason})' if event.reason else ''}{f': {event.message}' if event.message else ''}"
-        )
+        reason = f" ({event.reason})" if event.reason else ""
+        return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
     if event.kind == "eval":
         took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
         return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {count_text(event.num_targets)} tokens{took}"
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":
+        if event.report:
+            return f"data prepared: {data_text(event.report)}"
         of_total = f" of {count_text(event.total_rows)}" if event.total_rows else ""
-        return (
-            f"data prepared: {data_text(event.report)}"
-            if event.report
-            else (f"preparing data: {count_text(event.done_rows)}{of_total} rows")
-        )
+        return f"preparing data: {count_text(event.done_rows)}{of_total} rows"
     level = "" if event.level == "info" else f"{clean(event.level)}: "
     return level + "\n  ".join(map(clean, event.text.splitlines()))
 

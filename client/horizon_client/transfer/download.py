@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from horizon_client.connection import Backoff, RetryPolicy, pause_after
 from horizon_client.errors import (
@@ -23,8 +23,11 @@ from horizon_client.errors import (
     Unavailable,
 )
 from horizon_client.resources import FileEntry
-from horizon_client.transfer.files import PIECE_BYTES, in_pieces
+from horizon_client.transfer.files import PIECE_BYTES
 from horizon_client.transfer.reporter import Progress, Reporter
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 ReadFile: TypeAlias = Callable[[str, int], AsyncIterator[tuple[int, bytes]]]
 """(path, offset) -> pieces as (offset, data)."""
@@ -89,9 +92,7 @@ class CheckpointDownload:
     async def _is_complete(self, entry: FileEntry, target: Path) -> bool:
         if _file_size(target) != entry.size_bytes:
             return False
-        digest = hashlib.sha256()
-        await in_pieces(_hashing(target, entry.size_bytes, digest.update), lambda _: None)
-        same = digest.hexdigest() == entry.sha256
+        same = (await _hashed(target, entry.size_bytes)).hexdigest() == entry.sha256
         if same:
             self._advance(entry, entry.size_bytes)
         return same
@@ -121,7 +122,7 @@ class CheckpointDownload:
         digest = hashlib.sha256()
         offset = _usable_part_bytes(part, entry.size_bytes)
         if offset:
-            await in_pieces(_hashing(part, offset, digest.update), lambda _: None)
+            digest = await _hashed(part, offset)
             self._advance(entry, offset)
         start, backoff = offset, Backoff(self._retry)
         with part.open("ab") as file:
@@ -132,7 +133,8 @@ class CheckpointDownload:
                         if at != offset or offset + len(data) > entry.size_bytes:
                             sent = f"bytes {at}..{at + len(data)} of {entry.path}"
                             raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
-                        await asyncio.to_thread(_append, file, data, digest.update)
+                        await asyncio.to_thread(file.write, data)
+                        await asyncio.to_thread(digest.update, data)
                         offset += len(data)
                         self._advance(entry, len(data))
                     problem: HorizonClientError = Unavailable(
@@ -169,14 +171,11 @@ def _usable_part_bytes(part: Path, whole_bytes: int) -> int:
     return size
 
 
-def _append(file: BinaryIO, data: bytes, update: Callable[[bytes], object]) -> None:
-    file.write(data)
-    update(data)
-
-
-def _hashing(path: Path, num_bytes: int, update: Callable[[bytes], object]) -> Iterator[int]:
+async def _hashed(path: Path, num_bytes: int) -> _Hash:
+    """Return the sha256 of the first bytes of a file; each read is short, so that an interrupt is noticed."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while num_bytes > 0 and (piece := file.read(min(PIECE_BYTES, num_bytes))):
-            update(piece)
+        while num_bytes > 0 and (piece := await asyncio.to_thread(file.read, min(PIECE_BYTES, num_bytes))):
+            await asyncio.to_thread(digest.update, piece)
             num_bytes -= len(piece)
-            yield len(piece)
+    return digest

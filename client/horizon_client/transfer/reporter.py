@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+Phase: TypeAlias = Literal["check", "hash", "upload", "finalize", "download"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a transfer is. `finalize` has no bytes: the server checks what has arrived."""
 
-    phase: Literal["check", "hash", "upload", "finalize", "download"]
+    phase: Phase
     name: str
     done_bytes: int
     total_bytes: int

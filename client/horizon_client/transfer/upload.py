@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection, pause_after
-from horizon_client.errors import (
-    BadFile,
-    DeadlineExceeded,
-    HorizonClientError,
-    InvalidUpload,
-    ServerFailed,
-    Unavailable,
-)
+from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidUpload, ServerFailed, Unavailable
+from horizon_client.resources import Dataset, Model
 from horizon_client.rpc_errors import from_rpc, is_lost_status
-from horizon_client.transfer.files import HashedFile
+from horizon_client.transfer.files import HashedFile, reading
 from horizon_client.transfer.reporter import Progress, Reporter
 from horizon_proto.v1 import blob_pb2
-from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
 
-if TYPE_CHECKING:
-    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
+PushedT = TypeVar("PushedT", Dataset, Model)
 
 CHUNK_BYTES = 2**20
 """The most that is sent twice after a cut."""
@@ -57,17 +51,13 @@ class _Totals:
         self.done_bytes += position - self._positions[sha256]
         self._positions[sha256] = position
 
-    def progress(self, file: HashedFile) -> Progress:
-        """Return the progress of all contents, while `file` is sent."""
-        return Progress(phase="upload", name=file.file.path, done_bytes=self.done_bytes, total_bytes=self.total_bytes)
-
 
 class BlobUpload:
     """One push: the contents of its files, each at most once."""
 
     def __init__(self, connection: Connection, reporter: Reporter) -> None:
         self._connection = connection
-        self._stub = cast("BlobServiceAsyncStub", connection.stub(BlobServiceStub))
+        self._stub = connection.calls.blobs
         self._reporter = reporter
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
@@ -165,7 +155,11 @@ class BlobUpload:
         request.chunk.blob.CopyFrom(status.blob)
         request.chunk.offset = offset
         if listen_s:
-            await self._await_refusal(call, request, listen_s)
+            # names the content without data, which flow control cannot delay
+            with suppress(TimeoutError, asyncio.InvalidStateError):
+                async with asyncio.timeout(listen_s):
+                    await call.write(request)
+                    await call.code()
             request = blob_pb2.WriteBlobRequest()
         sent_to = offset
         async with aclosing(_pieces(file, offset)) as pieces:
@@ -180,16 +174,47 @@ class BlobUpload:
                 sent_to += len(data)
                 totals.sent_bytes += len(data)
                 totals.set_position(file.sha256, sent_to)
-                self._reporter.progress(totals.progress(file))
+                self._reporter.progress(
+                    Progress(
+                        phase="upload",
+                        name=file.file.path,
+                        done_bytes=totals.done_bytes,
+                        total_bytes=totals.total_bytes,
+                    )
+                )
         file.file.require_unchanged()
         await call.done_writing()
 
-    async def _await_refusal(self, call: Any, request: Any, listen_s: float) -> None:
-        """Name the content without data, which flow control cannot delay, and wait `listen_s` for a refusal."""
-        with suppress(TimeoutError, asyncio.InvalidStateError):
-            async with asyncio.timeout(listen_s):
-                await call.write(request)
-                await call.code()
+
+async def push_files(
+    connection: Connection,
+    files: Sequence[HashedFile],
+    reporter: Reporter,
+    *,
+    request: Any,
+    create: Any,
+    finalize: Any,
+    to_finalize: Callable[[PushedT], Message],
+    read: Callable[[Any], PushedT],
+) -> tuple[PushedT, int]:
+    """Push a dataset or model: announce its files, send what is missing, finalize. Returns it with the number of bytes sent.
+
+    `request` is the request of the `create` call, `to_finalize` returns that of `finalize`, `read` reads the answers of both.
+    """
+    request.request_id = request.request_id or str(uuid.uuid4())
+    request.files.extend(
+        blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
+    )
+    created = read(await connection.unary(create, request))
+    if created.state == "READY":  # the same push has finished before
+        return created, 0
+    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
+    reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
+    # retried as long as a transfer, because a restart of the daemon at this moment must not waste the upload
+    finalized: Any = await connection.unary(
+        finalize, to_finalize(created), deadline_s=FINALIZE_DEADLINE_S, retry=connection.stream_retry
+    )
+    return read(finalized), sent_bytes
 
 
 def _left_bytes(status: blob_pb2.BlobStatus) -> int:
@@ -199,25 +224,20 @@ def _left_bytes(status: blob_pb2.BlobStatus) -> int:
 async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
     """Yield the file from `offset`, read one piece ahead; an empty remainder gives one empty piece, so that the server completes it."""
     loop = asyncio.get_running_loop()
-    try:
-        with file.file.source.open("rb", buffering=0) as source:
-            source.seek(offset)
-            is_first = True
-            ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
-            try:
-                while (data := await _done(ahead)) or is_first:
-                    is_first = False
-                    ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
-                    yield data
-            finally:
-                await asyncio.wait([ahead])  # the file must not be closed under its reader
-                if not ahead.cancelled():
-                    ahead.exception()  # retrieved, or asyncio would log it as lost
-    except OSError as error:
-        raise BadFile(f"cannot read {file.file.source}: {error.strerror}") from error
-
-
-async def _done(reading: asyncio.Future[bytes]) -> bytes:
-    """Wait for a read, which continues when the waiting is cancelled."""
-    await asyncio.wait([reading])
-    return reading.result()
+    with reading(file.file.source), file.file.source.open("rb", buffering=0) as source:
+        source.seek(offset)
+        is_first = True
+        ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
+        try:
+            while True:
+                await asyncio.wait([ahead])  # unlike `await ahead`, does not cancel the read when it is cancelled
+                data = ahead.result()
+                if not data and not is_first:
+                    return
+                is_first = False
+                ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)
+                yield data
+        finally:
+            await asyncio.wait([ahead])  # the file must not be closed under its reader
+            if not ahead.cancelled():
+                ahead.exception()  # retrieved, or asyncio would log it as lost

@@ -36,7 +36,7 @@ class RefusedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Everything behind gRPC and REST."""
+    """The services that gRPC and REST call."""
 
     accounts: Accounts
     jobs: JobService

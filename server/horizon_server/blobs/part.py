@@ -1,6 +1,6 @@
 """One partial upload on disk: appended to, made durable in steps, hashed as it grows.
 
-Knows no network and no user. Everything here blocks.
+Everything here blocks.
 
 Thread: one at a time, but for `sync`; `PartWriter` sees to that.
 """

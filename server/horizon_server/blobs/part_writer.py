@@ -1,6 +1,6 @@
 """Pieces of an upload on their way to disk: one is written and hashed while the next arrives, and both while earlier ones become durable.
 
-Knows no network: pieces are handed to it. The work is done in the loop's threads.
+The work is done in the loop's threads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class PartWriter:
             await _ended(self._syncing)
             await in_thread(self._part.sync)
         except OSError:
-            await self._wait_for_threads()
+            # Whatever comes of them: the file may be cut only when no thread touches it any more.
+            for work in (self._writing, self._syncing):
+                with suppress(OSError):
+                    await _ended(work)
             await in_thread(self._part.settle)
             raise
 
@@ -69,12 +72,6 @@ class PartWriter:
         if data := self._held:
             self._held = b""
             self._writing = _start(lambda: self._part.append(data))
-
-    async def _wait_for_threads(self) -> None:
-        """Wait until nothing touches the file any more, whatever comes of it."""
-        for work in (self._writing, self._syncing):
-            with suppress(OSError):
-                await _ended(work)
 
 
 def _start(call: Callable[[], None]) -> asyncio.Future[None]:

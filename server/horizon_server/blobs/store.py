@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
-from horizon_server.blobs.disk import Disk, SystemDisk, disk_full_reported
+from horizon_server.blobs.disk import Disk, disk_full_reported
 from horizon_server.blobs.part import Part
 from horizon_server.blobs.part_writer import PartWriter
 from horizon_server.blobs.threads import in_thread, to_the_end
@@ -56,7 +56,7 @@ class BlobStore:
         """Whether what nothing refers to any more may be removed at once when a user deletes something; else it goes to the trash."""
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
-        self._disk = disk or SystemDisk()
+        self._disk = disk or Disk()
         self._turns = turns or Turns()
         self._silence_limit_s = silence_limit_s
         self._clock = clock
@@ -126,7 +126,12 @@ class BlobStore:
     async def _receive(
         self, turn: Turn, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]
     ) -> BlobStatus:
-        self._refuse_what_cannot_fit(ref, offset)
+        needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
+        if needed > free:
+            raise DiskFull(
+                f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
+                retry_after_s=60.0,
+            )
         path = self._entry(owner, ref, _PART)
         part = await in_thread(lambda: Part.open(path, offset=offset, disk=self._disk))
         try:
@@ -148,7 +153,14 @@ class BlobStore:
                 turn.has_data()
                 if data is None:
                     return
-                _check_chunk(data, writer.given_bytes, ref)
+                if len(data) > MAX_CHUNK_BYTES:
+                    raise InvalidUpload(
+                        f"a piece of {len(data)} bytes was sent; send pieces of at most {MAX_CHUNK_BYTES} bytes"
+                    )
+                if writer.given_bytes + len(data) > ref.size_bytes:
+                    raise InvalidUpload(
+                        f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and sha256"
+                    )
                 await writer.put(data)
         except TimeoutError as error:
             raise Stalled(
@@ -157,14 +169,6 @@ class BlobStore:
         finally:
             turn.has_data()
             await to_the_end(writer.finish())
-
-    def _refuse_what_cannot_fit(self, ref: BlobRef, offset: int) -> None:
-        needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
-        if needed > free:
-            raise DiskFull(
-                f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
-                retry_after_s=60.0,
-            )
 
     def _complete(self, owner: str, ref: BlobRef, part: Part) -> None:
         found = part.sha256()
@@ -227,15 +231,6 @@ class BlobStore:
     def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
         assert NAME_PATTERN.fullmatch(owner), owner
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
-
-
-def _check_chunk(data: bytes, arrived: int, ref: BlobRef) -> None:
-    if len(data) > MAX_CHUNK_BYTES:
-        raise InvalidUpload(f"a piece of {len(data)} bytes was sent; send pieces of at most {MAX_CHUNK_BYTES} bytes")
-    if arrived + len(data) > ref.size_bytes:
-        raise InvalidUpload(
-            f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and sha256"
-        )
 
 
 def _unlink(entries: Iterable[Path]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from horizon_server.children.lines import MAX_LINE_BYTES, Answer, Failure, decode_line
-from horizon_server.children.oom import oom_kills
+from horizon_server.control_groups import oom_kills
 from horizon_server.errors import HorizonError, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
 
@@ -105,9 +105,8 @@ class Child:
             request_fd = _open(request_file, resources)
             os.ftruncate(request_fd, 0)
             # Indented where it is kept, for people who look at it.
-            text = json.dumps(request, indent=1 if request_file else None).encode("ascii")
             with os.fdopen(os.dup(request_fd), "wb") as stream:
-                stream.write(text)
+                stream.write(json.dumps(request, indent=1 if request_file else None).encode("ascii"))
             log_fd = _open(log_file, resources)
             read_fd, write_fd = os.pipe()
             events = asyncio.StreamReader(limit=MAX_LINE_BYTES)
@@ -116,9 +115,8 @@ class Child:
             )
             resources.callback(transport.close)
             try:
-                place = str(request_file or f"/proc/self/fd/{request_fd}")
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", module, place, "--events-fd", str(write_fd),
+                    sys.executable, "-m", module, request_file or f"/proc/self/fd/{request_fd}", "--events-fd", str(write_fd),
                     stdin=asyncio.subprocess.PIPE, stdout=log_fd, stderr=log_fd, env=dict(environment),
                     pass_fds=(write_fd, request_fd, *pass_fds), start_new_session=True,
                 )  # fmt: skip
@@ -126,8 +124,7 @@ class Child:
                 os.close(write_fd)
             _limit(process.pid, limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
-            kept = resources.pop_all()
-            return cls(process, who=who, limits=limits, events=events, resources=kept, log_file=log_file)
+            return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
 
     @property
     def pid(self) -> int:
@@ -187,7 +184,14 @@ class Child:
                     raise line.error
                 case event:
                     await on_event(event)
-        error = self._unexplained(await self._exit_code())
+        code = await self._exit_code()
+        error: HorizonError
+        if code == -signal.SIGXCPU:
+            error = Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
+        else:
+            kind = WorkerCrashed if -code in _CRASHES else WorkerDied
+            why = exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who)
+            error = kind(why, retry_after_s=1.0 if code == -signal.SIGKILL else None)
         log.warning("a child process died", who=self._who, why=error.message, log=log_tail(self.log))
         raise error
 
@@ -210,15 +214,6 @@ class Child:
         self.kill()
         return await self._process.wait()
 
-    def _unexplained(self, code: int) -> HorizonError:
-        if code == -signal.SIGXCPU:
-            return Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
-        kind = WorkerCrashed if -code in _CRASHES else WorkerDied
-        return kind(
-            exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who),
-            retry_after_s=1.0 if code == -signal.SIGKILL else None,
-        )
-
 
 async def run_child(
     module: str,
@@ -227,14 +222,13 @@ async def run_child(
     who: str,
     environment: Mapping[str, str],
     limits: Limits,
-    on_event: OnEvent = _ignore,
 ) -> Any:
     """Start a child that leaves no files and return its answer. A caller who is cancelled ends it.
 
     Raises: as `Child.answer`.
     """
     child = await Child.start(module, request, who=who, environment=environment, limits=limits)
-    return await child.answer(on_event)
+    return await child.answer()
 
 
 def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:

@@ -51,7 +51,9 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
 
     A child ends with the daemon. One that `outlives_daemon` takes the end of its orders as an order to stop, see `Orders`.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {_module()}", description=f"Entry of {who}; started by horizond.")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
     parser.add_argument("request", type=Path, help="JSON file with the request")
     parser.add_argument("--events-fd", type=int, default=_STANDARD_OUTPUT, help="descriptor to write events to")
     arguments = parser.parse_args()
@@ -176,8 +178,3 @@ def _end_of(work: Work, request: Path, events: EventWriter, who: str) -> Answer 
     except Exception as error:  # noqa: BLE001  # whatever it is, the daemon learns the true reason
         traceback.print_exc()
         return Failure(WorkerFailed(f"{type(error).__name__}: {error}"))
-
-
-def _module() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name.removesuffix(".__main__") if spec is not None else "MODULE"

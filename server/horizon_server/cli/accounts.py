@@ -7,7 +7,7 @@ import datetime
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -131,15 +131,11 @@ def _with_accounts(
     settings = load_settings(config, state_dir=state_dir)
     private_state_dir(settings.state_dir)
 
-    async def run() -> Any:
-        database = await Database.open(settings.database_path)
-        try:
+    async def run() -> Result:
+        async with Database.opened(settings.database_path) as database:
             return await call(Accounts(AccountStore(database)))
-        finally:
-            await database.close()
 
-    result: Result = asyncio.run(run())
-    return result
+    return asyncio.run(run())
 
 
 def _day(time_s: float) -> str:

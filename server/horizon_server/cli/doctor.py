@@ -8,7 +8,6 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,6 @@ from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.planning.rates import Machine, RateBook, measure_rates
-from horizon_server.planning.roofline import DeviceRates
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.sizes import size_text
 from horizon_server.store.cpus import available_cpus
@@ -77,17 +75,13 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     for _, found in parts:
         facts |= found
     if output == "table":
-        _print(checks)
+        for check in checks:
+            click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
+            if check.advice:
+                click.echo(f"{'':<22} {check.advice}")
     else:
         print_mapping(facts | {"checks": [asdict(check) for check in checks]}, output)
     return 1 if any(check.verdict == "fail" for check in checks) else 0
-
-
-def _print(checks: Iterable[Check]) -> None:
-    for check in checks:
-        click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
-        if check.advice:
-            click.echo(f"{'':<22} {check.advice}")
 
 
 _Part = tuple[Check, dict[str, Any]]
@@ -173,8 +167,16 @@ def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
         return Check(name="speed", verdict="fail", found=f"not measured: {error}", advice=advice), {
             "rates": "not measured"
         }
-    facts = {key: value for kind, rates in measured.items() for key, value in _rate_facts(kind, rates).items()}
-    found = "; ".join(_speed_text(kind, rates) for kind, rates in measured.items())
+    facts: dict[str, Any] = {}
+    speeds = []
+    for kind, rates in measured.items():
+        facts |= {f"{kind}_{name}": round(value) for name, value in vars(rates).items() if name.endswith("_per_s")}
+        facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": round(w.layer_flops_per_s) for w in rates.widths}
+        facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": round(w.head_flops_per_s) for w in rates.widths}
+        layers = dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
+        copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
+        speeds.append(f"{kind} {' to '.join(layers)} GFLOP/s in layers, copies {copies}")
+    found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -183,20 +185,6 @@ def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
         advice = f"not kept, so plans will not predict a job's speed: {error}"
         return Check(name="speed", verdict="warn", found=found, advice=advice), facts | {"rates": f"not kept: {error}"}
     return Check(name="speed", verdict="ok", found=found), facts | {"rates": f"kept in {book.path}"}
-
-
-def _speed_text(kind: str, rates: DeviceRates) -> str:
-    layers = " to ".join(
-        dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
-    )
-    return f"{kind} {layers} GFLOP/s in layers, copies {rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
-
-
-def _rate_facts(kind: str, rates: DeviceRates) -> dict[str, Any]:
-    facts = {f"{kind}_{name}": value for name, value in vars(rates).items() if name.endswith("_per_s")}
-    facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": w.layer_flops_per_s for w in rates.widths}
-    facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": w.head_flops_per_s for w in rates.widths}
-    return {name: round(value) for name, value in facts.items()}
 
 
 def _disk(state_dir: Path) -> _Part:

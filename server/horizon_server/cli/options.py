@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,7 @@ def with_settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Folder with everything the daemon owns. [default: /var/lib/horizond for root, else ~/.local/share/horizond]",
     )
 
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return command(*args, **kwargs)
-
-    return config(state_dir(wrapped))
+    return config(state_dir(command))
 
 
 def with_output_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,8 +40,13 @@ def print_rows(rows: list[dict[str, Any]], output: str, *, name_key: str) -> Non
     elif output == "name":
         for row in rows:
             click.echo(row[name_key])
+    elif rows:
+        cells = [[str(key).upper() for key in rows[0]], *([str(value) for value in row.values()] for row in rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        for line in cells:
+            click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     else:
-        _print_table(rows)
+        click.echo("none")
 
 
 def print_mapping(mapping: dict[str, Any], output: str) -> None:
@@ -59,13 +59,3 @@ def print_mapping(mapping: dict[str, Any], output: str) -> None:
         width = max(map(len, mapping), default=0)
         for key, value in mapping.items():
             click.echo(f"{key:<{width}}  {value}")
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        click.echo("none")
-        return
-    cells = [[str(key).upper() for key in rows[0]], *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    for line in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

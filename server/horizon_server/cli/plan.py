@@ -18,7 +18,7 @@ from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import Machine, RateBook
-from horizon_server.settings import child_environment, load_settings
+from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.sizes import size_text
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.cpus import available_cpus
@@ -39,21 +39,7 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     folder = model_dir or Path(spec.model)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
-    num_threads = settings.num_threads or available_cpus()
-    found = asyncio.run(find_accelerators())
-    accelerators = asyncio.run(usable_accelerators(found, child_environment()))
-    rates = RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads))
-    planner = Planner(
-        memory=host_memory,
-        limit_bytes=settings.host_memory_limit_bytes,
-        reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=num_threads,
-        accelerators=accelerators,
-        rates=rates.read,
-        layer_memory=LayerProbe(child_environment()),
-    )
-    job_plan = planner.plan(spec, folder)
+    job_plan = _planner(settings).plan(spec, folder)
     mapping: dict[str, Any] = {
         "model": str(folder),
         "num_parameters": job_plan.num_parameters,
@@ -79,6 +65,22 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     else:
         print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
+
+
+def _planner(settings: Settings) -> Planner:
+    num_threads = settings.num_threads or available_cpus()
+    found = asyncio.run(find_accelerators())
+    accelerators = asyncio.run(usable_accelerators(found, child_environment()))
+    return Planner(
+        memory=host_memory,
+        limit_bytes=settings.host_memory_limit_bytes,
+        reserve_bytes=settings.host_memory_reserve_bytes,
+        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
+        num_threads=num_threads,
+        accelerators=accelerators,
+        rates=RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads)).read,
+        layer_memory=LayerProbe(child_environment()),
+    )
 
 
 class _SpecLoader(yaml.SafeLoader):
@@ -107,22 +109,16 @@ def _readable(mapping: dict[str, Any]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for key, value in mapping.items():
         if key == "prediction":
-            lines |= {} if value is None else _prediction_lines(value)
+            if value is not None:
+                lines["predicted.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s"
+                lines["predicted.step"] = f"{value['step_s']:,.3g} s"
+                lines["predicted.bound"] = value["bound"]
+                if value["total_s"] is not None:
+                    lines["predicted.total"] = f"{value['total_s'] / 60:,.1f} min"
         elif isinstance(value, dict):
             lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
         elif key.endswith("_bytes"):
             lines[key.removesuffix("_bytes")] = size_text(value)
         elif value != "":
             lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return lines
-
-
-def _prediction_lines(prediction: dict[str, Any]) -> dict[str, str]:
-    lines = {
-        "predicted.speed": f"{prediction['tokens_per_second']:,.0f} tokens/s",
-        "predicted.step": f"{prediction['step_s']:,.3g} s",
-        "predicted.bound": prediction["bound"],
-    }
-    if prediction["total_s"] is not None:
-        lines["predicted.total"] = f"{prediction['total_s'] / 60:,.1f} min"
     return lines

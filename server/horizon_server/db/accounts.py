@@ -1,6 +1,9 @@
-"""Users and tokens in the database."""
+"""Users and tokens in the database. The columns of their tables are the fields of their records."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
 
 from sqlalchemy import select
 
@@ -9,36 +12,30 @@ from horizon_server.db.tables import TokenRow, UserRow
 from horizon_server.errors import AlreadyExists, NotFound
 from horizon_server.records.account import Token, User
 
+RecordT = TypeVar("RecordT", User, Token)
+
 
 class AccountStore:
-    """The tables of users and tokens. Each call is one transaction."""
+    """The tables of users and tokens. Each call is one transaction; `services.accounts` documents the errors."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def add_user(self, user: User) -> None:
-        """Store a new user.
-
-        Raises:
-            AlreadyExists: when the name is taken.
-        """
+        """Store a new user."""
         async with self._database.session() as session:
             if await session.get(UserRow, user.name) is not None:
                 raise AlreadyExists(f"user {user.name} exists already")
-            session.add(UserRow(name=user.name, role=user.role, project=user.project, created_s=user.created_s))
+            session.add(UserRow(**dataclasses.asdict(user)))
 
     async def users(self) -> list[User]:
         """Return all users by name."""
         async with self._database.reading() as session:
             rows = await session.scalars(select(UserRow).order_by(UserRow.name))
-            return [_user(row) for row in rows]
+            return [_record(User, row) for row in rows]
 
     async def remove_user(self, name: str) -> int:
-        """Remove a user and their tokens; return how many tokens.
-
-        Raises:
-            NotFound: when there is no such user.
-        """
+        """Remove a user and their tokens; return how many tokens."""
         async with self._database.session() as session:
             row = await session.get(UserRow, name)
             if row is None:
@@ -51,39 +48,22 @@ class AccountStore:
             return len(tokens)
 
     async def add_token(self, token: Token, sha256: str) -> None:
-        """Store a token by its hash.
-
-        Raises:
-            NotFound: when its user does not exist.
-        """
+        """Store a token by its hash."""
         async with self._database.session() as session:
             if await session.get(UserRow, token.user) is None:
                 raise NotFound(
                     f"user {token.user} does not exist; make them first with: horizond user add {token.user}"
                 )
-            session.add(
-                TokenRow(
-                    token_id=token.token_id,
-                    user=token.user,
-                    sha256=sha256,
-                    created_s=token.created_s,
-                    expires_s=token.expires_s,
-                    revoked_s=None,
-                )
-            )
+            session.add(TokenRow(**dataclasses.asdict(token), sha256=sha256))
 
     async def tokens(self) -> list[Token]:
         """Return all tokens, oldest first."""
         async with self._database.reading() as session:
             rows = await session.scalars(select(TokenRow).order_by(TokenRow.created_s))
-            return [_token(row) for row in rows]
+            return [_record(Token, row) for row in rows]
 
     async def revoke(self, token_id: str, now_s: float) -> None:
-        """Make a token useless from now on; doing so twice changes nothing.
-
-        Raises:
-            NotFound: when there is no such token.
-        """
+        """Make a token useless from now on; doing so twice changes nothing."""
         async with self._database.session() as session:
             row = await session.get(TokenRow, token_id)
             if row is None:
@@ -95,18 +75,8 @@ class AccountStore:
         async with self._database.reading() as session:
             query = select(TokenRow, UserRow).join(UserRow, UserRow.name == TokenRow.user)
             found = (await session.execute(query.where(TokenRow.sha256 == sha256))).first()
-            return (_token(found[0]), _user(found[1])) if found else None
+            return (_record(Token, found[0]), _record(User, found[1])) if found else None
 
 
-def _user(row: UserRow) -> User:
-    return User(name=row.name, role=row.role, project=row.project, created_s=row.created_s)
-
-
-def _token(row: TokenRow) -> Token:
-    return Token(
-        token_id=row.token_id,
-        user=row.user,
-        created_s=row.created_s,
-        expires_s=row.expires_s,
-        revoked_s=row.revoked_s,
-    )
+def _record(kind: type[RecordT], row: UserRow | TokenRow) -> RecordT:
+    return kind(**{field.name: getattr(row, field.name) for field in dataclasses.fields(kind)})

@@ -37,7 +37,7 @@ class BlobReferences:
         return frozenset(sha256 for sha256, resource_id in pairs if resource_id in ready)
 
     async def of_any(self, among: Collection[str]) -> frozenset[str]:
-        """Return those of `among` that anything of anybody, READY or announced, is made of."""
+        """Return those of `among` that anything of any user, READY or announced, is made of."""
         found: set[str] = set()
         async with self._database.reading() as session:
             for part in _parts(among):
@@ -46,7 +46,7 @@ class BlobReferences:
         return frozenset(found)
 
     async def of_all(self) -> frozenset[str]:
-        """Return the contents of everything, READY or announced, of everybody."""
+        """Return the contents of everything, READY or announced, of all users."""
         async with self._database.reading() as session:
             return frozenset(await session.scalars(select(BlobReferenceRow.sha256).distinct()))
 

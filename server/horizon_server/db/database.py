@@ -50,6 +50,16 @@ class Database:
         self._stopping: dict[asyncio.Future[Any], object] = {}
 
     @classmethod
+    @asynccontextmanager
+    async def opened(cls, path: Path) -> AsyncIterator[Database]:
+        """Open it as `open` does, for a block."""
+        database = await cls.open(path)
+        try:
+            yield database
+        finally:
+            await database.close()
+
+    @classmethod
     async def open(cls, path: Path) -> Database:
         """Migrate the file at `path` to the newest schema, creating it when missing, and open it.
 

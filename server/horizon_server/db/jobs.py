@@ -107,7 +107,11 @@ class JobStore:
             queue: Sequence[int] = ()
             if any(row.job_state == JobState.QUEUED for row in rows):
                 queue = (await session.scalars(_queue(JobRow.queue_order))).all()
-        return [(row.number, _record(row, queue_position=_position(row, queue))) for row in rows]
+        found = []
+        for row in rows:
+            position = bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
+            found.append((row.number, _record(row, queue_position=position)))
+        return found
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
@@ -170,7 +174,10 @@ class JobStore:
         query = select(EventRow).where(EventRow.job_id == job_id, EventRow.sequence > sequence)
         async with self._database.reading() as session:
             rows = await session.scalars(query.order_by(EventRow.sequence).limit(limit))
-            return [_event(row) for row in rows]
+            return [
+                JobEvent(job_id=job_id, sequence=row.sequence, time_s=row.time_s, payload=decode(row.body))
+                for row in rows
+            ]
 
     async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
         """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order.
@@ -186,7 +193,13 @@ class JobStore:
         )
         async with self._database.reading() as session:
             rows = await session.execute(query.order_by(EventRow.sequence).limit(limit))
-            return [(number, *_figures(text, names)) for number, text in rows]
+            found: list[Figures] = []
+            for number, text in rows:
+                taken = json.loads(text)
+                # A whole event comes where SQLite could not read it: NaN is not JSON to it.
+                plain = taken if isinstance(taken, dict) else dict(zip(("kind", *names), taken, strict=True))
+                found.append((number, plain["kind"], {name: plain.get(name) for name in names}))
+            return found
 
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
@@ -203,10 +216,6 @@ def _queue(what: Any) -> Any:
 async def _end_of_queue(session: AsyncSession) -> int:
     last: int | None = await session.scalar(select(func.max(JobRow.queue_order)))
     return (last or 0) + 1
-
-
-def _position(row: JobRow, queue: Sequence[int]) -> int:
-    return bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
 
 
 async def _placed(session: AsyncSession, row: JobRow) -> JobRecord:
@@ -244,26 +253,8 @@ def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
     session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
 
 
-def _figures(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """A whole event comes where SQLite could not read it: NaN is not JSON to it."""
-    found = json.loads(text)
-    plain = found if isinstance(found, dict) else dict(zip(("kind", *names), found, strict=True))
-    return plain["kind"], {name: plain.get(name) for name in names}
-
-
-def _event(row: EventRow) -> JobEvent:
-    return JobEvent(job_id=row.job_id, sequence=row.sequence, time_s=row.time_s, payload=decode(row.body))
-
-
 def _plan_document(plan: JobPlan | None) -> dict[str, Any] | None:
     return None if plan is None else dataclasses.asdict(plan)
-
-
-def _plan(document: dict[str, Any] | None) -> JobPlan | None:
-    if not document:
-        return None
-    prediction = document.get("prediction")
-    return JobPlan(**{**document, "prediction": StepPrediction(**prediction) if prediction else None})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,13 +264,17 @@ def _spec(text: str) -> JobSpec:
 
 
 def _record(row: JobRow, *, queue_position: int = 0) -> JobRecord:
+    plan: dict[str, Any] = dict(row.plan or {})
+    if plan:  # one of an earlier version has no prediction
+        prediction = plan.get("prediction")
+        plan["prediction"] = StepPrediction(**prediction) if prediction else None
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
         spec=_spec(json.dumps(row.spec)),
         job_state=JobState(row.job_state),
         wanted=Wanted(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
-        plan=_plan(row.plan),
+        plan=JobPlan(**plan) if plan else None,
         data_report=row.data_report or {},
         queue_position=queue_position,
     )

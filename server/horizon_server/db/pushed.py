@@ -9,7 +9,6 @@ import base64
 import binascii
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import delete, insert, select, tuple_
@@ -21,9 +20,7 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import BlobReferenceRow, DatasetRow, ModelRow
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
 from horizon_server.records.blob import MAX_FILES, BlobFile
-from horizon_server.records.dataset import DatasetRecord
-from horizon_server.records.model import ModelRecord
-from horizon_server.records.pushed import PushedRecord
+from horizon_server.records.pushed import DatasetRecord, ModelRecord, PushedRecord
 
 RowT = TypeVar("RowT", DatasetRow, ModelRow)
 RecordT = TypeVar("RecordT", bound=PushedRecord)
@@ -96,9 +93,16 @@ class PushedStore(Generic[RowT, RecordT]):
             query = query.where(tuple_(*order) < _read_token(token))
         async with self._database.reading() as session:
             records = [self._record(row) for row in await session.scalars(query)]
-        page = records[: _fitting(records, limit)]
-        more = len(records) > len(page)
-        return page, _token(page[-1]) if more else ""
+        page: list[RecordT] = []
+        num_files = 0
+        for record in records[:limit]:
+            num_files += len(record.files)
+            if page and num_files > MAX_FILES:  # one message must hold the page
+                break
+            page.append(record)
+        if len(records) == len(page):
+            return page, ""
+        return page, base64.urlsafe_b64encode(json.dumps([page[-1].created_s, page[-1].id]).encode()).decode()
 
     async def delete(self, resource_id: str) -> None:
         """Remove it."""
@@ -179,20 +183,6 @@ class ModelStore(PushedStore[ModelRow, ModelRecord]):
     record_type = ModelRecord
 
 
-def _fitting(records: Sequence[PushedRecord], limit: int) -> int:
-    """Return how many of the records make a page: at least one, and few enough files for one message."""
-    num_files = 0
-    for i, record in enumerate(records[:limit]):
-        num_files += len(record.files)
-        if num_files > MAX_FILES and i > 0:
-            return i
-    return min(limit, len(records))
-
-
-def _token(record: PushedRecord) -> str:
-    return base64.urlsafe_b64encode(json.dumps([record.created_s, record.id]).encode()).decode()
-
-
 def _read_token(token: str) -> tuple[float, str]:
     try:
         created_s, resource_id = json.loads(base64.urlsafe_b64decode(token))
@@ -200,5 +190,5 @@ def _read_token(token: str) -> tuple[float, str]:
             return created_s, resource_id
     except (ValueError, TypeError, binascii.Error, RecursionError):
         pass
-    sentence = "page_token is not valid; pass the next_page_token of an earlier answer, or leave it out"
-    raise InvalidSpec.of("page_token", sentence)
+    problem = "page_token is not valid; pass the next_page_token of an earlier answer, or leave it out"
+    raise InvalidSpec.of("page_token", problem)

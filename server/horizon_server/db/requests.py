@@ -17,14 +17,6 @@ def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _check(request_id: str) -> None:
-    try:
-        uuid.UUID(request_id)
-    except ValueError as error:
-        rule = "request_id must be a UUID, chosen by the caller once per intended resource and repeated on retries"
-        raise InvalidSpec.of("request_id", rule) from error
-
-
 class Requests:
     """The memory of create calls. Both methods run inside the transaction that creates the resource."""
 
@@ -35,7 +27,11 @@ class Requests:
             RequestIdReused: when the id was used for another method or body.
             InvalidSpec: when the id is not a UUID.
         """
-        _check(request_id)
+        try:
+            uuid.UUID(request_id)
+        except ValueError as error:
+            rule = "request_id must be a UUID, chosen by the caller once per intended resource and repeated on retries"
+            raise InvalidSpec.of("request_id", rule) from error
         row = await session.get(RequestRow, (user, request_id))
         if row is None:
             return None

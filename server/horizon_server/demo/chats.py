@@ -31,7 +31,11 @@ def demo_chats() -> list[Chat]:
     """Return every chat of the built-in dataset, in the order of its file."""
     by_hand = [json.loads(line)["messages"] for line in _HAND_WRITTEN.read_text(encoding="ascii").splitlines()]
     made = itertools.chain(_asked_otherwise(by_hand), _patterns())
-    return [*by_hand, *(_chat(question, answer) for question, answer in made)]
+    roles = ("user", "assistant")
+    return [
+        *by_hand,
+        *([{"role": role, "content": text} for role, text in zip(roles, pair, strict=True)] for pair in made),
+    ]
 
 
 def _asked_otherwise(chats: list[Chat]) -> Iterator[tuple[str, str]]:
@@ -42,10 +46,6 @@ def _asked_otherwise(chats: list[Chat]) -> Iterator[tuple[str, str]]:
             yield f"Tell me what {subject} is.", answer
         elif question.endswith("?"):
             yield f"Please tell me: {question}", answer
-
-
-def _chat(question: str, answer: str) -> Chat:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _patterns() -> Iterator[tuple[str, str]]:

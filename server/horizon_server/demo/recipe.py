@@ -7,6 +7,7 @@ folder, and plain transformers loads it.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,12 @@ def _weights(seed: int) -> list[TensorBytes]:
             values = np.ones(shape, dtype=np.float32)
         else:
             values = np.random.default_rng((seed, index)).standard_normal(shape, dtype=np.float32) * _INIT_STD
-        tensors.append(_bfloat16_tensor(name, values))
+        bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
+        # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
+        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        raw = memoryview(rounded.astype("<u2").tobytes())
+        tensor = TensorBytes(name=name, dtype="BF16", shape=shape, size_bytes=raw.nbytes, pieces=partial(list, [raw]))
+        tensors.append(tensor)
     return tensors
 
 
@@ -168,14 +174,6 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     for number in range(_LAYERS):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes | {"model.norm.weight": (_HIDDEN,)}
-
-
-def _bfloat16_tensor(name: str, values: NDArray[np.float32]) -> TensorBytes:
-    bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
-    # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
-    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    raw = memoryview(rounded.astype("<u2").tobytes())
-    return TensorBytes(name=name, dtype="BF16", shape=values.shape, size_bytes=raw.nbytes, pieces=lambda: [raw])
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

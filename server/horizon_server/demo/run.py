@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class DemoFailed(Exception):
 
 def run_demo(*, output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> int:
     """Run the whole demo; returns 0 only when all of it happened."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     started_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="horizon-demo-") as folder:
@@ -60,17 +60,20 @@ def run_demo(*, output_dir: Path, max_steps: int | None, config: Path | None, st
     return 0
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def _demo(work: Path, output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> None:
     click.echo(WHAT_IT_IS)
     _say("1. A model and a dataset, made on the spot")
     model = work / "demo-model"
     write_demo_model(model)
-    training, held_out = _split(write_demo_dataset(work))
-    spec = _write_spec(work, max_steps)
+    lines = write_demo_dataset(work).read_text("utf-8").splitlines(keepends=True)
+    training, held_out = work / "train.jsonl", work / "held-out.jsonl"
+    # Every tenth chat is kept out of the training, to see whether something was learned.
+    training.write_text("".join(line for i, line in enumerate(lines) if i % _HELD_OUT_EVERY), "utf-8")
+    held_out.write_text("".join(lines[::_HELD_OUT_EVERY]), "utf-8")
+    spec = {**DEMO_SPEC, "model": "demo-model", "dataset": "demo-chats", "eval_dataset": "demo-held-out"}
+    spec["train"] = {**spec["train"], **({"max_steps": max_steps} if max_steps else {})}
+    spec_file = work / "job.yaml"
+    spec_file.write_text(yaml.safe_dump(spec, sort_keys=False), "utf-8")
     _say("2. A daemon on loopback, a user and a token")
     with _daemon(state_dir or work / "state", config, work) as (endpoint, state):
         token = work / "token"
@@ -82,33 +85,21 @@ def _demo(work: Path, output_dir: Path, max_steps: int | None, config: Path | No
         _horizon(environment, "model", "push", str(model), "--name", "demo-model")
         _horizon(environment, "dataset", "push", str(training), "--name", "demo-chats")
         _horizon(environment, "dataset", "push", str(held_out), "--name", "demo-held-out")
-        job_id = _horizon(environment, "job", "submit", str(spec), "-o", "name", capture=True).strip()
+        job_id = _horizon(environment, "job", "submit", str(spec_file), "-o", "name", capture=True).strip()
         _say("4. Training, streamed through host memory")
         _horizon(environment, "job", "watch", job_id)
         _say("5. The result, back to the laptop")
         if output_dir.exists():
-            _remove_earlier(output_dir)
+            # The result of an earlier demo goes, and nothing else.
+            if not (output_dir / "config.json").is_file():
+                raise DemoFailed(
+                    f"{output_dir} exists and holds no model; move it away, or choose another --output-dir"
+                )
+            shutil.rmtree(output_dir)
         _horizon(environment, "checkpoint", "pull", f"{job_id}@last", "--to", str(output_dir))
         figures = _figures(environment, job_id)
     _say("6. Plain transformers, without horizon")
     _prove(model, output_dir, held_out, figures)
-
-
-def _write_spec(work: Path, max_steps: int | None) -> Path:
-    spec = {**DEMO_SPEC, "model": "demo-model", "dataset": "demo-chats", "eval_dataset": "demo-held-out"}
-    spec["train"] = {**spec["train"], **({"max_steps": max_steps} if max_steps else {})}
-    path = work / "job.yaml"
-    path.write_text(yaml.safe_dump(spec, sort_keys=False), "utf-8")
-    return path
-
-
-def _split(dataset: Path) -> tuple[Path, Path]:
-    """Keep every tenth chat out of the training, to see whether something was learned."""
-    lines = dataset.read_text("utf-8").splitlines(keepends=True)
-    training, held_out = dataset.with_name("train.jsonl"), dataset.with_name("held-out.jsonl")
-    training.write_text("".join(line for i, line in enumerate(lines) if i % _HELD_OUT_EVERY), "utf-8")
-    held_out.write_text("".join(lines[::_HELD_OUT_EVERY]), "utf-8")
-    return training, held_out
 
 
 @contextmanager
@@ -131,7 +122,14 @@ def _daemon(state: Path, config: Path | None, work: Path) -> Iterator[tuple[str,
         click.echo(f"  listening on {endpoints['grpc']} (gRPC) and http://{endpoints['http']}", err=True)
         yield endpoints["grpc"], state
     finally:
-        _stop(process)
+        # The daemon ends its worker itself. Only one that does not react is killed.
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _await_ready(process: subprocess.Popen[bytes], state: Path, log: Path) -> dict[str, Any]:
@@ -144,18 +142,6 @@ def _await_ready(process: subprocess.Popen[bytes], state: Path, log: Path) -> di
             return endpoints
         time.sleep(0.05)
     raise DemoFailed(f"the daemon was not ready after {_READY_TIMEOUT_S:.0f} s: {log.read_text('utf-8').strip()}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the daemon the orderly way; it ends its worker. Only one that does not listen is killed."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _horizond(*arguments: str) -> str:
@@ -188,13 +174,6 @@ def _horizon(environment: dict[str, str], *arguments: str, capture: bool = False
     if done.returncode:
         raise DemoFailed(f"horizon {' '.join(arguments[:2])} ended with exit code {done.returncode}")
     return done.stdout or ""
-
-
-def _remove_earlier(output_dir: Path) -> None:
-    """Remove the result of an earlier demo, and nothing else."""
-    if not (output_dir / "config.json").is_file():
-        raise DemoFailed(f"{output_dir} exists and holds no model; move it away, or choose another --output-dir")
-    shutil.rmtree(output_dir)
 
 
 def _figures(environment: dict[str, str], job_id: str) -> dict[str, Any]:
@@ -244,18 +223,14 @@ def _print_figures(figures: dict[str, Any], proof: dict[str, Any]) -> None:
         "training loss": f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {steps[-1]['step']} steps",
         "held-out loss": f"{evaluations[0]['eval_loss']:.4f} -> {evaluations[-1]['eval_loss']:.4f} (horizon)",
         "same, transformers": f"{proof['loss_before']:.4f} -> {proof['loss_after']:.4f}",
-        "tokens/s": f"{_mean(step['tokens_per_second'] for step in tail):,.0f}",
+        "tokens/s": f"{statistics.fmean(step['tokens_per_second'] for step in tail):,.0f}",
         "host store": f"{used / 2**20:,.0f} MiB (12 bytes a parameter and 4 of gradients)",
         "planned host memory": f"{int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB in all, worker included",
-        "transfer overlap": f"{100 * _mean(step['overlap_ratio'] for step in tail):.1f} % of the copying was hidden",
+        "transfer overlap": f"{100 * statistics.fmean(step['overlap_ratio'] for step in tail):.1f} % of the copying was hidden",
     }
     click.echo()
     for name, value in rows.items():
         click.echo(f"  {name:<20} {value}")
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _say(text: str) -> None:

@@ -68,26 +68,48 @@ def make_activations(
     return kind(device, num_layers=num_layers, hidden_size=hidden_size)
 
 
-class DeviceActivations:
+class _Planes:
+    """Equal hidden states in one block of device memory."""
+
+    def __init__(self, device: Device, *, num_planes: int, hidden_size: int) -> None:
+        self._device, self._num_planes, self._hidden_size = device, num_planes, hidden_size
+        self._block: Tensor | None = None
+        self._num_tokens = 0
+        self.capacity_tokens = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        if num_tokens <= self.capacity_tokens:
+            return
+        # The old block goes first: the limit need not hold both.
+        self.close()
+        num_elements = self._num_planes * num_tokens * self._hidden_size
+        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
+        self.capacity_tokens = num_tokens
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._device.free(self._block)
+        self._block, self.capacity_tokens = None, 0
+
+    def _plane(self, index: int) -> Tensor:
+        assert self._block is not None, "reserve comes first"
+        plane_elements = self._num_tokens * self._hidden_size
+        return self._block[index * plane_elements : (index + 1) * plane_elements].view(-1, self._hidden_size)
+
+
+class DeviceActivations(_Planes):
     """Everything stays on the device: L + 2 hidden states of N tokens, nothing crosses the link."""
 
     def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        self._device, self._num_layers = device, num_layers
-        self._planes = _Planes(device, num_planes=num_layers + 2, hidden_size=hidden_size)
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._planes.capacity_tokens
-
-    def reserve(self, num_tokens: int) -> None:
-        self._planes.reserve(num_tokens)
+        super().__init__(device, num_planes=num_layers + 2, hidden_size=hidden_size)
 
     def layer_input(self, index: int) -> Tensor:
-        return self._planes.plane(index)
+        return self._plane(index)
 
     @property
     def gradient(self) -> Tensor:
-        return self._planes.plane(self._num_layers + 1)
+        return self._plane(self._num_planes - 1)
 
     def before_write(self, index: int, span: slice) -> None:
         """Every input has memory of its own."""
@@ -101,11 +123,8 @@ class DeviceActivations:
     def consumed(self, index: int, span: slice) -> None:
         """Its memory waits for the next step."""
 
-    def close(self) -> None:
-        self._planes.close()
 
-
-class OffloadedActivations:
+class OffloadedActivations(_Planes):
     """Three hidden states on the device for any number of layers: two that layers read and write in turn, and the gradient.
 
     An input is copied to host memory as soon as it is produced, and its memory is used again two layers later; in backward it
@@ -114,22 +133,17 @@ class OffloadedActivations:
     """
 
     def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        self._device, self._num_layers, self._hidden_size = device, num_layers, hidden_size
-        self._planes = _Planes(device, num_planes=3, hidden_size=hidden_size)
+        super().__init__(device, num_planes=3, hidden_size=hidden_size)
+        self._num_layers = num_layers
         self._host: Tensor | None = None
         self._gone: dict[tuple[int, int], Event] = {}
         self._back: dict[tuple[int, int], Event] = {}
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self._planes.capacity_tokens
-
     def reserve(self, num_tokens: int) -> None:
+        # The last step's events have happened, and this one may cut its tokens differently.
         self._gone.clear()
         self._back.clear()
-        if num_tokens > self.capacity_tokens:
-            self.close()
-        self._planes.reserve(num_tokens)
+        super().reserve(num_tokens)
         if self._host is None:
             stride = self._host_stride
             self._host = self._device.allocate_host(
@@ -138,11 +152,11 @@ class OffloadedActivations:
 
     def layer_input(self, index: int) -> Tensor:
         """The inputs of every other layer share their memory."""
-        return self._planes.plane(index % 2)
+        return self._plane(index % 2)
 
     @property
     def gradient(self) -> Tensor:
-        return self._planes.plane(2)
+        return self._plane(2)
 
     def before_write(self, index: int, span: slice) -> None:
         """What is there must have been copied to the host."""
@@ -152,6 +166,7 @@ class OffloadedActivations:
             self._device.poison(self._device.compute, self.layer_input(index)[span])
 
     def produced(self, index: int, span: slice) -> None:
+        # The last layer's input is still there when backward begins, and its output is read by the head alone.
         if index >= self._num_layers - 1:
             return
         device = self._device
@@ -176,7 +191,7 @@ class OffloadedActivations:
         self._back[wanted, span.start] = device.h2d.record()
 
     def close(self) -> None:
-        self._planes.close()
+        super().close()
         if self._host is not None:
             self._device.free_host(self._host)
         self._host = None
@@ -191,32 +206,3 @@ class OffloadedActivations:
         start = index * self._host_stride + span.start * self._hidden_size
         num_elements = (span.stop - span.start) * self._hidden_size
         return self._host[start : start + num_elements].view(-1, self._hidden_size)
-
-
-class _Planes:
-    """Equal hidden states in one block of device memory."""
-
-    def __init__(self, device: Device, *, num_planes: int, hidden_size: int) -> None:
-        self._device, self._num_planes, self._hidden_size = device, num_planes, hidden_size
-        self._block: Tensor | None = None
-        self._num_tokens = 0
-        self.capacity_tokens = 0
-
-    def reserve(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        if num_tokens <= self.capacity_tokens:
-            return
-        self.close()
-        num_elements = self._num_planes * num_tokens * self._hidden_size
-        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
-        self.capacity_tokens = num_tokens
-
-    def plane(self, index: int) -> Tensor:
-        assert self._block is not None, "reserve comes first"
-        plane_elements = self._num_tokens * self._hidden_size
-        return self._block[index * plane_elements : (index + 1) * plane_elements].view(-1, self._hidden_size)
-
-    def close(self) -> None:
-        if self._block is not None:
-            self._device.free(self._block)
-        self._block, self.capacity_tokens = None, 0

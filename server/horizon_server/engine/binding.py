@@ -73,12 +73,14 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
                     stored_names=tuple(tensor.name for tensor in sources.tensors()),
                 )
             )
+    # By identity, because tied parameters go by two names and are stored under one.
     bound = {id(wanted[binding.name]) for binding in bindings}
     for name, tensor in wanted.items():
         if id(tensor) not in bound:
             raise InvalidModel(
                 f"tensor {name} is missing: the model's config asks for it with shape {list(tensor.shape)}"
             )
+    # Last: where a name is wrong, the tensor that is missing says more than the one that is left over.
     if unknown:
         raise InvalidModel(
             f"tensor {unknown[0]} is in the checkpoint, but the model of this config has no such parameter"
@@ -104,8 +106,10 @@ def _sources_of(
     found: dict[str, _Sources] = {}
     unknown: list[str] = []
     known = dict(wanted)
+    # In natural order, because the parts of a list are stacked in the order they come in: 10 after 9, not after 1.
     for unit, tensor in sorted(layout.tensors(), key=lambda item: natural_order(item[1].name)):
         name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, known)
+        # A checkpoint may have the class's own names already, which a renaming would spoil.
         if name not in wanted and tensor.name in wanted:
             name, pattern = tensor.name, None
         if name not in wanted:
@@ -168,11 +172,10 @@ def _check_lists(sources: _Sources) -> None:
     """A list of tensors has every number, each of one shape; the first that is missing, or that differs from the most, is named."""
     lists: dict[tuple[str, str], dict[int, TensorLayout]] = {}
     for tensor in sources.tensors():
-        parts = _last_number(tensor.name)
-        if parts is None:
+        match = re.fullmatch(r"(.*\.)(\d+)(\.\D*)", tensor.name)
+        if match is None:
             return
-        before, number, after = parts
-        lists.setdefault((before, after), {})[number] = tensor
+        lists.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
     highest = max(number for tensors in lists.values() for number in tensors)
     for number in range(highest + 1):
         for (before, after), tensors in lists.items():
@@ -186,11 +189,6 @@ def _check_lists(sources: _Sources) -> None:
             raise InvalidModel(
                 f"tensor {odd.name} has shape {list(odd.shape)}, the others of its list have {list(usual)}"
             )
-
-
-def _last_number(name: str) -> tuple[str, int, str] | None:
-    match = re.fullmatch(r"(.*\.)(\d+)(\.\D*)", name)
-    return (match[1], int(match[2]), match[3]) if match else None
 
 
 def _misshapen(target: str, piece: Piece, sources: _Sources, shape: Sequence[int]) -> str:

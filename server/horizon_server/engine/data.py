@@ -40,7 +40,14 @@ class PreparedDataset:
         document_starts: NDArray[np.int64],
         report: dict[str, Any],
     ) -> None:
-        _check_planes(input_ids_N, trained_N, document_starts)
+        if len(document_starts) < 2:
+            raise InvalidData("the prepared dataset holds no documents; prepare the dataset again")
+        if document_starts[0] != 0 or bool((np.diff(document_starts) <= 0).any()):
+            raise InvalidData(
+                "the prepared dataset's document_starts do not increase from 0; prepare the dataset again"
+            )
+        if not len(input_ids_N) == len(trained_N) == int(document_starts[-1]):
+            raise InvalidData("the prepared dataset's tensors differ in length; prepare the dataset again")
         self.report = report
         self.document_lengths = np.diff(document_starts)
         self._input_ids_N = input_ids_N
@@ -76,6 +83,7 @@ class PreparedDataset:
         ids, positions, labels, lengths = [], [], [], []
         for document in documents:
             begin, end = int(self._document_starts[document]), int(self._document_starts[document + 1])
+            # The planes are int32 to halve the file; embedding tables are indexed with int64.
             input_ids = self._input_ids_N[begin:end].astype(np.int64)
             ids.append(input_ids)
             positions.append(np.arange(end - begin, dtype=np.int64))
@@ -189,6 +197,7 @@ class StepPlan:
 
     def _step_starts(self, epoch: int) -> list[int]:
         """Return the first row of each step of an epoch, and the number of its rows."""
+        # One epoch is kept: a run asks for its steps one after the other.
         if self._epoch is None or self._epoch[0] != epoch:
             starts, filled = [0], 0
             # In parts, so that the order of ten million rows is never in memory as a whole.
@@ -220,17 +229,6 @@ def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.i
         starts.append(begin + row)
         before = int(ends[row - 1]) if row else 0
     return int(ends[-1]) - before
-
-
-def _check_planes(
-    input_ids_N: NDArray[np.int32], trained_N: NDArray[np.uint8], document_starts: NDArray[np.int64]
-) -> None:
-    if len(document_starts) < 2:
-        raise InvalidData("the prepared dataset holds no documents; prepare the dataset again")
-    if document_starts[0] != 0 or bool((np.diff(document_starts) <= 0).any()):
-        raise InvalidData("the prepared dataset's document_starts do not increase from 0; prepare the dataset again")
-    if not len(input_ids_N) == len(trained_N) == int(document_starts[-1]):
-        raise InvalidData("the prepared dataset's tensors differ in length; prepare the dataset again")
 
 
 def _check_lengths(dataset: PreparedDataset, sequence_length: int) -> None:

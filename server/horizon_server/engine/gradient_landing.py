@@ -6,12 +6,13 @@ Owns the host memory a gradient lands in and what happens when it has. Must not 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event, Queue
-from horizon_server.engine.slot_ring import Slot, SlotRing
+from horizon_server.engine.slot_ring import Slot, SlotRing, UnitRings
 from horizon_server.store.host_store import HostStore
 
 IsFinite = Callable[[], bool]
@@ -63,14 +64,16 @@ class SlotLanding:
         self._layout, self._device = store.layout, device
         self._update, self._update_queue = update, update_queue
         units = store.layout.units
-        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
-        edge_elements = max(unit.num_elements for unit in units if unit.kind != "layer")
-        self._layer_ring = self._ring_of(num_slots, layer_elements)
-        self._edge_ring = self._ring_of(1, edge_elements)
+        self._rings = UnitRings(
+            units,
+            partial(SlotRing.on_host, device),
+            num_slots=num_slots,
+            edge_elements=max(unit.num_elements for unit in units if unit.kind != "layer"),
+        )
         self._open: dict[int, Slot] = {}
 
     def open(self, unit_index: int) -> Tensor:
-        slot = self._ring(unit_index).take(self._device.d2h)
+        slot = self._rings.of(unit_index).take(self._device.d2h)
         self._open[unit_index] = slot
         return slot.flat[: self._layout.units[unit_index].num_elements]
 
@@ -79,14 +82,8 @@ class SlotLanding:
         slot = self._open.pop(unit_index)
         gradient = slot.flat[: self._layout.units[unit_index].num_elements]
         self._update(unit_index, gradient, self._device.d2h.record(), is_finite, reached)
-        self._ring(unit_index).release(slot, self._update_queue)
+        # To the update's queue and not to d2h: the update still reads it when the copy is over.
+        self._rings.of(unit_index).release(slot, self._update_queue)
 
     def close(self) -> None:
-        self._layer_ring.close()
-        self._edge_ring.close()
-
-    def _ring(self, unit_index: int) -> SlotRing:
-        return self._layer_ring if self._layout.units[unit_index].kind == "layer" else self._edge_ring
-
-    def _ring_of(self, num_slots: int, num_elements: int) -> SlotRing:
-        return SlotRing.on_host(self._device, num_slots=num_slots, num_elements=num_elements)
+        self._rings.close()

@@ -8,13 +8,14 @@ Shapes: R = rows of the embedding in use, D = hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_landing import GradientLanding, IsFinite
-from horizon_server.engine.slot_ring import Slot, SlotRing
+from horizon_server.engine.slot_ring import Slot, SlotRing, UnitRings
 from horizon_server.engine.template import Template
 
 
@@ -32,17 +33,11 @@ class GradientSink:
         self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
         self._sets = self._numbers.view(2, -1)
         self._set = 0
-        self._layer_ring = SlotRing.on_device(
-            device,
-            component="gradients",
+        self._rings = UnitRings(
+            units,
+            partial(SlotRing.on_device, device, component="gradients"),
             num_slots=num_slots,
-            num_elements=max(unit.num_elements for unit in units if unit.kind == "layer"),
-        )
-        self._edge_ring = SlotRing.on_device(
-            device,
-            component="gradients",
-            num_slots=1,
-            num_elements=max(units[0].num_elements, template.head_elements),
+            edge_elements=max(units[0].num_elements, template.head_elements),
         )
         self._head_slot: Slot | None = None
         self.reached: set[str] = set()
@@ -67,8 +62,7 @@ class GradientSink:
 
     def open(self, unit_index: int) -> Slot:
         """A zeroed slot for a unit's gradient; compute waits until it is free."""
-        ring = self._ring(unit_index)
-        slot = ring.take(self._device.compute)
+        slot = self._rings.of(unit_index).take(self._device.compute)
         self._device.compute.submit(slot.flat.zero_, label=f"zero gradient {unit_index}")
         return slot
 
@@ -83,7 +77,7 @@ class GradientSink:
         if self._template.layout.units[unit_index].kind == "head" and self._template.tied:
             self._head_slot = slot
             return
-        self._ring(unit_index).release(slot, self._device.d2h)
+        self._rings.of(unit_index).release(slot, self._device.d2h)
 
     def open_table(self) -> Slot:
         """The slot with the head's part of a tied table's gradient, for the embedding to add to."""
@@ -93,14 +87,15 @@ class GradientSink:
 
     def embedding_part(self, slot: Slot) -> Tensor:
         """Where the embedding unit's gradient is in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
+        units = self._template.layout.units
         if self._template.tied:
-            return self._tied_part(slot)
-        return slot.flat[: self._template.layout.units[0].num_elements]
+            return slot.flat[units[-1].num_elements : self._template.head_elements]
+        return slot.flat[: units[0].num_elements]
 
     def send_table(self, slot: Slot) -> None:
         """Send the whole gradient of a tied table."""
-        self._send_flat(0, self._tied_part(slot))
-        self._edge_ring.release(slot, self._device.d2h)
+        self._send_flat(0, self.embedding_part(slot))
+        self._rings.of(0).release(slot, self._device.d2h)
 
     def send_rows(self, slot: Slot, rows_R: Tensor) -> None:
         """Send the gradient of the embedding's rows; the other rows have none."""
@@ -110,30 +105,24 @@ class GradientSink:
         device.d2h.wait(device.compute.record())
         device.download_rows(gradient_RD, target, template.table_place.view(target), rows_R, self.square_sums[0])
         self._landing.landed(0, self._finiteness(0), self.reached)
-        self._edge_ring.release(slot, device.d2h)
+        self._rings.of(0).release(slot, device.d2h)
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
-        self._layer_ring.close()
-        self._edge_ring.close()
+        self._rings.close()
         self._device.free_host(self._numbers)
         self._landing.close()
 
     def _send_flat(self, unit_index: int, flat: Tensor) -> None:
         device, unit = self._device, self._template.layout.units[unit_index]
         target = self._landing.open(unit_index)
+        # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         square_sum = self.square_sums[unit_index]
         device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")
         self._landing.landed(unit_index, self._finiteness(unit_index), self.reached)
 
     def _finiteness(self, unit_index: int) -> IsFinite:
+        # Views of this step's set, because the update may ask when the next step has begun with the other one.
         loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
         return lambda: math.isfinite(loss) and math.isfinite(square_sum)
-
-    def _tied_part(self, slot: Slot) -> Tensor:
-        units = self._template.layout.units
-        return slot.flat[units[-1].num_elements : self._template.head_elements]
-
-    def _ring(self, unit_index: int) -> SlotRing:
-        return self._layer_ring if self._template.layout.units[unit_index].kind == "layer" else self._edge_ring

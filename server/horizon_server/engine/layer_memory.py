@@ -38,11 +38,13 @@ def _saved_bytes(template: Template, num_tokens: int) -> int:
         hidden_1TD, calls = template.embed(table, ids_T, positions_T)
     counts: dict[int, int] = {}
     for index, group in enumerate(template.layer_groups):
+        # Layers of a group are alike, so that one of them counts for all.
         if group in counts:
             continue
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            # By storage, because autograd often saves several views of one tensor.
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
             return tensor

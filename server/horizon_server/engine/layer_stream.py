@@ -2,9 +2,6 @@
 
 Owns the weight slots, the prefetch order and the wait for a unit's update before it is read. Must not know what is computed.
 
-Layers share a ring of `num_slots` (2 is double buffering). Embedding rows and the head, which can be far larger than a layer and
-are needed once or twice a step, have one slot of their own.
-
 Shapes: R = rows of the embedding in use.
 """
 
@@ -12,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.slot_ring import Slot, SlotRing
+from horizon_server.engine.slot_ring import Slot, SlotRing, UnitRings
 from horizon_server.engine.template import Template
 from horizon_server.store.host_store import HostStore
 
@@ -47,17 +45,11 @@ class LayerStream:
         assert num_slots >= 1
         self._template, self._store, self._device, self._updated = template, store, device, updated
         units = template.layout.units
-        self._layer_ring = SlotRing.on_device(
-            device,
-            component="weights",
+        self._rings = UnitRings(
+            units,
+            partial(SlotRing.on_device, device, component="weights"),
             num_slots=num_slots,
-            num_elements=max(unit.num_elements for unit in units if unit.kind == "layer"),
-        )
-        self._edge_ring = SlotRing.on_device(
-            device,
-            component="weights",
-            num_slots=1,
-            num_elements=max(units[0].num_elements, template.head_elements),
+            edge_elements=max(units[0].num_elements, template.head_elements),
         )
 
     def walk(self, requests: Sequence[UnitRequest]) -> Iterator[tuple[UnitRequest, Tensor]]:
@@ -80,16 +72,15 @@ class LayerStream:
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
-        self._layer_ring.close()
-        self._edge_ring.close()
+        self._rings.close()
 
     def _ring(self, request: UnitRequest) -> SlotRing:
-        is_layer = self._template.layout.units[request.unit_index].kind == "layer"
-        return self._layer_ring if is_layer else self._edge_ring
+        return self._rings.of(request.unit_index)
 
     def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
         device, template = self._device, self._template
         slot = self._ring(request).take(device.h2d)
+        # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
         self._wait_for_update(request.unit_index)
         if request.rows_R is not None:
             rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)

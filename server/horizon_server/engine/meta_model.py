@@ -80,15 +80,6 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
             checkpoint holds.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InvalidModel(
-            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language model for it"
-        )
-    if config.is_encoder_decoder:
-        raise InvalidModel(
-            f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
-            "only decoder-only language models can be trained"
-        )
     _refuse_settings(config)
     config = copy.deepcopy(config)
     # Caches are for generation; the engine reads outputs by name.
@@ -97,6 +88,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     if config._attn_implementation not in _ATTENTIONS:
         # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
         config._attn_implementation = None
+    # The engine reads the hidden state alone. Set only where they are on: not every config has them.
     for extra in _EXTRA_OUTPUTS:
         if getattr(config, extra, False):
             setattr(config, extra, False)
@@ -115,8 +107,7 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 # One for each: tied parameters stay tied.
-                new = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
-                module._parameters[name] = new
+                module._parameters[name] = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
     _check_buffers(model)
     model.train(False)
     # The engine differentiates by its own leaves, which are views into streamed weights.
@@ -147,7 +138,16 @@ def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _refuse_settings(config: PretrainedConfig) -> None:
-    """Refuse what a config asks for and the layer-by-layer schedule would leave out."""
+    """Refuse models that are not decoders, and what a config asks for that the layer-by-layer schedule would leave out."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} cannot be trained: transformers {__version__} has no causal language model for it"
+        )
+    if config.is_encoder_decoder:
+        raise InvalidModel(
+            f"model_type {config.model_type!r} is an encoder-decoder (config.json: is_encoder_decoder); "
+            "only decoder-only language models can be trained"
+        )
     for name, value in _numbers(config.get_text_config().to_dict()):
         if "layerdrop" in name and not name.startswith("encoder") and value > 0:
             raise InvalidModel(
@@ -210,14 +210,11 @@ def layer_signature(layer: nn.Module) -> tuple[object, ...]:
             if name not in _MODULE_ATTRIBUTES and name not in _POSITION_ATTRIBUTES:
                 signature.append((name, _comparable(value)))
         signature.extend((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
-        signature.extend((name, _values(module, name, b)) for name, b in module.named_buffers(recurse=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            # A buffer of the checkpoint is given with every call, so that only its shape must be equal.
+            stored = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+            signature.append((name, tuple(buffer.shape) if stored else tuple(buffer.flatten().tolist())))
     return tuple(signature)
-
-
-def _values(module: nn.Module, name: str, buffer: torch.Tensor) -> object:
-    if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-        return tuple(buffer.shape)
-    return tuple(buffer.flatten().tolist())
 
 
 def _comparable(value: object) -> object:

@@ -1,21 +1,25 @@
-"""One packed row of tokens, ready for the model: the only shape in which data enters the engine.
+"""One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a step, joined.
 
 Owns the meaning of labels, positions and document boundaries.
 
-Shapes: T = tokens of the row.
+Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = supervised tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import FieldViolation, InvalidData
 
 IGNORED_LABEL = -100
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,73 @@ class MicroBatch:
     def num_targets(self) -> int:
         """Positions that are trained on."""
         return int((self.labels_T != IGNORED_LABEL).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it."""
+
+    spans: tuple[slice, ...]
+    rows_R: Tensor
+    placed_rows_R: Tensor
+    row_ids_N: Tensor
+    position_ids_N: Tensor
+    supervised_S: Tensor
+    targets_S: Tensor
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch], device: Device, *, num_rows: int | None = None) -> StepTokens:
+        """Join the micro-batches in the order given. With `num_rows`, ids keep their numbers in a table of `num_rows` rows."""
+        assert micro_batches, "a step has at least one micro-batch"
+        spans, start = [], 0
+        for micro_batch in micro_batches:
+            spans.append(slice(start, start + micro_batch.num_tokens))
+            start += micro_batch.num_tokens
+        ids_N = torch.cat([m.input_ids_T for m in micro_batches])
+        # A step uses few rows of a large table, so only those cross the link.
+        if num_rows is None:
+            rows_R, row_ids_N = torch.unique(ids_N, return_inverse=True)
+        else:
+            rows_R, row_ids_N = torch.arange(num_rows), ids_N
+        labels_N = torch.cat([m.labels_T for m in micro_batches])
+        supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
+        return cls(
+            spans=tuple(spans),
+            rows_R=rows_R,
+            placed_rows_R=device.place(rows_R),
+            row_ids_N=device.place(row_ids_N),
+            position_ids_N=device.place(torch.cat([m.position_ids_T for m in micro_batches])),
+            supervised_S=device.place(supervised_S),
+            targets_S=device.place(labels_N[supervised_S]),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.row_ids_N.numel()
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens of the step, by which every chunk of the loss is scaled."""
+        return self.targets_S.numel()
+
+    def row_of(self, token_id: int | None) -> int | None:
+        """The row that a token id was renumbered to, if the step uses it."""
+        found = (self.rows_R == token_id).nonzero() if token_id is not None else torch.empty(0)
+        return int(found[0]) if found.numel() else None
+
+
+def grouped(items: Sequence[Item], sizes: Iterable[int], limit: int) -> list[list[Item]]:
+    """Neighbours in groups of at most `limit` together; a larger item is a group of its own."""
+    groups: list[list[Item]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= size
+    return groups
 
 
 def check_micro_batches(

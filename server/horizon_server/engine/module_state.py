@@ -32,10 +32,16 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # Not the training mode, which is switched between calls on purpose.
-        self._modules = [
-            (module, {name: value for name, value in vars(module).items() if name != "training"}, _kept_buffers(module))
-            for module in modules
-        ]
+        self._modules: list[tuple[nn.Module, dict[str, object], dict[str, _KeptBuffer]]] = []
+        for module in modules:
+            attributes = {name: value for name, value in vars(module).items() if name != "training"}
+            # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to keep.
+            buffers = {
+                name: _KeptBuffer(buffer=buffer, content=buffer.clone(), version=buffer._version)
+                for name, buffer in module.named_buffers(recurse=False)
+                if not buffer.is_meta
+            }
+            self._modules.append((module, attributes, buffers))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -45,8 +51,7 @@ class ModuleState:
         finally:
             # Also after an error: the trials of a template run code that may fail halfway.
             for module, attributes, buffers in self._modules:
-                _restore_attributes(module, attributes)
-                _restore_buffers(module, buffers)
+                _restore(module, attributes, buffers)
 
     def place(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move the buffers to where compute reads them."""
@@ -57,16 +62,7 @@ class ModuleState:
                 module._buffers[name] = buffer
 
 
-def _kept_buffers(module: nn.Module) -> dict[str, _KeptBuffer]:
-    # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to keep.
-    return {
-        name: _KeptBuffer(buffer=buffer, content=buffer.clone(), version=buffer._version)
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    }
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, object]) -> None:
+def _restore(module: nn.Module, attributes: dict[str, object], buffers: dict[str, _KeptBuffer]) -> None:
     current = vars(module)
     # Compared by number first: this runs for every call of a layer.
     if len(current) != len(attributes) + 1:
@@ -75,9 +71,6 @@ def _restore_attributes(module: nn.Module, attributes: dict[str, object]) -> Non
     for name, value in attributes.items():
         if current.get(name) is not value:
             current[name] = value
-
-
-def _restore_buffers(module: nn.Module, buffers: dict[str, _KeptBuffer]) -> None:
     for name, kept in buffers.items():
         if kept.buffer._version != kept.version:
             # Into a new tensor: backward may still need what the call wrote into the old one.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from torch import Tensor
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
+
+LrSchedule = Literal["constant", "linear", "cosine"]
+
+UpdateIfFinite = Callable[[int, Tensor, Callable[[], bool], Set[str]], None]
 
 _CLIP_EPS = 1e-6
 
@@ -36,7 +41,7 @@ class Optimizer:
         self._store, self._device, self._num_threads = store, device, num_threads
         self.queue = device.host_queue("optimizer")
         self._updated: dict[int, Event] = {}
-        self._in_backward: _StepInBackward | None = None
+        self._update_if_finite: UpdateIfFinite | None = None
 
     def submit(self, hyper: AdamWStep, reached: Set[str]) -> None:
         """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated.
@@ -51,15 +56,25 @@ class Optimizer:
 
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
-        self._in_backward = _StepInBackward(self._store, hyper, num_threads=self._num_threads)
+        # A flag of this step's own, because updates of the last step may still be queued. The queue's thread alone changes it.
+        dropped = False
+
+        def update(unit_index: int, gradient: Tensor, is_finite: Callable[[], bool], reached: Set[str]) -> None:
+            nonlocal dropped
+            dropped = dropped or not is_finite()
+            if not dropped:
+                store, num_threads = self._store, self._num_threads
+                update_unit(store, unit_index, hyper, num_threads=num_threads, grad=gradient, only=reached)
+
+        self._update_if_finite = update
 
     def update_landed(
         self, unit_index: int, gradient: Tensor, landed: Event, is_finite: Callable[[], bool], reached: Set[str]
     ) -> None:
         """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`; `reached` is as in `submit`."""
-        assert self._in_backward is not None, "begin comes first"
+        assert self._update_if_finite is not None, "begin comes first"
         self.queue.wait(landed)
-        work = partial(self._in_backward.update, unit_index, gradient, is_finite, reached)
+        work = partial(self._update_if_finite, unit_index, gradient, is_finite, reached)
         self.queue.submit(work, label=f"update {unit_index}")
         self._updated[unit_index] = self.queue.record()
 
@@ -81,31 +96,18 @@ class Optimizer:
         self.queue.record().wait()
 
 
-class _StepInBackward:
-    """One step's updates, up to the first gradient that is not finite. Thread: the optimizer queue's own."""
-
-    def __init__(self, store: HostStore, hyper: AdamWStep, *, num_threads: int) -> None:
-        self._store, self._hyper, self._num_threads = store, hyper, num_threads
-        self._dropped = False
-
-    def update(self, unit_index: int, gradient: Tensor, is_finite: Callable[[], bool], reached: Set[str]) -> None:
-        self._dropped = self._dropped or not is_finite()
-        if not self._dropped:
-            update_unit(
-                self._store, unit_index, self._hyper, num_threads=self._num_threads, grad=gradient, only=reached
-            )
-
-
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:
     """How many units a step updates in backward: from the head down to the first gradient that is not finite."""
     if not math.isfinite(loss):
         return 0
+    # Backward begins with the head, which is the last unit.
     finite = torch.isfinite(square_sums).flip(0).tolist()
     return finite.index(False) if False in finite else len(finite)
 
 
 def global_norm(square_sums: Tensor) -> float:
     """Norm over all units, from their float64 square sums in unit order; not finite if any element was not."""
+    # One by one in float64: torch may sum in another order, with another last bit.
     return math.sqrt(sum(float(value) for value in square_sums))
 
 
@@ -114,3 +116,22 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
     if max_grad_norm is None:
         return 1.0
     return min(1.0, max_grad_norm / (grad_norm + _CLIP_EPS))
+
+
+def learning_rate_at(
+    step: int, *, learning_rate: float, schedule: LrSchedule, warmup_steps: int, num_steps: int
+) -> float:
+    """The rate of the step with this 0-based index.
+
+    It rises linearly from 0 over `warmup_steps`; then it stays (constant), falls linearly to 0 at `num_steps` (linear), or
+    follows half a cosine to 0 at `num_steps` (cosine).
+    The formulas are those of transformers' schedulers of the same names, so that curves compare.
+    """
+    if step < warmup_steps:
+        return learning_rate * step / max(1, warmup_steps)
+    if schedule == "constant":
+        return learning_rate
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    if schedule == "linear":
+        return learning_rate * max(0.0, 1.0 - progress)
+    return learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))

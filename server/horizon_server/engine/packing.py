@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +49,16 @@ class PackedRows:
         # Sixteen bits sort by radix, ten times as fast.
         keys = lengths.astype(np.uint16) if len(counts) <= 2**16 else lengths
         self._by_length = np.argsort(keys, kind="stable").astype(np.min_scalar_type(len(lengths)))
-        row_counts = [pattern.num_rows for pattern in self._patterns]
-        self._first_rows = np.cumsum([0, *row_counts])
-        self._tokens = np.array([pattern.num_tokens for pattern in self._patterns], dtype=np.int64)
-        self._first_slots = list(_first_slots(self._patterns))
+        self._first_rows = np.cumsum([0, *(pattern.num_rows for pattern in self._patterns)])
+        tokens = [sum(length * per_row for length, per_row in pattern.contents) for pattern in self._patterns]
+        self._tokens = np.array(tokens, dtype=np.int64)
+        # Per pattern, for each of its lengths, how many documents of that length are in the patterns before it.
+        self._first_slots: list[list[int]] = []
+        taken: defaultdict[int, int] = defaultdict(int)
+        for pattern in self._patterns:
+            self._first_slots.append([taken[length] for length, _ in pattern.contents])
+            for length, per_row in pattern.contents:
+                taken[length] += per_row * pattern.num_rows
         self.num_rows = int(self._first_rows[-1])
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -91,10 +97,6 @@ class _Pattern:
     num_rows: int
     contents: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(length * per_row for length, per_row in self.contents)
-
 
 class _OpenRows:
     """Rows that documents may still go into, by the room they have left."""
@@ -110,7 +112,11 @@ class _OpenRows:
             found = bisect.bisect_left(self._rooms, length)
             if found < len(self._rooms):
                 room = self._rooms[found]
-                pattern = self._take(room)
+                same_room = self._by_room[room]
+                pattern = same_room.pop()
+                # A room without rows must not be found again.
+                if not same_room:
+                    del self._by_room[room], self._rooms[found]
             else:
                 room, pattern = max(self._limit, length), _Pattern(num_rows=count)
             # One after the other they go into the same row while it has room: it is always the fullest that they fit into.
@@ -124,25 +130,10 @@ class _OpenRows:
 
     def patterns(self) -> Iterable[_Pattern]:
         """Return every row."""
+        # In a fixed order: the numbers of the rows follow from it, and a resumed run must find the same ones.
         return itertools.chain.from_iterable(self._by_room[room] for room in sorted(self._by_room))
-
-    def _take(self, room: int) -> _Pattern:
-        same_room = self._by_room[room]
-        pattern = same_room.pop()
-        if not same_room:
-            del self._by_room[room], self._rooms[bisect.bisect_left(self._rooms, room)]
-        return pattern
 
     def _put(self, room: int, pattern: _Pattern) -> None:
         if room not in self._by_room:
             bisect.insort(self._rooms, room)
         self._by_room[room].append(pattern)
-
-
-def _first_slots(patterns: Iterable[_Pattern]) -> Iterator[list[int]]:
-    """Yield per pattern, for each of its lengths, how many documents of that length are in the patterns before it."""
-    taken: defaultdict[int, int] = defaultdict(int)
-    for pattern in patterns:
-        yield [taken[length] for length, _ in pattern.contents]
-        for length, per_row in pattern.contents:
-            taken[length] += per_row * pattern.num_rows

@@ -1,11 +1,13 @@
-"""How long a packed row may be before its documents are no longer independent of each other.
+"""Whether a model keeps packed documents independent of each other, and up to which length of a row.
+
+Most architectures of transformers see where documents end from `position_ids` alone; some (attention sinks, linear attention)
+silently mix them, without any error. `supports_packing` finds out by running the model on its real weights.
 
 Some architectures change how they count positions once a row is long: the rotary factors of the whole row depend on its longest
 document, or attention gets a temperature by the position in the row. The trial on the real weights runs short documents, so it
 cannot see that. Everything a model derives from positions alone costs next to nothing, so here it is computed for rows of any length.
 
-Owns that trial.
-Shapes: T = tokens of the trial.
+Owns both trials. Shapes: T = tokens of the trial, N = tokens of all its rows, D = hidden size.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
 from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch, grouped
 from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
 
 CallsOf = Callable[[Tensor], list[LayerCall]]
@@ -28,8 +31,13 @@ CallsOf = Callable[[Tensor], list[LayerCall]]
 _MAX_ROW_TOKENS = 1 << 24
 """Positions up to here are exact in fp32."""
 
+HiddenStates = Callable[[Sequence[MicroBatch]], tuple[Tensor, Tensor]]
+"""Runs rows through the layers: what goes into the first one and what comes out of the last."""
+
 _DOCUMENT_TOKENS = 16
 _TOLERANCE = 1e-5
+_PROBE_LENGTHS = (13, 19)
+_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def find_packing_limit(
@@ -56,6 +64,49 @@ def find_packing_limit(
     return lengths[bisect.bisect_left(lengths, True, key=differs)] - 1
 
 
+def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dtype: torch.dtype) -> bool:
+    """Run two short documents packed and apart through the real layers, in one pass over the weights, and compare.
+
+    The error counts relative to what the layers add to the hidden state, so that a large residual cannot hide it.
+    """
+
+    def row(documents: list[Tensor]) -> MicroBatch:
+        lengths = tuple(document.numel() for document in documents)
+        return MicroBatch(
+            input_ids_T=torch.cat(documents),
+            position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
+            labels_T=torch.full((sum(lengths),), IGNORED_LABEL),
+            document_lengths=lengths,
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(vocab_size, (n,), generator=generator) for n in _PROBE_LENGTHS]
+    inputs_ND, outputs_ND = hidden_states([row(documents), *(row([d]) for d in documents)])
+    added_ND = (outputs_ND - inputs_ND).float()
+    # The first half is the packed row, the second the same documents in rows of their own.
+    packed_ND, apart_ND = added_ND.chunk(2)
+    return float((packed_ND - apart_ND).norm()) <= _PROBE_TOLERANCE[compute_dtype] * float(apart_ND.norm())
+
+
+def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroBatch]:
+    """The documents of a packed row in rows of at most `max_tokens`; a longer document is a row of its own."""
+    if max_tokens is None or micro_batch.num_tokens <= max_tokens or len(micro_batch.document_lengths) == 1:
+        return [micro_batch]
+    rows = grouped(micro_batch.document_lengths, micro_batch.document_lengths, max_tokens)
+    tokens = [sum(lengths) for lengths in rows]
+    parts = zip(
+        torch.split(micro_batch.input_ids_T, tokens),
+        torch.split(micro_batch.position_ids_T, tokens),
+        torch.split(micro_batch.labels_T, tokens),
+        rows,
+        strict=True,
+    )
+    return [
+        MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=tuple(lengths))
+        for ids, positions, labels, lengths in parts
+    ]
+
+
 class _LayerCalls:
     """What the model calls its layers with for a short document, alone and after a long one."""
 
@@ -64,6 +115,7 @@ class _LayerCalls:
         self._max_document_tokens = max_document_tokens or _MAX_ROW_TOKENS
         self._short = torch.arange(min(_DOCUMENT_TOKENS, self._max_document_tokens))
         self._alone = _tensors(calls_of(self._short))
+        # What differs after a short document too is for the trial on the real weights to judge.
         self._alike = self._equal_after(self._short) or set()
 
     def agree(self, num_tokens: int) -> bool:

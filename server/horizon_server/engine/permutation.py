@@ -33,6 +33,7 @@ def permuted(
     sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), places.shape)
     salts = np.broadcast_to(np.uint64(0) if salt is None else salt.astype(np.uint64), places.shape)
     found = _one_pass(places.astype(np.uint64), sizes, salts, keys)
+    # Ends, because the orbit of a number below its size comes back to it at the latest.
     while len(outside := np.flatnonzero(found >= sizes)):
         found[outside] = _one_pass(found[outside], sizes[outside], salts[outside], keys)
     return found.astype(np.int64)

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.loss import chunk_loss
+from horizon_server.engine.forward_backward import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -124,7 +124,10 @@ def _layer_flops_per_s(
         max_position_embeddings=sizes.row_tokens,
         tie_word_embeddings=True,
     )
-    template, row = Template.from_config(config), _row(sizes.row_tokens)
+    template = Template.from_config(config)
+    ids_T = torch.randint(0, _VOCABULARY, (sizes.row_tokens,), generator=torch.Generator().manual_seed(0))
+    positions_T, lengths = torch.arange(sizes.row_tokens), (sizes.row_tokens,)
+    row = MicroBatch(input_ids_T=ids_T, position_ids_T=positions_T, labels_T=ids_T, document_lengths=lengths)
     settings = TrainConfig(num_steps=100, learning_rate=0.0)
     # A device unpins what it has pinned when it is closed, so it goes before the memory does.
     with closing(HostStore.allocate(template.layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
@@ -133,6 +136,7 @@ def _layer_flops_per_s(
 
             def compute_s() -> float:
                 seconds = trainer.train_step([row]).compute_s
+                # The update would take cores from the next run.
                 trainer.flush()
                 return seconds
 
@@ -198,11 +202,12 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
     shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units,) for i in range(num_units)}
     layout = build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=num_units, tied=True)
     layers = [unit for unit in layout.units if unit.kind == "layer"]
-    turn = itertools.cycle(layers)
+    turn = itertools.cycle(layers)  # so that no run finds its memory in a cache
     with closing(HostStore.allocate(layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
         device.adopt(store)
         weights = device.allocate("weights", layers[0].num_elements, device.compute_dtype)
         gradient = device.allocate("gradients", layers[0].num_elements, torch.float32)
+        # Uninitialised memory may hold subnormal numbers, which processors compute far more slowly.
         gradient.zero_()
         numbers = device.allocate_host("staging", len(layout.units), torch.float64)
 
@@ -233,13 +238,6 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
     return rates
 
 
-def _row(num_tokens: int) -> MicroBatch:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, _VOCABULARY, (num_tokens,), generator=generator)
-    positions = torch.arange(num_tokens)
-    return MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=ids, document_lengths=(num_tokens,))
-
-
 def _random(device: AnyDevice, *shape: int) -> Tensor:
     # Of a size that models have: larger ones would make probabilities subnormal, which processors compute far more slowly.
     return device.place((0.02 * torch.randn(shape)).to(device.compute_dtype))
@@ -253,5 +251,6 @@ def _compute_s(device: AnyDevice, work: Callable[[], None]) -> float:
 
 
 def _best(measure: Callable[[], float]) -> float:
+    # The first run allocates and compiles what later ones find.
     measure()
     return min(measure() for _ in range(_NUM_RUNS))

@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS
+from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
 
 
 class SkippedProjection:
@@ -33,6 +33,7 @@ class SkippedProjection:
         assert isinstance(projection, nn.Linear)
         self._projection = projection
         self._skips = False
+        # Replaced on the instance: a hook would come too late, when the value has been computed.
         projection.forward = self._forward  # type: ignore[assignment]
 
     @property
@@ -96,11 +97,12 @@ def _find(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
             layer(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError):
+    except RUN_ERRORS:
         return None
     finally:
         for handle in handles:
             handle.remove()
+    # One that is called twice would be skipped the first time too, where its value may be needed.
     if not calls or saves_after_it or calls.count(calls[-1]) > 1:
         return None
     return {module: str(name) for name, module in layer.named_modules()}[calls[-1]]

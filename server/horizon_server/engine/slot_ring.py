@@ -5,13 +5,14 @@ Owns the pieces and their free events.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Component, Device, Event, Queue
+from horizon_server.store.layout import UnitLayout
 
 
 @dataclass
@@ -62,6 +63,7 @@ class SlotRing:
 
     def release(self, slot: Slot, queue: Queue) -> None:
         """Give a slot back; it is free when `queue` has done what was submitted so far."""
+        # Before the event, so that poison cannot hit what the next user writes.
         self._device.poison(queue, slot.flat)
         slot.free = queue.record()
         slot.in_use = False
@@ -71,3 +73,27 @@ class SlotRing:
         for slot in self._slots:
             self._give_back(slot.flat)
         self._slots.clear()
+
+
+class UnitRings:
+    """A ring of `num_slots` for layers (2 is double buffering), and one slot for embedding and head.
+
+    These two can be far larger than a layer and are needed once or twice a step. `make` is `SlotRing.on_device` or `on_host`.
+    """
+
+    def __init__(
+        self, units: Sequence[UnitLayout], make: Callable[..., SlotRing], *, num_slots: int, edge_elements: int
+    ) -> None:
+        self._units = units
+        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
+        self._layers = make(num_slots=num_slots, num_elements=layer_elements)
+        self._edges = make(num_slots=1, num_elements=edge_elements)
+
+    def of(self, unit_index: int) -> SlotRing:
+        """The ring that a unit's slots come from."""
+        return self._layers if self._units[unit_index].kind == "layer" else self._edges
+
+    def close(self) -> None:
+        """Give the memory back. The queues must be idle."""
+        self._layers.close()
+        self._edges.close()

@@ -71,10 +71,9 @@ class Place:
 
 
 class Template:
-    """The structure of a model, bound to a store layout."""
+    """The structure of a model, bound to a store layout. Use `from_folder` or `from_config`."""
 
     def __init__(self, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> None:
-        """Use `from_folder` or `from_config`."""
         model = build_meta_model(config)
         self.config = model.config
         table, projection = _ends(model)
@@ -89,9 +88,7 @@ class Template:
         # The head's buffer is laid out by `tied`, so both must mean the same.
         if layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
-        bindings = bind(model, layout)
-        self.layout = layout
-
+        self.layout, bindings = layout, bind(model, layout)
         self.embedding_parameter = name_of_parameter(model, table.weight)
         self.projection_name = f"{next(n for n, m in model.named_modules() if m is projection)}.weight"
         self.vocab_size, self.hidden_size = table.weight.shape
@@ -99,8 +96,7 @@ class Template:
         self.draws_random_numbers = draws_random_numbers(model.config)
         # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
-        self._model = model
-        self._tape = Tape(num_layers=self.num_layers)
+        self._model, self._tape = model, Tape(num_layers=self.num_layers)
         self._layers, self.layer_groups = _share(list(layer_list))
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
@@ -149,6 +145,7 @@ class Template:
     def train(self, mode: bool) -> None:
         """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
         if self.draws_random_numbers:
+            # The layers too: the model has only stubs in their place.
             for module in (self._model, *self._layers):
                 module.train(mode)
 
@@ -196,9 +193,13 @@ class Template:
         with self._state.restored():
             functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
         hidden_1TD, calls = self._tape.finish_capture()
-        expected = (1, row_ids_T.numel(), self.hidden_size)
-        if hidden_1TD.shape != expected:
-            raise InvalidModel(_other_hidden_states(tuple(hidden_1TD.shape), expected))
+        shape, expected = tuple(hidden_1TD.shape), (1, row_ids_T.numel(), self.hidden_size)
+        if shape[:-1] != expected[:-1]:
+            what = f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is"
+            raise InvalidModel(f"{what} not supported")
+        if shape != expected:
+            what = f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}"
+            raise InvalidModel(f"{what}; a projection between them is not supported")
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
@@ -222,6 +223,7 @@ class Template:
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""
+        # Any positions do: what the model makes of them is for its layers, which do not run here.
         positions_1C = torch.arange(hidden_1CD.shape[1], device=hidden_1CD.device)[None]
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         bound = {**self._stand_ins(hidden_1CD), **parameters}
@@ -271,10 +273,9 @@ class Template:
                 raise InvalidModel(
                     f"tensor {binding.name} is stored with {unit.name}, where the model does not have it"
                 )
-            local_name = binding.name.removeprefix(prefix)
             places.append(
                 Place(
-                    local_name=local_name,
+                    local_name=binding.name.removeprefix(prefix),
                     piece=binding.piece,
                     stored_names=binding.stored_names,
                     trained=not binding.is_buffer,
@@ -300,12 +301,6 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     for name, tensor in tensors.items():
         first_names.setdefault(id(tensor), name)
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
-
-
-def _other_hidden_states(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    if shape[:-1] == expected[:-1]:
-        return f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}; a projection between them is not supported"
-    return f"its layers take hidden states of shape {list(shape)} instead of {list(expected)}, which is not supported"
 
 
 def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

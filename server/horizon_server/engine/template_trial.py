@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,16 +41,17 @@ def try_embedding(
         InvalidModel: the schedule would compute this model wrongly, or not at all; the message says why.
     """
     refusal: InvalidModel | None = None
+    run = partial(_try, model, tape, embed, shapes)
     for answer in ANSWERS:
         tape.answer = answer
         try:
-            calls = _try(model, tape, embed, shapes)
+            calls = run()
         except InvalidModel as error:
             # Of several, the first that says why: with the wrong answer, a model's code fails in ways that say nothing.
             refusal = error if refusal is None or isinstance(refusal, _CodeFailed) else refusal
             continue
         if isinstance(answer(torch.empty(0)), tuple):
-            _refuse_second_results(model, tape, embed, shapes, layers)
+            _refuse_second_results(model, tape, run, layers)
             tape.answer = answer
         return calls
     assert refusal is not None
@@ -66,6 +68,7 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
     Raises:
         InvalidModel: there are none, or they are not what the schedule expects.
     """
+    # One element, seen in every shape: real enough to compute with, and without memory.
     zero = torch.zeros((), requires_grad=True)
     parameters = {name: zero.expand(shape) for name, shape in shapes.items()}
     ids_T, positions_T = torch.zeros(NUM_TRIAL_TOKENS, dtype=torch.int64), torch.arange(NUM_TRIAL_TOKENS)
@@ -82,6 +85,7 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
             ) from error
         where = "passes more than the hidden state from layer to layer" if tape.has_calls else "needs more than tokens"
         raise _CodeFailed(f"its layers cannot be run one at a time, because its code {where}") from error
+    # Backward gives the embedding the gradient of the hidden state alone; what comes another way would be lost.
     for index, call in enumerate(calls):
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise InvalidModel(
@@ -91,17 +95,13 @@ def _try(model: PreTrainedModel, tape: Tape, embed: Embed, shapes: Mapping[str, 
 
 
 def _refuse_second_results(
-    model: PreTrainedModel,
-    tape: Tape,
-    embed: Embed,
-    shapes: Mapping[str, tuple[int, ...]],
-    layers: Sequence[nn.Module],
+    model: PreTrainedModel, tape: Tape, run: Callable[[], list[LayerCall]], layers: Sequence[nn.Module]
 ) -> None:
     """Refuse a model whose layers use what another layer answers besides the hidden state: between layers only that one is kept."""
     second = _SecondResult()
     tape.answer = lambda hidden: (hidden, second)
     try:
-        calls = _try(model, tape, embed, shapes)
+        calls = run()
     except (_SecondResultUsed, InvalidModel):
         return  # The model itself does something with it; with None in its place it has just run.
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):

@@ -16,15 +16,20 @@ from typing import Any
 
 from horizon_server.engine.activations import ActivationPlacement
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.forward_backward import ForwardBackward
+from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
-from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
-from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches
-from horizon_server.engine.optimizer import Optimizer, clip_coefficient, global_norm, num_updated_in_backward
-from horizon_server.engine.packing_probe import split_row, supports_packing
-from horizon_server.engine.random_keys import StepKey
+from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
+from horizon_server.engine.optimizer import (
+    LrSchedule,
+    Optimizer,
+    clip_coefficient,
+    global_norm,
+    learning_rate_at,
+    num_updated_in_backward,
+)
+from horizon_server.engine.packing_limit import split_row, supports_packing
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
@@ -73,6 +78,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        # Before anything is copied: what is not registered by then takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
@@ -113,7 +119,9 @@ class Trainer:
         split rows beyond the template's packing limit.
         """
         answer = supports_packing(
-            self._forward_backward, vocab_size=self._template.vocab_size, compute_dtype=self._device.compute_dtype
+            self._forward_backward.hidden_states,
+            vocab_size=self._template.vocab_size,
+            compute_dtype=self._device.compute_dtype,
         )
         # The trial is no part of any step's figures.
         self._device.take_use()
@@ -136,34 +144,13 @@ class Trainer:
         """
         start_s = time.perf_counter()
         rows = self._checked_rows(micro_batches)
-        config, num_units = self.config, len(self._template.layout.units)
-        learning_rate = learning_rate_at(
-            self._step,
-            learning_rate=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            num_steps=config.num_steps,
-        )
+        learning_rate = self._learning_rate
         if self._updates_in_backward:
+            # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self._step))
+        loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
         grad_norm = global_norm(self._sink.square_sums)
-        num_updated = 0
-        if self._updates_in_backward:
-            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
-        elif math.isfinite(loss) and math.isfinite(grad_norm):
-            grad_scale = clip_coefficient(grad_norm, config.max_grad_norm)
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
-            num_updated = num_units
-        skipped = ""
-        if num_updated < num_units:
-            skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
-        self._step += 1
-        # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
-        self._num_updates += num_updated > 0
-        self._num_skipped += bool(skipped)
-        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
-        self._stop_if_diverged(loss, skipped)
+        skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
         return StepFigures(
             **vars(use),
@@ -192,8 +179,9 @@ class Trainer:
         rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
         # In groups no larger than a step, so that an evaluation needs no more memory than training.
-        for group in _groups(rows, max_tokens=self._forward_backward.capacity_tokens):
+        for group in grouped(rows, (row.num_tokens for row in rows), self._forward_backward.capacity_tokens):
             group_targets = sum(row.num_targets for row in group)
+            # The mean of no token is not a number.
             if group_targets:
                 total += self._forward_backward.loss(group) * group_targets
                 num_targets += group_targets
@@ -228,6 +216,7 @@ class Trainer:
         self._step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
+        # Absent in checkpoints of earlier versions.
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
 
     def close(self) -> None:
@@ -254,14 +243,41 @@ class Trainer:
             update_queue=self._optimizer.queue,
         )
 
-    def _stop_if_diverged(self, loss: float, skipped: str) -> None:
-        if not self.config.max_skipped_steps or self._num_skipped_in_a_row < self.config.max_skipped_steps:
-            return
-        raise Diverged(
-            f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
-            f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or look for "
-            "bad rows in the data"
+    @property
+    def _learning_rate(self) -> float:
+        config = self.config
+        return learning_rate_at(
+            self._step,
+            learning_rate=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            num_steps=config.num_steps,
         )
+
+    def _update(self, loss: float, grad_norm: float, learning_rate: float) -> str:
+        """Submit the update if all is finite, and count the step. Returns why it was skipped; empty where it was not."""
+        num_units, num_updated, skipped = len(self._template.layout.units), 0, ""
+        if self._updates_in_backward:
+            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
+        elif math.isfinite(loss) and math.isfinite(grad_norm):
+            grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
+            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            num_updated = num_units
+        if num_updated < num_units:
+            skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
+        self._step += 1
+        # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
+        self._num_updates += num_updated > 0
+        self._num_skipped += bool(skipped)
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
+        limit = self.config.max_skipped_steps
+        if limit and self._num_skipped_in_a_row >= limit:
+            raise Diverged(
+                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
+                f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or "
+                "look for bad rows in the data"
+            )
+        return skipped
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, packed only as far as the model keeps documents independent of each other."""
@@ -270,9 +286,8 @@ class Trainer:
             micro_batches, vocab_size=template.vocab_size, max_document_tokens=template.max_document_tokens
         )
         if all(len(row.document_lengths) == 1 for row in micro_batches):
-            return list(
-                micro_batches
-            )  # The trial on the weights costs a forward, so it is left out where nothing is packed.
+            # The trial on the weights costs a forward, so it is left out where nothing is packed.
+            return list(micro_batches)
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
@@ -287,15 +302,3 @@ class Trainer:
             weight_decay=self.config.weight_decay,
             grad_scale=grad_scale,
         )
-
-
-def _groups(rows: Sequence[MicroBatch], *, max_tokens: int) -> list[list[MicroBatch]]:
-    groups: list[list[MicroBatch]] = []
-    free_tokens = 0
-    for row in rows:
-        if row.num_tokens > free_tokens:
-            groups.append([])
-            free_tokens = max_tokens
-        groups[-1].append(row)
-        free_tokens -= row.num_tokens
-    return groups

@@ -1,1 +1,1 @@
-"""What a user submits and what becomes of it: state machine, queue, plan, supervisor. Knows no database and no wire."""
+"""What becomes of a submitted job: its journal, the queue, its attempts, and its files. Knows no wire."""

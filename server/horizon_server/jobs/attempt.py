@@ -36,9 +36,8 @@ from horizon_server.events import (
     WorkerLine,
 )
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.inputs import DatasetFiles, FindInputs, PreparedData
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.preparation import Preparation
+from horizon_server.jobs.preparation import DatasetFiles, FindInputs, Preparation, PreparedData
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import (
     CANCELLED,
@@ -58,7 +57,7 @@ _STOP_MESSAGE = {
     Wanted.PAUSE: "paused by a user",
     Wanted.DRAIN: "the daemon shuts down",
 }
-
+_ORDERS = {Wanted.CANCEL: CANCEL, Wanted.PAUSE: STOP, Wanted.DRAIN: STOP}
 WORKER_MODULE = "horizon_server.worker"
 
 _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
@@ -66,15 +65,6 @@ _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
 
 CANCEL_GRACE_S = 60.0
 """A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptEnded:
-    """How an attempt ended. `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed."""
-
-    outcome: str
-    reason: str = ""
-    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +129,9 @@ class Attempt:
             except HorizonError as error:
                 if isinstance(error, _UNEXPLAINED):
                     await self._explain(self._folders.log(self.job.job_id, number))
-                await self._finish(AttemptEnded(outcome="failed", reason=error.reason, message=error.message))
+                await self._finish("failed", reason=error.reason, message=error.message)
             except OSError as error:
-                message = f"the node failed: {error}"
-                await self._finish(AttemptEnded(outcome="failed", reason="IO_ERROR", message=message))
+                await self._finish("failed", reason="IO_ERROR", message=f"the node failed: {error}")
 
     async def stop(self, wanted: Wanted) -> None:
         """Ask it to end.
@@ -153,8 +142,15 @@ class Attempt:
         async with self._moving:
             if self._wanted in (Wanted.CANCEL, wanted) or self._over:
                 return
+            # The next daemon knows by itself that this one has ended, so a drain need not be stored.
+            fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
             try:
-                await self._store_stop(wanted)
+                if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
+                    self.job = await self._journal.move(
+                        self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
+                    )
+                elif fields:
+                    self.job = await self._journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
                 if wanted is not Wanted.DRAIN:
                     raise
@@ -162,19 +158,9 @@ class Attempt:
             self._wanted = wanted
         self._preparation.stop()
         if self._child is not None:
-            self._child.send_order(_order(wanted))
+            self._child.send_order(_ORDERS[wanted])
             if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
-
-    async def _store_stop(self, wanted: Wanted) -> None:
-        # The next daemon knows by itself that this one has ended, so a drain need not be stored.
-        fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
-        if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-            self.job = await self._journal.move(
-                self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
-            )
-        elif fields:
-            self.job = await self._journal.store.set(self.job.job_id, **fields)
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
@@ -190,27 +176,29 @@ class Attempt:
             held_out = await self._prepare(inputs.evaluation, inputs.model)
             evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
-            await self._finish(AttemptEnded(outcome="stopped"))
+            await self._finish("stopped")
             return
         memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, inputs.model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
-            await self._finish(AttemptEnded(outcome="stopped"))
+            await self._finish("stopped")
             return
         await self._train(memory, model=inputs.model, prepared=prepared.folder, evaluation=evaluation)
 
     async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
         """Return what was prepared, or None when that was stopped."""
 
-        async def tell(payload: PrepareProgress | Message) -> None:
-            await self._journal.append(self.job.job_id, payload)
-
         attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
         self._folders.attempt(self.job.job_id, self.job.attempt)
         return await self._preparation.run(
-            self.job.spec, dataset, model, log=attempt_log, environment=self._options.environment, tell=tell
+            self.job.spec,
+            dataset,
+            model,
+            log=attempt_log,
+            environment=self._options.environment,
+            publish=lambda payload: self._journal.append(self.job.job_id, payload),
         )
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
@@ -224,7 +212,7 @@ class Attempt:
                 if not isinstance(error, _UNEXPLAINED):  # `run` does it for those
                     await self._explain(attempt_log)
                 raise
-        await self._finish(AttemptEnded(outcome=outcome))
+        await self._finish(outcome)
 
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
@@ -262,7 +250,7 @@ class Attempt:
         log.info("worker started", pid=child.pid)
         self._child = child
         if self._wanted:
-            child.send_order(_order(self._wanted))
+            child.send_order(_ORDERS[self._wanted])
         try:
             yield child
         finally:
@@ -300,33 +288,30 @@ class Attempt:
         if tail:
             await self._journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
-    async def _finish(self, ended: AttemptEnded) -> None:
-        """Move the job to where this end leads, given what was asked of it."""
+    async def _finish(self, outcome: str, *, reason: str = "", message: str = "") -> None:
+        """Move the job to where this end leads, given what was asked of it.
+
+        `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed.
+        """
         async with self._moving:
             self._over = True
-        if ended.outcome == "succeeded":
-            target, reason, message = JobState.SUCCEEDED, "", ended.message
+        if outcome == "succeeded":
+            target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
-        elif ended.outcome == "failed" and self._wanted is not Wanted.DRAIN:
-            target, reason, message = JobState.FAILED, ended.reason, self._folders.without_state_dir(ended.message)
+        elif outcome == "failed" and self._wanted is not Wanted.DRAIN:
+            # Where the state folder is need not be known to the job's owner.
+            target, message = JobState.FAILED, self._folders.without_state_dir(message)
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         else:
-            target, reason, message = (
-                JobState.QUEUED,
-                "DRAINED",
-                "the daemon shut down; it continues when the daemon is back",
-            )
+            target, reason = JobState.QUEUED, "DRAINED"
+            message = "the daemon shut down; it continues when the daemon is back"
         end = {"ended_s": time.time()} if target in ENDED else {}
         self.job = await self._journal.patiently(
             lambda: self._journal.move(self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
-
-
-def _order(wanted: Wanted) -> bytes:
-    return CANCEL if wanted is Wanted.CANCEL else STOP
 
 
 def _start_time(pid: int) -> str:
@@ -335,9 +320,8 @@ def _start_time(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
     except (OSError, IndexError) as error:
         raise WorkerFailed("the worker ended before it began") from error
-    if (
-        fields[0] == "Z"
-    ):  # dead, but not yet collected by its parent: in a container without an init that may never happen
+    # Dead, but not yet collected by its parent: in a container without an init that may never happen.
+    if fields[0] == "Z":
         raise WorkerFailed("the worker ended before it began")
     return fields[19]
 

@@ -1,4 +1,4 @@
-"""Runs the data preparation in a child process, and keeps its results by what they were made from."""
+"""What an attempt works with, and the child process that prepares its data: results are kept by what they were made from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_server.children.child import Child, Limits
 from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
-from horizon_server.jobs.inputs import DatasetFiles, PreparationCall, PreparedData, Recipe
+from horizon_server.records.job import JobRecord
 from horizon_server.spec import JobSpec
 from horizon_server.store.prepared import REPORT_FILE, remove_partial
 
@@ -21,7 +22,57 @@ _MEMORY_GIB = 4
 # else that hangs, and long because the last thing a preparation does is to wait for the disk.
 _LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30, silence_s=600, oom_score_adj=1000)
 
-Tell = Callable[[PrepareProgress | Message], Awaitable[None]]
+Publish = Callable[[PrepareProgress | Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFiles:
+    """A READY dataset as the preparation needs it. `files` are the names its user knows and where the bytes are."""
+
+    dataset_id: str
+    digest: str
+    format: str
+    field_map: dict[str, str]
+    num_rows: int
+    files: tuple[tuple[str, Path], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInputs:
+    """The model and the datasets of one job."""
+
+    model: Path
+    dataset: DatasetFiles
+    evaluation: DatasetFiles | None
+
+
+FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationCall:
+    """What the preparation child is to do: the folder it makes, whether that is there already, and its request.
+
+    `evaluation` is where the rows held out will be, or None where none are.
+    """
+
+    target: Path
+    evaluation: Path | None
+    is_whole: bool
+    request: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What was prepared: the folder, that of the rows held out (None where none are), and the counts of the report."""
+
+    folder: Path
+    evaluation: Path | None
+    report: dict[str, int]
+
+
+Recipe = Callable[[JobSpec, DatasetFiles, Path], PreparationCall]
+"""How a dataset is prepared for a model. Reads the tokenizer's files: call it in a thread. Raises InvalidModel without a tokenizer."""
 
 
 class Preparation:
@@ -43,7 +94,7 @@ class Preparation:
         *,
         log: Path,
         environment: Mapping[str, str],
-        tell: Tell,
+        publish: Publish,
     ) -> PreparedData | None:
         """Return what was done, or None when `stop` came first.
 
@@ -56,14 +107,21 @@ class Preparation:
             # A folder that is there but not whole has lost files.
             await asyncio.to_thread(shutil.rmtree, call.target, ignore_errors=True)
             try:
-                await self._run_child(call.request, log, environment, tell)
+                await self._run_child(call.request, log, environment, publish)
             finally:
                 # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
                 await asyncio.to_thread(remove_partial, call.target)
         if self._stopped:
             return None
-        report = await _tell_report(call, tell)
-        return PreparedData(folder=call.target, evaluation=call.evaluation, report=report)
+        report = json.loads(await asyncio.to_thread((call.target / REPORT_FILE).read_text, "utf-8"))
+        counts = {name: value for name, value in report.items() if isinstance(value, int)}
+        await publish(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
+        if report["errors"]:
+            count = report["error_rows"]
+            first = f", the first {len(report['errors'])}" if count > len(report["errors"]) else ""
+            head = f"{count} of {report['rows']} rows are left out{first}:"
+            await publish(Message(level="warning", text="\n".join([head, *report["errors"]])))
+        return PreparedData(folder=call.target, evaluation=call.evaluation, report=counts)
 
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""
@@ -72,11 +130,11 @@ class Preparation:
             self._child.kill()
 
     async def _run_child(
-        self, request: Mapping[str, Any], log: Path, environment: Mapping[str, str], tell: Tell
+        self, request: Mapping[str, Any], log: Path, environment: Mapping[str, str], publish: Publish
     ) -> None:
         async def on_event(event: WorkerLine) -> None:
             if isinstance(event, PrepareProgress):
-                await tell(event)
+                await publish(event)
 
         child = await Child.start(
             "horizon_server.datasets.preparing.child", request, who="the data preparation", environment=environment,
@@ -94,19 +152,7 @@ class Preparation:
                 return
             if len(error.violations) > 1:
                 lines = [violation.description for violation in error.violations]
-                await tell(Message(level="error", text="\n".join(lines)))
+                await publish(Message(level="error", text="\n".join(lines)))
             raise
         finally:
             self._child = None
-
-
-async def _tell_report(call: PreparationCall, tell: Tell) -> dict[str, int]:
-    report = json.loads(await asyncio.to_thread((call.target / REPORT_FILE).read_text, "utf-8"))
-    counts = {name: value for name, value in report.items() if isinstance(value, int)}
-    await tell(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
-    if report["errors"]:
-        count = report["error_rows"]
-        first = f", the first {len(report['errors'])}" if count > len(report["errors"]) else ""
-        head = f"{count} of {report['rows']} rows are left out{first}:"
-        await tell(Message(level="warning", text="\n".join([head, *report["errors"]])))
-    return counts

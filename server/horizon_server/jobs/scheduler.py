@@ -25,6 +25,7 @@ from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.records.job import (
     CANCELLED,
     CANCELLED_MESSAGE,
+    ENDED,
     ON_DEVICE,
     PAUSED,
     PAUSED_MESSAGE,
@@ -85,7 +86,14 @@ class Scheduler:
             if self._lifecycle.draining:
                 return
             if not first:
-                await self._idle_until_news()
+                # What is only done when no job waits for the device; a new job ends it at once.
+                chore = asyncio.create_task(self._when_idle(), name="idle")
+                try:
+                    await self._news.wait()
+                finally:
+                    chore.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await chore
                 continue
             self.current = self._make_attempt(first[0])
             self._idle.clear()
@@ -96,22 +104,12 @@ class Scheduler:
             except HorizonError as error:
                 log.error("attempt broke", job_id=first[0].job_id, why=error.message)
                 await self._fail(first[0].job_id, error)
-            except Exception as error:  # a defect in one attempt must not block everybody's queue
+            except Exception as error:  # a defect in one attempt must not block the queue of all users
                 log.exception("attempt broke", job_id=first[0].job_id)
                 await self._fail(first[0].job_id, error)
             finally:
                 self.current = None
                 self._idle.set()
-
-    async def _idle_until_news(self) -> None:
-        """Do what is only done when no job waits for the device; a new job ends it at once."""
-        chore = asyncio.create_task(self._when_idle(), name="idle")
-        try:
-            await self._news.wait()
-        finally:
-            chore.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await chore
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
@@ -136,42 +134,39 @@ class Scheduler:
         """
         try:
             for job in await self._journal.patiently(lambda: self._journal.store.in_states(sorted(ON_DEVICE))):
-                await self._end_orphan(job)
+                folder = self._folders.attempt(job.job_id, job.attempt)
+                deadline = time.monotonic() + self._orphan_grace_s
+                while (pid := orphan_pid(folder)) is not None:
+                    if time.monotonic() >= deadline:
+                        log.warning(
+                            "a worker of the last daemon did not stop and is killed", job_id=job.job_id, pid=pid
+                        )
+                        os.kill(pid, signal.SIGKILL)
+                    await asyncio.sleep(0.1)
                 await self._journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not settled; the next daemon does it")
-
-    async def _end_orphan(self, job: JobRecord) -> None:
-        folder = self._folders.attempt(job.job_id, job.attempt)
-        deadline = time.monotonic() + self._orphan_grace_s
-        while (pid := orphan_pid(folder)) is not None:
-            if time.monotonic() >= deadline:
-                log.warning("a worker of the last daemon did not stop and is killed", job_id=job.job_id, pid=pid)
-                os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.1)
 
     async def _settle(self, job_id: str) -> None:
         job = await self._journal.store.get(job_id)  # again: a user may have asked for a stop since
         assert job is not None, job_id
         log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
-        nothing, now_s = Wanted.NOTHING, time.time()
         if job.job_state is JobState.STOPPING and job.wanted is Wanted.CANCEL:
-            await self._journal.move(
-                job, JobState.CANCELLED, reason=CANCELLED, message=CANCELLED_MESSAGE, wanted=nothing, ended_s=now_s
-            )
+            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
         elif job.job_state is JobState.STOPPING and job.wanted is Wanted.PAUSE:
-            await self._journal.move(job, JobState.PAUSED, reason=PAUSED, message=PAUSED_MESSAGE, wanted=nothing)
+            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
         elif await self._deaths(job_id) + 1 >= self._max_attempts:
+            target, reason = JobState.FAILED, DAEMON_DIED
             times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
             message = (
                 f"the daemon died {times} under this job without progress; look at its log, then resume it by hand"
             )
-            await self._journal.move(
-                job, JobState.FAILED, reason=DAEMON_DIED, message=message, wanted=nothing, ended_s=now_s
-            )
         else:
+            target, reason = JobState.QUEUED, DAEMON_DIED
             message = "the daemon died and is back; the job continues from its newest checkpoint"
-            await self._journal.move(job, JobState.QUEUED, reason=DAEMON_DIED, message=message, wanted=nothing)
+        end = {"ended_s": time.time()} if target in ENDED else {}
+        await self._journal.move(job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        if target is JobState.QUEUED:
             self._metrics.on_worker_restart(DAEMON_DIED)
 
     async def _deaths(self, job_id: str) -> int:

@@ -48,7 +48,11 @@ def adamw_bytes_per_parameter(grad_bytes: int) -> int:
 
 def parameters_beyond_caches(caches: Path = _CACHES) -> int:
     """How many parameters make planes four times the largest cache, as STREAM wants it; fewer where memory is small."""
-    sizes = [_cache_bytes(size.read_text("ascii")) for size in caches.glob("index*/size")]
+    sizes = []
+    for file in caches.glob("index*/size"):
+        # The kernel writes sizes as 307200K.
+        size = file.read_text("ascii").strip()
+        sizes.append(int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1:], 0))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = int(memory_bytes * _SHARE_OF_MEMORY / (_KEPT_BYTES + adamw_bytes_per_parameter(2)))
     wanted = _TIMES_CACHE * max(sizes, default=0) // _KEPT_BYTES
@@ -81,12 +85,6 @@ def measure_bandwidth(
         triad_bytes_per_s=num_bytes / statistics.median(triad_s for _, triad_s in pairs),
         ratio=statistics.median(triad_s / adamw_s for adamw_s, triad_s in pairs),
     )
-
-
-def _cache_bytes(size: str) -> int:
-    """Bytes of a size as the kernel writes it: 307200K."""
-    digits, unit = size.strip().rstrip("KMG"), size.strip()[-1:]
-    return int(digits) << {"K": 10, "M": 20, "G": 30}.get(unit, 0)
 
 
 def _adamw_run(kernel: ctypes.CDLL, num_parameters: int, grad_bytes: int, num_threads: int) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
 
-Owns the count behind model FLOP/s and behind the predicted step. Must not know time, hardware or torch: the engine counts with a
-transformers config, the daemon with config.json and the tensors' headers.
+Owns the count behind model FLOP/s and behind the predicted step. The engine counts with a transformers config, the daemon with
+config.json and the tensors' headers.
 
 Per token, forward and backward: 6 per parameter in a matrix product (an untied input table is looked up, so it does not count; of
 routed experts only the share that a token visits counts), plus attention: 12 x layers x heads x head size per pair of tokens that
@@ -32,7 +32,8 @@ class FlopsCount:
         num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         visited = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
         self.active_parameters: float = sum(
-            math.prod(shape) * (visited if _is_routed(name, shape) else 1.0)
+            # An expert's tensor: stacked in one tensor by the model class, one by one in a checkpoint.
+            math.prod(shape) * (visited if len(shape) == _EXPERT_DIMENSIONS or ".experts." in name else 1.0)
             for name, shape in shapes.items()
             if len(shape) > 1 and (tied or name != embedding_name)
         )
@@ -60,21 +61,10 @@ class FlopsCount:
 
     def of_attention(self, document_lengths: Sequence[int]) -> float:
         """The part of `of` that attention's scores and values are."""
-        pairs = sum(
-            sum(_visible_pairs(length, window) for length in document_lengths) * self._windows.count(window)
-            for window in set(self._windows)
-        )
+        pairs = 0
+        for window in set(self._windows):
+            for length in document_lengths:
+                # What lies outside the window is a triangle too.
+                beyond = 0 if window is None else max(0, length - window)
+                pairs += self._windows.count(window) * (length * (length + 1) - beyond * (beyond + 1)) // 2
         return float(FLOPS_PER_PAIR_ELEMENT * self._width * pairs)
-
-
-def _is_routed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is an expert's: stacked in one tensor by the model class, one by one in a checkpoint."""
-    return len(shape) == _EXPERT_DIMENSIONS or ".experts." in name
-
-
-def _visible_pairs(length: int, window: int | None) -> int:
-    full = length * (length + 1) // 2
-    if window is None or window >= length:
-        return full
-    beyond = length - window
-    return full - beyond * (beyond + 1) // 2

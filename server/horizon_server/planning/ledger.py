@@ -117,38 +117,35 @@ def plan_memory(
     formula_elements = _layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens)
     uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
     element_bytes = _FP32 if device_kind == "host" else _BF16
+    on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
         "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
-        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32 + _cast_bytes(layout, device_kind),
-        "activations": _activation_elements(model, tokens_per_step, activation_placement) * element_bytes,
-        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
-        + (
-            max(
-                formula_elements * element_bytes + uncovered_bytes,
-                _head_saved_elements(model, tokens_per_step) * _FP32,
-            )
-            if device_kind == "host"
-            else _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
-        ),
+        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
+        "activations": on_device * element_bytes,
+        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes),
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
-    on_host = device if device_kind == "host" else dict.fromkeys(device, 0)
     host = {
         "weights": planes["hi"] + planes["lo"],
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
-        "activations": on_host["activations"]
-        + _offloaded_elements(model, tokens_per_step, activation_placement) * element_bytes,
-        "staging": on_host["weights"]
-        + on_host["gradients"]
-        + _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
+        "activations": on_host * element_bytes,
+        "staging": _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
         "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
     }
     if device_kind == "cuda":
+        # The piece of memory in which gradients are rounded before they leave.
+        device["gradients"] += min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
+        device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
-        host["other"] += _HEAP_SHARE * uncovered_bytes
+        layer_bytes = formula_elements * element_bytes + uncovered_bytes
+        # Autograd keeps of a logits chunk its log-probabilities and three hidden states.
+        chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+        device["workspace"] += max(layer_bytes, chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32)
+        host["activations"] += device["activations"]
+        host["staging"] += device["weights"] + device["gradients"]
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
     return MemoryPlan(host=host, device=device)
 
 
@@ -174,13 +171,6 @@ def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
     return num_slots * largest_layer + max(embedding.num_elements, head_elements)
 
 
-def _cast_bytes(layout: StoreLayout, device_kind: DeviceKind) -> int:
-    """On cuda, the piece of memory in which gradients are rounded before they leave."""
-    if device_kind == "host":
-        return 0
-    return min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
-
-
 def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
     numbers = 2 * (len(layout.units) + 1) * _FP64
@@ -191,21 +181,15 @@ def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, k
     return (num_slots * largest_layer + largest_edge) * element_bytes + numbers
 
 
-def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
-    """Engine activations on the device, for all tokens of a step.
-
-    Kept there: every layer's input, the last output and one gradient. Offloaded: an input, an output and the gradient.
-    """
-    num_planes = model.num_hidden_layers + 2 if placement == "device" else 3
-    return num_planes * tokens_per_step * model.hidden_size
-
-
-def _offloaded_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> int:
-    """Engine activations on the host: the input of every layer but the last."""
+def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> tuple[int, int]:
+    """Engine activations for all tokens of a step, on the device and offloaded to the host."""
+    elements = tokens_per_step * model.hidden_size
     if placement == "device":
-        return 0
-    pages = -(-tokens_per_step * model.hidden_size // ACTIVATION_ALIGN_ELEMENTS)
-    return (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+        # Every layer's input, the last output and one gradient.
+        return (model.num_hidden_layers + 2) * elements, 0
+    pages = -(-elements // ACTIVATION_ALIGN_ELEMENTS)
+    # An input, an output and the gradient; on the host the input of every layer but the last.
+    return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
@@ -265,11 +249,6 @@ def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
     if experts is None:
         return largest
     return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
-
-
-def _head_saved_elements(model: ModelShape, tokens_per_step: int) -> int:
-    """What autograd keeps of one logits chunk: its log-probabilities and three hidden states."""
-    return min(tokens_per_step, logits_chunk_tokens(model.vocab_size)) * (model.vocab_size + 3 * model.hidden_size)
 
 
 def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:

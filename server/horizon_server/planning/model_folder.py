@@ -108,11 +108,17 @@ class ModelShape:
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
         has_attention = text.get("model_type") not in WITHOUT_ATTENTION
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
+        inner_sizes = text.get("intermediate_size")
+        if isinstance(inner_sizes, list) and inner_sizes:
+            # One for each layer: the largest decides on memory.
+            inner_size = max(config_size({"intermediate_size": size}, "intermediate_size") for size in inner_sizes)
+        else:
+            inner_size = config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden_size)
         return cls(
             hidden_size=hidden_size,
             num_hidden_layers=num_decoder_layers(text),
             vocab_size=config_size(text, "vocab_size"),
-            intermediate_size=_inner_size(text, default=4 * hidden_size),
+            intermediate_size=inner_size,
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
@@ -123,10 +129,8 @@ class ModelShape:
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=is_tied(config, names),
             experts=_experts(text),
-            num_score_planes=_score_planes(
-                text, num_heads, is_fused=not (_is_unfused(text) or _has_narrow_values(text))
-            ),
-            num_score_planes_on_gpu=_score_planes(text, num_heads, is_fused=not _is_unfused(text)),
+            num_score_planes=_score_planes(text, num_heads, on_gpu=False),
+            num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
         )
 
 
@@ -152,24 +156,19 @@ def open_model_folder(folder: Path) -> ModelFolder:
         raise InvalidModel(f"{folder} holds quantised weights, which cannot be fine-tuned; give the bfloat16 original")
     headers = read_safetensors_headers(folder)
     shape = ModelShape.from_config(config, names=headers)
-    _refuse_narrow_table(config)
+    hidden_size = config_count(text_config(config), *_TABLE_WIDTHS[2:])
+    for name in _TABLE_WIDTHS[:2]:
+        if (width := config_count(text_config(config), name)) not in (0, hidden_size):
+            raise InvalidModel(
+                f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has another width than its "
+                "hidden states is not supported"
+            )
     if not shape.tied and not any(is_output_projection(name) for name in headers):
         raise InvalidModel(f"{folder}: {_why_no_projection(headers, shape.vocab_size)}")
     shapes = stored_shapes(config, headers)
     check_edges(config, shapes, tied=shape.tied)
     layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
-
-
-def _refuse_narrow_table(config: Mapping[str, Any]) -> None:
-    text = text_config(config)
-    hidden_size = config_count(text, *_TABLE_WIDTHS[2:])
-    for name in _TABLE_WIDTHS[:2]:
-        if (width := config_count(text, name)) not in (0, hidden_size):
-            raise InvalidModel(
-                f"config.json: {name} is {width} and the hidden size is {hidden_size}; a model whose embedding has another width than its "
-                "hidden states is not supported"
-            )
 
 
 def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> str:
@@ -246,28 +245,15 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     )
 
 
-def _inner_size(text: Mapping[str, Any], *, default: int) -> int:
-    sizes = text.get("intermediate_size")
-    if isinstance(sizes, list) and sizes:
-        # One for each layer: the largest decides on memory.
-        return max(config_size({"intermediate_size": size}, "intermediate_size") for size in sizes)
-    return config_size(text, "intermediate_size", "n_inner", "ffn_dim", default=default)
-
-
-def _score_planes(text: Mapping[str, Any], num_heads: int, *, is_fused: bool) -> int:
+def _score_planes(text: Mapping[str, Any], num_heads: int, *, on_gpu: bool) -> int:
+    is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
+    is_unfused = is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
+    if not is_unfused and not on_gpu:
+        # A CPU has no fused attention for values of another size than queries and keys.
+        query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
+        is_unfused = 0 < query_size != config_count(text, "v_head_dim") > 0
     if text.get("attn_logit_softcapping") is not None:
         return 0
     planes_per_head = _PLANES_PER_HEAD.get(str(text.get("model_type")), 1)
     # An indexer scores every pair of tokens as well.
-    return planes_per_head * num_heads * (not is_fused) + config_count(text, "index_n_heads")
-
-
-def _is_unfused(text: Mapping[str, Any]) -> bool:
-    is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
-    return is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
-
-
-def _has_narrow_values(text: Mapping[str, Any]) -> bool:
-    """Whether values are of another size than queries and keys, for which a CPU has no fused attention."""
-    query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
-    return 0 < query_size != config_count(text, "v_head_dim") > 0
+    return planes_per_head * num_heads * is_unfused + config_count(text, "index_n_heads")

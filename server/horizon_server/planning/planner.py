@@ -12,16 +12,13 @@ from pathlib import Path
 from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory
-from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
+from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import RatesByDevice
 from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.sizes import size_text
 from horizon_server.spec import JobSpec
-from horizon_server.store.layout import (
-    StoreLayout,
-    plane_sizes,
-)
+from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.planes import create_memory_file
 
 GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
@@ -114,7 +111,7 @@ class Planner:
         plan, layout, choice = self._against(min(self._limit(), free), spec, folder)
         return WorkerMemory(
             plan=plan,
-            plane_bytes=dict(plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes)),
+            plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
             grad_dtype_bytes=choice.grad_bytes,
             device_kind=choice.device_kind,
             activation_placement=choice.activation_placement,
@@ -128,12 +125,12 @@ class Planner:
     def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
         choice = dataclasses.replace(self._choice(spec), layer=self._layer_memory(found))
-        model, layout = found.shape, found.layout
-        if spec.train.sequence_length > model.max_position_embeddings:
-            field, longest = "train.sequence_length", model.max_position_embeddings
+        longest = found.shape.max_position_embeddings
+        if spec.train.sequence_length > longest:
+            field = "train.sequence_length"
             what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
             raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
-        ledger, choice = self._placed(spec, model, layout, choice, limit_bytes)
+        ledger, choice = self._placed(spec, found, choice, limit_bytes)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
             raise InvalidModel(
                 "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
@@ -143,19 +140,19 @@ class Planner:
             device_bytes=dict(ledger.device),
             host_limit_bytes=limit_bytes,
             device_limit_bytes=choice.device_limit_bytes,
-            num_parameters=layout.num_parameters,
+            num_parameters=found.layout.num_parameters,
             device=choice.device_kind,
-            message=self._complaint(spec, model, layout, ledger, limit_bytes, choice) or _warning(spec),
+            message=self._complaint(spec, found, ledger, limit_bytes, choice) or _warning(spec),
             prediction=self._prediction(spec, found, choice),
         )
-        return plan, layout, choice
+        return plan, found.layout, choice
 
-    def _prediction(self, spec: JobSpec, folder: ModelFolder, choice: _Choice) -> StepPrediction | None:
+    def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
         rates = self._rates().get(choice.device_kind)
         if rates is None:
             return None
         work = work_of_step(
-            folder,
+            found,
             tokens_per_step=spec.train.tokens_per_step,
             sequence_length=spec.train.sequence_length,
             device_kind=choice.device_kind,
@@ -180,21 +177,21 @@ class Planner:
         return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
 
     def _placed(
-        self, spec: JobSpec, model: ModelShape, layout: StoreLayout, choice: _Choice, limit_bytes: int
+        self, spec: JobSpec, found: ModelFolder, choice: _Choice, limit_bytes: int
     ) -> tuple[MemoryPlan, _Choice]:
         """Keep layer inputs on the device while they fit there; offload them where that makes the job fit."""
-        kept = self._ledger(spec, model, layout, choice)
+        kept = self._ledger(spec, found, choice)
         if kept.device_total_bytes <= choice.device_limit_bytes:
             return kept, choice
         elsewhere = dataclasses.replace(choice, activation_placement="host")
-        offloaded = self._ledger(spec, model, layout, elsewhere)
+        offloaded = self._ledger(spec, found, elsewhere)
         fits = offloaded.device_total_bytes <= choice.device_limit_bytes and offloaded.host_total_bytes <= limit_bytes
         return (offloaded, elsewhere) if fits else (kept, choice)
 
-    def _ledger(self, spec: JobSpec, model: ModelShape, layout: StoreLayout, choice: _Choice) -> MemoryPlan:
+    def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
         return plan_memory(
-            layout,
-            model=model,
+            found.layout,
+            model=found.shape,
             tokens_per_step=spec.train.tokens_per_step,
             sequence_length=spec.train.sequence_length,
             device_kind=choice.device_kind,
@@ -205,16 +202,10 @@ class Planner:
         )
 
     def _complaint(
-        self,
-        spec: JobSpec,
-        model: ModelShape,
-        layout: StoreLayout,
-        ledger: MemoryPlan,
-        limit_bytes: int,
-        choice: _Choice,
+        self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice
     ) -> str:
         """Say in one sentence why it does not fit, with the numbers and the smallest change that would make it fit; or nothing."""
-        need, arena = sum(ledger.host.values()), sum(ledger.device.values())
+        need, arena = ledger.host_total_bytes, ledger.device_total_bytes
         if need <= limit_bytes and arena <= choice.device_limit_bytes:
             return ""
         if need > limit_bytes:
@@ -223,19 +214,19 @@ class Planner:
             short = (
                 f"the job needs {size_text(arena)} on the device and {size_text(choice.device_limit_bytes)} are allowed"
             )
-        store = sum(ledger.host.get(part, 0) for part in ("weights", "moments", "gradients"))
+        store = sum(ledger.host[part] for part in ("weights", "moments", "gradients"))
         if store > limit_bytes:
-            billions = layout.num_parameters / 1e9
+            billions = found.layout.num_parameters / 1e9
             return f"{short}; {size_text(store)} of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
-        return f"{short}; {self._advice(spec, model, layout, limit_bytes, choice)}"
+        return f"{short}; {self._advice(spec, found, limit_bytes, choice)}"
 
-    def _advice(self, spec: JobSpec, model: ModelShape, layout: StoreLayout, limit_bytes: int, choice: _Choice) -> str:
+    def _advice(self, spec: JobSpec, found: ModelFolder, limit_bytes: int, choice: _Choice) -> str:
         tokens = spec.train.tokens_per_step
         while tokens > 8:
             tokens //= 2
             length = min(spec.train.sequence_length, tokens)
             train = spec.train.model_copy(update={"tokens_per_step": tokens, "sequence_length": length})
-            ledger, _ = self._placed(spec.model_copy(update={"train": train}), model, layout, choice, limit_bytes)
+            ledger, _ = self._placed(spec.model_copy(update={"train": train}), found, choice, limit_bytes)
             if ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"

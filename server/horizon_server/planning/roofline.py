@@ -1,7 +1,7 @@
 """How long a step takes on a machine whose speeds were measured, before it is run.
 
 Owns the arithmetic from a model's layout and a step's size to seconds: what the schedule computes, what crosses the link, what the
-optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed. Must not know jobs or files. Torch-free.
+optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed.
 
 A step has two phases. Forward computes the layers once, and the last step's deferred update runs just ahead of it; backward is the
 head, each layer once more and twice that for its gradients. A device with memory of its own overlaps what its queues do, so a phase
@@ -114,15 +114,16 @@ def work_of_step(
     """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
     model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
     count = FlopsCount.of_folder(folder)
-    attention = count.of_attention(_row_lengths(tokens_per_step, sequence_length))
+    num_full, rest = divmod(tokens_per_step, sequence_length)
+    attention = count.of_attention([*[sequence_length] * num_full, rest])
     head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
-    embedding, head = layout.units[0].num_elements, layout.units[-1].num_elements
     rows = min(tokens_per_step, model.vocab_size) * model.hidden_size
-    offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
-    offloaded_bytes = offloaded * element if activation_placement == "host" else 0
-    gradients = layers + head + (embedding if layout.tied else rows)
+    # The projection of a tied model is the embedding's table.
+    head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
+    num_offloaded = model.num_hidden_layers - 1 if activation_placement == "host" else 0
+    offloaded_bytes = num_offloaded * tokens_per_step * model.hidden_size * element
     optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
     return StepWork(
         num_tokens=tokens_per_step,
@@ -131,7 +132,7 @@ def work_of_step(
             layer_flops=layer_flops * _FORWARD_SHARE,
             head_flops=0,
             attention_flops=attention * _FORWARD_SHARE,
-            h2d_bytes=(rows + layers + head + (embedding if layout.tied else 0)) * element,
+            h2d_bytes=(rows + layers + head) * element,
             d2h_bytes=offloaded_bytes,
             host_bytes=optimizer_bytes if grad_bytes else 0,
         ),
@@ -140,7 +141,7 @@ def work_of_step(
             head_flops=head_flops,
             attention_flops=attention,
             h2d_bytes=(layers + rows) * element + offloaded_bytes,
-            d2h_bytes=gradients * element,
+            d2h_bytes=(layers + head + (0 if layout.tied else rows)) * element,
             host_bytes=0 if grad_bytes else optimizer_bytes,
         ),
     )
@@ -151,8 +152,19 @@ def predict_step(
 ) -> StepPrediction:
     """Return how long a step takes at these speeds, and `max_steps` of them."""
     parts: dict[Bound, float] = dict.fromkeys(("compute", "h2d", "d2h", "host memory"), 0.0)
+    width = rates.at(work.hidden_size)
     for phase in (work.forward, work.backward):
-        seconds = _seconds(phase, rates, work.hidden_size, device_kind)
+        # A link's copies read and write the optimizer's memory; on the host device they are timed as a whole.
+        shared_bytes = phase.h2d_bytes + phase.d2h_bytes if device_kind == "cuda" else 0
+        # How long each queue would take, had it the machine to itself.
+        seconds: dict[Bound, float] = {
+            "compute": phase.layer_flops / width.layer_flops_per_s
+            + phase.head_flops / width.head_flops_per_s
+            + phase.attention_flops / rates.attention_flops_per_s,
+            "h2d": phase.h2d_bytes / rates.h2d_bytes_per_s,
+            "d2h": phase.d2h_bytes / rates.d2h_bytes_per_s,
+            "host memory": (phase.host_bytes + shared_bytes) / rates.adamw_bytes_per_s,
+        }
         slowest = max(seconds, key=seconds.__getitem__)
         for queue in seconds if device_kind == "host" else (slowest,):
             parts[queue] += seconds[queue]
@@ -164,24 +176,3 @@ def predict_step(
         peak_flops_per_s=rates.peak_flops_per_s,
         total_s=None if max_steps is None else max_steps * step_s,
     )
-
-
-def _seconds(phase: Phase, rates: DeviceRates, hidden_size: int, device_kind: DeviceKind) -> dict[Bound, float]:
-    """How long each queue would take for a phase, had it the machine to itself."""
-    width = rates.at(hidden_size)
-    # A link's copies read and write the optimizer's memory; on the host device they are timed as a whole.
-    shared_bytes = phase.h2d_bytes + phase.d2h_bytes if device_kind == "cuda" else 0
-    return {
-        "compute": phase.layer_flops / width.layer_flops_per_s
-        + phase.head_flops / width.head_flops_per_s
-        + phase.attention_flops / rates.attention_flops_per_s,
-        "h2d": phase.h2d_bytes / rates.h2d_bytes_per_s,
-        "d2h": phase.d2h_bytes / rates.d2h_bytes_per_s,
-        "host memory": (phase.host_bytes + shared_bytes) / rates.adamw_bytes_per_s,
-    }
-
-
-def _row_lengths(tokens_per_step: int, sequence_length: int) -> list[int]:
-    """Rows of full length, and what is left."""
-    num_full, rest = divmod(tokens_per_step, sequence_length)
-    return [sequence_length] * num_full + ([rest] if rest else [])

@@ -88,7 +88,12 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
         raise InvalidSpec.of("files", sentence)
     if len(files) > MAX_FILES:
         raise TooLarge(f"the {what} announces {len(files)} files; at most {MAX_FILES} are taken")
-    problems = [problem for i, file in enumerate(files) for problem in _file_problems(file, f"files[{i}]")]
+    problems = []
+    for i, file in enumerate(files):
+        problems += _ref_problems(file.ref, f"files[{i}]")
+        if not _path_is_safe(file.path):
+            sentence = f"files[{i}].path is {file.path!r:.80}; it must be {_PATH_RULE}"
+            problems.append(FieldViolation(field=f"files[{i}].path", description=sentence))
     problems += _clashes(files)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -105,14 +110,6 @@ def digest(files: Sequence[BlobFile], *extra: object) -> str:
     """Return the sha256 over the files' paths and contents, in their order, and over `extra` plain data."""
     document = [[file.path, file.sha256, file.size_bytes] for file in files]
     return hashlib.sha256(json.dumps([*extra, document], sort_keys=True).encode()).hexdigest()
-
-
-def _file_problems(file: BlobFile, field: str) -> list[FieldViolation]:
-    problems = _ref_problems(file.ref, field)
-    if not _path_is_safe(file.path):
-        sentence = f"{field}.path is {file.path!r:.80}; it must be {_PATH_RULE}"
-        problems.append(FieldViolation(field=f"{field}.path", description=sentence))
-    return problems
 
 
 def _ref_problems(ref: BlobRef, field: str) -> list[FieldViolation]:

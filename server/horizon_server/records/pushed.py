@@ -1,9 +1,9 @@
-"""What pushed datasets and models have in common: an owner, a name, files by content, and whether the files were checked."""
+"""Pushed datasets and models, as the server passes them around: an owner, a name, files by content, and whether they were checked."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Self
 
 from horizon_server.records.blob import BlobFile
@@ -47,3 +47,47 @@ class PushedRecord(ABC):
     @abstractmethod
     def same_content(self, other: Self) -> bool:
         """Whether a push of the one is a repeat of a push of the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord(PushedRecord):
+    """One dataset."""
+
+    kind: ClassVar[str] = "dataset"
+
+    dataset_id: str
+    format: str
+    """Wire name of the format: as announced until ready, then as found in the data, never auto."""
+    field_map: dict[str, str]
+    num_rows: int = 0
+
+    @property
+    def announcement(self) -> object:
+        """What makes two create calls the same call, as plain data. The order of the files is that of the rows."""
+        return [self.name, self.format, self.field_map, [asdict(file) for file in self.files]]
+
+    def same_content(self, other: Self) -> bool:
+        """Whether a push of the one is a repeat of a push of the other; `auto` is the same as the format that was found."""
+        same_format = self.format == other.format or "auto" in (self.format, other.format)
+        return same_format and self.field_map == other.field_map and self.files == other.files
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord(PushedRecord):
+    """One model."""
+
+    kind: ClassVar[str] = "model"
+
+    model_id: str
+    architecture: str = ""
+    """model_type of its config.json; known when ready."""
+    num_parameters: int = 0
+
+    @property
+    def announcement(self) -> object:
+        """What makes two create calls the same call, as plain data, in whatever order the files are named."""
+        return [self.name, [asdict(file) for file in sorted(self.files, key=lambda file: file.path)]]
+
+    def same_content(self, other: Self) -> bool:
+        """Whether a push of the one is a repeat of a push of the other, in whatever order the files are named."""
+        return set(self.files) == set(other.files)

@@ -15,10 +15,9 @@ from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.db.pushed import DatasetStore
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.dataset import DatasetRecord
+from horizon_server.records.pushed import DatasetRecord
 from horizon_server.services.access import require_create
-from horizon_server.services.lookup import check_name
-from horizon_server.services.pushed import FindUser, PushedService
+from horizon_server.services.pushed import FindUser, PushedService, check_name
 from horizon_server.services.uploads import Uploads
 
 log = structlog.get_logger(__name__)
@@ -68,7 +67,7 @@ class DatasetService(PushedService[DatasetRecord]):
             format=format,
             field_map=dict(field_map),
             files=tuple(files),
-            digest=_digest(format, field_map, files),
+            digest=digest(files, format, dict(field_map)),
             created_s=self._clock(),
         )
         return await self._announce(announced, request_id=request_id)
@@ -92,9 +91,5 @@ class DatasetService(PushedService[DatasetRecord]):
             field_map=record.field_map,
         )
         log.info("dataset checked", dataset=record.dataset_id, rows=found.num_rows, blank_lines=found.num_blank_lines)
-        content = _digest(found.format, record.field_map, record.files)
+        content = digest(record.files, found.format, dict(record.field_map))
         return {"format": found.format.value, "num_rows": found.num_rows, "digest": content}
-
-
-def _digest(dataset_format: str, field_map: Mapping[str, str], files: Sequence[BlobFile]) -> str:
-    return digest(files, dataset_format, dict(field_map))

@@ -17,10 +17,10 @@ from horizon_server.datasets.recipe import (
     tokenizer_digest,
 )
 from horizon_server.errors import NotAllowed, NotFound
-from horizon_server.jobs.inputs import DatasetFiles, JobInputs, PreparationCall
+from horizon_server.jobs.preparation import DatasetFiles, JobInputs, PreparationCall
 from horizon_server.records.account import Principal
-from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import JobRecord
+from horizon_server.records.pushed import DatasetRecord
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec
@@ -52,15 +52,14 @@ class NodeResources:
         Raises:
             NotFound: when a dataset was deleted meanwhile.
         """
+        dataset = await self._datasets.by_id(job.dataset_id)
+        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
         return JobInputs(
-            model=await self.model_folder(job.model_id),
-            dataset=await self.dataset_by_id(job.dataset_id),
-            evaluation=await self.dataset_by_id(job.eval_dataset_id) if job.eval_dataset_id else None,
+            # `model` gives the path of a folder of the node as its id.
+            model=Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id),
+            dataset=self._files(dataset),
+            evaluation=self._files(evaluation) if evaluation else None,
         )
-
-    async def dataset_by_id(self, dataset_id: str) -> DatasetFiles:
-        """Return a READY dataset by id, for a job that was allowed to use it."""
-        return self._files(await self._datasets.by_id(dataset_id))
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
@@ -76,10 +75,6 @@ class NodeResources:
         if not record.ready:
             raise NotFound(f"model {name} is not ready: its upload was not finished; push it again")
         return record.model_id, self._models.folder(record.model_id)
-
-    async def model_folder(self, model_id: str) -> Path:
-        """Return the folder of a model id that `model` gave out."""
-        return Path(model_id) if model_id.startswith("/") else self._models.folder(model_id)
 
     def _allowed_folder(self, name: str) -> Path:
         folder = Path(name).resolve()

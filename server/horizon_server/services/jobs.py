@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 
 from horizon_server.db.jobs import Figures
-from horizon_server.errors import (
-    DoesNotFit,
-    Draining,
-    InvalidSpec,
-    NotAllowed,
-    NotFound,
-    WrongJobState,
-)
+from horizon_server.errors import DoesNotFit, Draining, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent
-from horizon_server.jobs.folders import JobFolders
+from horizon_server.jobs.folders import JobFolders, read_log
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.jobs.log_reader import read_log
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
@@ -41,16 +34,17 @@ from horizon_server.records.job import (
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import require_change, require_create, require_visible
 from horizon_server.services.inputs import NodeResources
+from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.turns import UserTurns
 from horizon_server.spec import JobSpec
 
-MAX_PAGE_SIZE = 1000
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1
 """Largest number that the database can compare with."""
 _MAX_OFFSET = 2**62
 """No file is as long."""
 Jobs = list[JobRecord]
+"""Spelled here, as `list` is a method of the service."""
 Checkpoints = list[CheckpointRecord]
 
 
@@ -140,12 +134,20 @@ class JobService:
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
     ) -> tuple[Jobs, str]:
         """Return a page of the caller's jobs, newest first, and the token of the next page (empty on the last)."""
-        size = min(page_size or 100, MAX_PAGE_SIZE)
+        size = page_limit(page_size)
         owner = None if principal.sees_all else principal.name
-        before = _page_number(page_token)
+        before = 0
+        if page_token:
+            with contextlib.suppress(ValueError):
+                before = int(base64.urlsafe_b64decode(page_token.encode()))
+            if not 0 < before <= _MAX_NUMBER:
+                raise InvalidSpec.of(
+                    "page_token", "page_token must be one that an earlier answer gave as next_page_token"
+                )
         async with self._turns.of(principal.name):
             rows = await self._journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
-        token = _page_token(rows[size - 1][0]) if len(rows) > size else ""
+        more = len(rows) > size
+        token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
         return [job for _, job in rows[:size]], token
 
     async def queue(self) -> Jobs:
@@ -314,31 +316,13 @@ class JobService:
         """Ask the attempt of a job on the device to stop. Without one the daemon that ran it has died and the job is not settled yet:
         the recovery then carries out what is stored here."""
         attempt = self._scheduler.current
-        try:
+        with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
             if attempt is not None and attempt.job.job_id == job.job_id:
                 await attempt.stop(wanted)
             elif job.job_state is JobState.STOPPING:
                 await self._journal.store.set(job.job_id, wanted=wanted)
             else:
                 await self._journal.move(job, JobState.STOPPING, reason=wanted.name, wanted=wanted)
-        except WrongJobState:
-            pass  # it ended while this call was on its way
         now = await self._journal.store.get(job.job_id)
         assert now is not None, job.job_id
         return now
-
-
-def _page_token(number: int) -> str:
-    return base64.urlsafe_b64encode(str(number).encode()).decode()
-
-
-def _page_number(token: str) -> int:
-    if not token:
-        return 0
-    try:
-        number = int(base64.urlsafe_b64decode(token.encode()))
-    except ValueError:
-        number = -1
-    if not 0 < number <= _MAX_NUMBER:
-        raise InvalidSpec.of("page_token", "page_token must be one that an earlier answer gave as next_page_token")
-    return number

@@ -11,20 +11,26 @@ from typing import Any
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.folder import link_folder, remove_folder, remove_unreferenced
 from horizon_server.blobs.threads import in_thread
+from horizon_server.children.child import Limits, run_child
 from horizon_server.db.pushed import ModelStore
-from horizon_server.errors import InvalidModel
-from horizon_server.models.checking import check_model
-from horizon_server.models.folder_checks import check_config, check_names
+from horizon_server.errors import InvalidModel, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.model import ModelRecord
+from horizon_server.records.pushed import ModelRecord
 from horizon_server.services.access import require_create
-from horizon_server.services.lookup import check_name
-from horizon_server.services.pushed import FindUser, PushedService
+from horizon_server.services.model_check import ModelFacts, check_config, check_names
+from horizon_server.services.pushed import FindUser, PushedService, check_name
 from horizon_server.services.uploads import Uploads
+from horizon_server.settings import child_environment
 from horizon_server.store.model_files import CONFIG_FILE, parse_config
 
 MAX_ANNOUNCED_CONFIG_BYTES = 2**20
+# The largest folder that the header's own limits allow, 200,000 tensors in 64 MiB of headers, takes a quarter of each.
+LIMITS = Limits(memory_bytes=2 * 2**30, cpu_s=60, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
+_TOO_MUCH = (
+    "config.json and the headers of its weights take more {what} to read than those of any model; "
+    "push a folder written by save_pretrained"
+)
 
 
 class ModelService(PushedService[ModelRecord]):
@@ -59,7 +65,13 @@ class ModelService(PushedService[ModelRecord]):
         check_name(name)
         check_names(files)
         if config:
-            _check_announced_config(config, files)
+            announced_sha256 = next(file.sha256 for file in files if file.path == CONFIG_FILE)
+            if len(config) > MAX_ANNOUNCED_CONFIG_BYTES or hashlib.sha256(config).hexdigest() != announced_sha256:
+                raise InvalidModel(
+                    f"the announced {CONFIG_FILE} is not the one of files: it must have the same sha256, and at most "
+                    f"{MAX_ANNOUNCED_CONFIG_BYTES} bytes; leave it out otherwise"
+                )
+            check_config(parse_config(config))
         announced = ModelRecord(
             model_id=self._new_id(),
             owner=principal.name,
@@ -91,11 +103,21 @@ class ModelService(PushedService[ModelRecord]):
         await in_thread(lambda: remove_folder(self.folder(record.model_id)))
 
 
-def _check_announced_config(config: bytes, files: Sequence[BlobFile]) -> None:
-    announced = next(file for file in files if file.path == CONFIG_FILE)
-    if len(config) > MAX_ANNOUNCED_CONFIG_BYTES or hashlib.sha256(config).hexdigest() != announced.sha256:
-        raise InvalidModel(
-            f"the announced {CONFIG_FILE} is not the one of files: it must have the same sha256, and at most "
-            f"{MAX_ANNOUNCED_CONFIG_BYTES} bytes; leave it out otherwise"
-        )
-    check_config(parse_config(config))
+async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
+    """Return what `model_check.check_folder` returns, from a process of its own; cancelling ends it.
+
+    Raises: InvalidModel as `check_folder`, and where the folder crashes its reader or takes too much time or memory; WorkerDied where
+    the child was killed, which says nothing about the folder.
+    """
+    try:
+        found = await run_child(
+            "horizon_server.services.model_check", {"folder": str(folder)}, who="the model check",
+            environment=child_environment(), limits=limits,
+        )  # fmt: skip
+    except Stalled as error:
+        raise InvalidModel(_TOO_MUCH.format(what="time")) from error
+    except OutOfMemory as error:
+        raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
+    except WorkerCrashed as error:
+        raise InvalidModel("the model folder crashes its reader; its files are damaged, so write them again") from error
+    return ModelFacts(architecture=found["architecture"], num_parameters=found["num_parameters"])

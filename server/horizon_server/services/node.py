@@ -44,7 +44,7 @@ class NodeFacts:
         self._accelerators = accelerators
 
     async def describe(self, principal: Principal) -> NodeStatus:
-        """Return the node as it stands now, and who asks."""
+        """Return the node as it is now, and who asks."""
         memory = host_memory()
         return NodeStatus(
             hostname=socket.gethostname(),

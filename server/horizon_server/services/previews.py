@@ -18,12 +18,7 @@ from horizon_server.datasets.preview.request import (
     rows_from_answer,
 )
 from horizon_server.datasets.reading import StoredFile
-from horizon_server.errors import (
-    InvalidModel,
-    InvalidSpec,
-    OutOfMemory,
-    Stalled,
-)
+from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
 from horizon_server.records.account import Principal
 from horizon_server.services.inputs import NodeResources
 
@@ -59,13 +54,13 @@ class Previews:
         """
         options.check()
         if not model:
-            sentence = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
-            raise InvalidSpec.of("model", sentence)
+            problem = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
+            raise InvalidSpec.of("model", problem)
         files = await self._resources.dataset(principal, dataset)
         _, model_dir = await self._resources.model(principal, model)
         if options.offset >= files.num_rows > 0 and files.format != "text":
-            sentence = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
-            raise InvalidSpec.of("offset", sentence)
+            problem = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
+            raise InvalidSpec.of("offset", problem)
         request = PreviewRequest(
             dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
             model_dir=model_dir,

@@ -14,17 +14,41 @@ from typing import Any, Generic, TypeVar
 
 from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.db.pushed import PushedStore
-from horizon_server.errors import InUse, NotFound
+from horizon_server.errors import InUse, InvalidSpec, NotFound
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, check_files
 from horizon_server.records.pushed import PushedRecord
-from horizon_server.services.access import require_change
-from horizon_server.services.lookup import choose, page_limit
+from horizon_server.services.access import may_see, require_change
 from horizon_server.services.uploads import Uploads
+from horizon_server.spec import NAME_PATTERN, NAME_RULE
 
 RecordT = TypeVar("RecordT", bound=PushedRecord)
 FindUser = Callable[[str], Awaitable[str | None]]
 """Returns the id of a job that has not ended and refers to the resource, or None."""
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that resources cannot have.
+
+    Raises:
+        InvalidSpec: with the rule.
+    """
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
+
+
+def page_limit(page_size: int) -> int:
+    """Return how many items a page may have: 0 means the default, and more than the maximum means the maximum.
+
+    Raises:
+        InvalidSpec: for a negative size.
+    """
+    if page_size < 0:
+        raise InvalidSpec.of("page_size", f"page_size is {page_size}; it must be 0 or more")
+    return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 class PushedService(ABC, Generic[RecordT]):
@@ -69,12 +93,22 @@ class PushedService(ABC, Generic[RecordT]):
         return await self._finalizing.join(record.id, lambda: self._finalize(record))
 
     async def get(self, principal: Principal, key: str) -> RecordT:
-        """Return one resource by id or name.
+        """Return what `key` means to the caller: by id, else their own of that name, else the only one they may see.
 
         Raises:
-            NotFound: when the caller sees none.
+            NotFound: when there is none that they may see.
+            InvalidSpec: when several users have one of that name.
         """
-        return choose(principal, key, await self._store.find(key), what=self._kind)
+        visible = [record for record in await self._store.find(key) if may_see(principal, record.owner)]
+        by_id = [record for record in visible if record.id == key]
+        own = [record for record in visible if record.owner == principal.name]
+        found = by_id or own or visible
+        if not found:
+            raise NotFound(f"{self._kind} {key!r:.80} does not exist, or is not yours")
+        if len(found) > 1:
+            owners = ", ".join(f"{record.id} of {record.owner}" for record in found[:5])
+            raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")
+        return found[0]
 
     async def by_id(self, resource_id: str) -> RecordT:
         """Return one resource by id for a job, which was allowed to use it when it was submitted.

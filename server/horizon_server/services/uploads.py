@@ -31,16 +31,11 @@ class Uploads:
         on_upload: Callable[[int, str], None] = lambda num_bytes, result: None,
     ) -> None:
         """`on_upload` gets the bytes of each call and its result: stored, partial, refused or cut."""
-        self._store = store
+        self.store = store
         self._references = references
         self._max_blob_bytes = max_blob_bytes
         self._on_upload = on_upload
         self._collecting = asyncio.Lock()
-
-    @property
-    def store(self) -> BlobStore:
-        """Where the contents are."""
-        return self._store
 
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
         """Return how far each content is that `owner` still has to send.
@@ -78,7 +73,7 @@ class Uploads:
         counted = _Counted(chunks)
         result = "cut"
         try:
-            status = await self._store.write(owner, ref, offset, counted)
+            status = await self.store.write(owner, ref, offset, counted)
             result = "stored" if status.complete else "partial"
         except HorizonError:
             result = "refused"
@@ -112,27 +107,27 @@ class Uploads:
     async def release(self, owner: str, files: Iterable[BlobFile]) -> None:
         """Forget that `owner` has sent these: something READY of theirs refers to them from now on."""
         async with self._collecting:
-            await self._store.forget_proofs(owner, {file.ref for file in files})
+            await self.store.forget_proofs(owner, {file.ref for file in files})
 
     async def collect(self, files: Iterable[BlobFile]) -> int:
         """Remove those contents that nothing refers to any more; return how many."""
         async with self._collecting:
             candidates = {file.sha256 for file in files}
-            return await self._store.remove_unreferenced(await self._references.of_any(candidates), candidates)
+            return await self.store.remove_unreferenced(await self._references.of_any(candidates), candidates)
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return how many files."""
         async with self._collecting:
-            expired = await self._store.expire(max_age_s)
-            return expired + await self._store.sweep(await self._references.of_all())
+            expired = await self.store.expire(max_age_s)
+            return expired + await self.store.sweep(await self._references.of_all())
 
     async def _status(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> BlobStatus:
         if self._has(owner, ref, ready):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-        return await self._store.status(owner, ref)  # makes the empty content, which need not be sent
+        return await self.store.status(owner, ref)  # makes the empty content, which need not be sent
 
     def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
-        return (ref.sha256 in ready and self._store.holds(ref)) or self._store.proved_by(owner, ref)
+        return (ref.sha256 in ready and self.store.holds(ref)) or self.store.proved_by(owner, ref)
 
 
 class _Counted:

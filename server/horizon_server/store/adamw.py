@@ -1,8 +1,7 @@
 """The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
 
-Owns the hyperparameters of a step and the choice between the compiled kernel and the NumPy reference. Both give the
-same bits for any number of threads. Must not know schedules, clipping policy or when a unit may be updated: that is
-the engine's.
+The compiled kernel and the NumPy reference give the same bits for any number of threads. Schedules, clipping and when a
+unit may be updated are the engine's.
 
 Thread: any thread; the GIL is released while the kernel works. One unit must not be updated by two threads at once.
 """
@@ -20,11 +19,7 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import UnitLayout
-from horizon_server.store.master_weights import merge, split
-from horizon_server.store.native import KernelInfo, Scalars, Segment, kernel_info
-
-__all__ = ["AdamWStep", "KernelInfo", "SquaredSum", "kernel_info", "merge", "split", "sum_squares", "update_unit"]
+from horizon_server.store.native import Scalars, Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,12 @@ def update_unit(
     grads = store.unit(unit_index, "grad") if grad is None else grad
     assert grads.shape == (unit.num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    segments, scalars = _segments(unit, hyper, only), _scalars(hyper)
+    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
+    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
+    segments = (Segment * len(tensors))(
+        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
+    )
+    scalars = _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     kernel = native.library()
     if kernel is None:
@@ -117,14 +117,6 @@ def _scalars(hyper: AdamWStep) -> Scalars:
         one_minus_beta2=1 - hyper.beta2,
         scaled_eps=factor * hyper.eps,
         scaled_step_size=factor * hyper.learning_rate / (1 - hyper.beta1**hyper.step),
-    )
-
-
-def _segments(unit: UnitLayout, hyper: AdamWStep, only: Set[str] | None) -> ctypes.Array[Segment]:
-    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
-    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
-    return (Segment * len(tensors))(
-        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
     )
 
 

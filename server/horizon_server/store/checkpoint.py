@@ -2,7 +2,7 @@
 
 Owns the folder's content: config, tokenizer and weights in the format that was asked for; under trainer/ what these weights lack of the
 masters (`weight_formats`), the moments, the trainer's state and the manifest. So a resume is bit-exact whatever the format. Everything
-streams between planes and files in pieces. Must not know what the trainer's state means.
+streams between planes and files in pieces.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import TensorLayout
 from horizon_server.store.manifest import (
+    PIECE_BYTES,
     TRAINER_FOLDER,
     FileRecord,
     Manifest,
@@ -73,7 +75,6 @@ _DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F
 _STEMS = (_MODEL, _ROUNDING, *_DTYPE_OF_PLANE)
 """Of the safetensors files: the model's own, and under trainer/ what else training needs."""
 
-_READ_BYTES = 16 << 20
 _ENTRY_BYTES = 200
 _SMALL_FILES_BYTES = 1 << 20
 
@@ -109,7 +110,8 @@ def save_checkpoint(
             for written in pool.map(lambda s: _write_group(folder, s, groups[s], shard_bytes, progress), groups):
                 files |= written
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
-        manifest = Manifest(files=dict(sorted(files.items())), versions=_versions())
+        versions = {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+        manifest = Manifest(files=dict(sorted(files.items())), versions=versions)
         write_manifest(folder, manifest)
     return manifest
 
@@ -145,14 +147,19 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
-        _check_size(folder / name, record)
+        if not (folder / name).is_file():
+            raise InvalidModel(f"{folder / name} is missing from the checkpoint; use another checkpoint")
+        if (size_bytes := (folder / name).stat().st_size) != record.size_bytes:
+            raise InvalidModel(
+                f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is torn, use another checkpoint"
+            )
     contents = _plan_reads(store, folder, manifest)
     # The rounding bits change what the model's own files have put in place.
     is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
     for late in (False, True):
         names = [name for name in manifest.files if is_late[name] == late]
         with ThreadPoolExecutor(max_workers=len(_STEMS)) as pool:
-            list(pool.map(lambda name: _restore_file(store, folder, name, manifest.files[name], contents), names))
+            list(pool.map(lambda n: _restore(store, folder / n, manifest.files[n], contents.get(n)), names))
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
@@ -197,7 +204,7 @@ def _tensor_bytes(store: HostStore, stem: str, dtypes: Mapping[str, str]) -> lis
             dtype=form[0],
             shape=form[1],
             size_bytes=math.prod(form[1]) * DTYPE_BYTES[form[0]],
-            pieces=_pieces(store, place.name, stem, form[0]),
+            pieces=partial(_pieces, store, place.name, stem, form[0]),
         )
         for _, place in store.layout.tensors()
         if (form := _form(stem, place, dtypes[place.name])) is not None
@@ -214,12 +221,10 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
     return None if is_exact else (_DTYPE_OF_PLANE[stem], place.shape)
 
 
-def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Callable[[], Iterable[memoryview]]:
+def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterable[memoryview]:
     if stem == _MODEL:
-        return lambda: exported(store, name, dtype)
-    if stem == _ROUNDING:
-        return lambda: rounding(store, name)
-    return lambda: [_memory_of(store, name, stem)]
+        return exported(store, name, dtype)
+    return rounding(store, name) if stem == _ROUNDING else [_memory_of(store, name, stem)]
 
 
 def _memory_of(store: HostStore, name: str, plane: str) -> memoryview:
@@ -251,23 +256,7 @@ def _prefix_of(stem: str) -> str:
     return "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
 
 
-def _versions() -> dict[str, str]:
-    return {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _check_size(file: Path, record: FileRecord) -> None:
-    if not file.is_file():
-        raise InvalidModel(f"{file} is missing from the checkpoint; use another checkpoint")
-    if (size_bytes := file.stat().st_size) != record.size_bytes:
-        raise InvalidModel(
-            f"{file} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is torn, use another checkpoint"
-        )
-
-
-_Contents = Mapping[str, tuple[str, list[TensorHeader]]]
-
-
-def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> _Contents:
+def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str, tuple[str, list[TensorHeader]]]:
     """For every safetensors file: its stem and its tensors in file order."""
     contents: dict[str, tuple[str, list[TensorHeader]]] = {}
     dtypes: dict[str, str] = {}
@@ -280,7 +269,17 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> _Contents
         if not wanted:
             continue
         headers = read_safetensors_headers(folder / prefix, stem=stem)
-        _check_tensors(wanted, headers, folder, is_model=stem == _MODEL)
+        if differing := sorted(set(wanted) ^ set(headers)):
+            raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
+        for name, (dtype, shape) in wanted.items():
+            found = headers[name]
+            # The model's own weights may have any dtype that is exported.
+            is_read = found.dtype in CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
+            if found.shape != shape or not is_read:
+                raise InvalidModel(
+                    f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
+                    f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
+                )
         if stem == _MODEL:
             dtypes = {name: header.dtype for name, header in headers.items()}
         for header in headers.values():
@@ -291,46 +290,26 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> _Contents
     return contents
 
 
-def _check_tensors(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]],
-    headers: Mapping[str, TensorHeader],
-    folder: Path,
-    *,
-    is_model: bool,
-) -> None:
-    """Hold names, shapes and dtypes against the store. The model's own weights may have any dtype that is exported."""
-    if differing := sorted(set(wanted) ^ set(headers)):
-        raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
-    for name, (dtype, shape) in wanted.items():
-        found = headers[name]
-        if found.shape != shape or (found.dtype not in CONFIG_NAMES if is_model else found.dtype != dtype):
-            raise InvalidModel(
-                f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
-                f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
-            )
-
-
-def _restore_file(store: HostStore, folder: Path, name: str, record: FileRecord, contents: _Contents) -> None:
-    if name not in contents:
-        digest = record_file(folder / name).sha256
-    else:
-        stem, headers = contents[name]
-        digest = _restore_tensors(store, folder / name, stem, headers)
-    if digest != record.sha256:
-        raise InvalidModel(f"{folder / name} does not match its checksum: the file is corrupt; use another checkpoint")
+def _restore(store: HostStore, file: Path, record: FileRecord, content: tuple[str, list[TensorHeader]] | None) -> None:
+    """Read a file, put its tensors into the store where it has any, and compare its checksum."""
+    sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
+    if sha256 != record.sha256:
+        raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
 
 
 def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader]) -> str:
     digest = hashlib.sha256()
-    staging = memoryview(bytearray(_READ_BYTES))
+    staging = memoryview(bytearray(PIECE_BYTES))
     with file.open("rb", buffering=0) as stream:
         header = memoryview(bytearray(headers[0].start))
         _read_into(stream, header)
         digest.update(header)
         for tensor in headers:
-            in_place = _memory_in_place(store, tensor, stem)
-            for start in range(0, tensor.end - tensor.start, _READ_BYTES):
-                size = min(_READ_BYTES, tensor.end - tensor.start - start)
+            # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
+            plane = "hi" if stem == _MODEL and tensor.dtype == "BF16" else stem
+            in_place = _memory_of(store, tensor.name, plane) if plane in _DTYPE_OF_PLANE else None
+            for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
+                size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                 piece = staging[:size] if in_place is None else in_place[start : start + size]
                 _read_into(stream, piece)
                 digest.update(piece)
@@ -339,13 +318,6 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
                 elif stem == _MODEL and tensor.dtype == "F32":
                     apply_master(store, tensor.name, start, piece)
     return digest.hexdigest()
-
-
-def _memory_in_place(store: HostStore, tensor: TensorHeader, stem: str) -> memoryview | None:
-    """The plane's memory that a tensor's bytes go to as they are; None where they do not."""
-    if stem == _MODEL:
-        return _memory_of(store, tensor.name, "hi") if tensor.dtype == "BF16" else None
-    return None if stem == _ROUNDING else _memory_of(store, tensor.name, stem)
 
 
 def _read_into(stream: FileIO, piece: memoryview) -> None:

@@ -1,8 +1,7 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
 Owns the tensors that view the planes and the split of a master weight into `hi` and `lo`. Memory comes from memory
-files that the daemon creates and hands over by descriptor, or from its own. Must not know devices, schedules,
-optimizers or files.
+files that the daemon creates and hands over by descriptor, or from its own.
 
 Thread: views may be used from any thread; two threads must not write one unit at the same time, and the store does
 not check.
@@ -18,7 +17,7 @@ import torch
 from horizon_server.errors import InvalidModel
 from horizon_server.store import master_weights, planes
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
+from horizon_server.store.layout import StoreLayout, plane_sizes
 
 _PLANE_DTYPES: Mapping[str, torch.dtype] = {
     "hi": torch.bfloat16,
@@ -58,8 +57,9 @@ class HostStore:
         for name, size_bytes in _sizes(layout, grad_dtype).items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
             planes.touch(mapping, num_threads=num_threads)
+            dtype = grad_dtype or torch.float32 if name == "grad" else _PLANE_DTYPES[name]
             # The tensor keeps the mapping alive, so closing the store never pulls memory from under a view.
-            self._planes[name] = torch.frombuffer(mapping, dtype=self._dtype(name), count=layout.num_elements)
+            self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=layout.num_elements)
 
     @classmethod
     def allocate(
@@ -161,12 +161,6 @@ class HostStore:
         unit, place = self.layout.find(name)
         self._blank.discard(plane)
         return self._planes[plane].narrow(0, unit.offset + place.offset, place.num_elements)
-
-    def _dtype(self, plane: str) -> torch.dtype:
-        if plane in PLANE_BYTES:
-            return _PLANE_DTYPES[plane]
-        assert self.grad_dtype is not None
-        return self.grad_dtype
 
 
 def _sizes(layout: StoreLayout, grad_dtype: torch.dtype | None) -> dict[str, int]:

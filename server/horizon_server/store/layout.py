@@ -1,7 +1,7 @@
 """Where every parameter is in the host store's planes: units, tensors, offsets.
 
 Owns the arithmetic that the daemon plans by and the worker allocates by, so that the two cannot disagree. It reads
-parameter names and shapes only and must not know torch, numpy or any architecture by name.
+parameter names and shapes only, and knows no architecture by name.
 
 Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes.
 Source: docs/architecture.md, host store; Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
@@ -17,28 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import TensorHeader, list_number, read_safetensors_headers
-
-__all__ = [
-    "OUTPUT_PROJECTIONS",
-    "PLANE_BYTES",
-    "TENSOR_ALIGN_ELEMENTS",
-    "UNIT_ALIGN_ELEMENTS",
-    "DecayRule",
-    "StoreLayout",
-    "TensorHeader",
-    "TensorLayout",
-    "UnitKind",
-    "UnitLayout",
-    "build_layout",
-    "is_input_table",
-    "is_output_projection",
-    "natural_order",
-    "parameter_shapes",
-    "plane_sizes",
-    "read_safetensors_headers",
-    "with_decay",
-]
+from horizon_server.store.safetensors_header import TensorHeader, list_number
 
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
 """Bytes per parameter of the planes every store has; the transient `grad` plane comes on top."""
@@ -123,11 +102,6 @@ class StoreLayout:
     num_elements: int
     tied: bool
 
-    def plane_bytes(self, plane: str, *, grad_dtype_bytes: int = 4) -> int:
-        """Bytes of one plane; `grad` takes `grad_dtype_bytes` per element."""
-        per_element = grad_dtype_bytes if plane == "grad" else PLANE_BYTES[plane]
-        return self.num_elements * per_element
-
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
         """The unit and the tensor of a parameter name.
 
@@ -170,7 +144,7 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
         layer = _layer_index(name, prefix)
         if layer is not None:
             layers[layer].append(name)
-        elif _is_embedding(name):
+        elif name.endswith(_INPUT_TABLES) or any(part in name for part in _BESIDE_THE_TABLE):
             embedding.append(name)
         else:
             head.append(name)
@@ -199,10 +173,8 @@ def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
-    sizes = {plane: layout.plane_bytes(plane) for plane in PLANE_BYTES}
-    if grad_dtype_bytes:
-        sizes["grad"] = layout.plane_bytes("grad", grad_dtype_bytes=grad_dtype_bytes)
-    return sizes
+    bytes_per_element = {**PLANE_BYTES, "grad": grad_dtype_bytes}
+    return {plane: layout.num_elements * size for plane, size in bytes_per_element.items() if size}
 
 
 def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
@@ -210,18 +182,27 @@ def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int
     return {
         name: header.shape
         for name, header in headers.items()
-        if header.dtype in _TRAINABLE_DTYPES and not name.endswith(_DERIVED_BUFFERS) and not _is_mask(name, header)
+        if header.dtype in _TRAINABLE_DTYPES
+        and not name.endswith(_DERIVED_BUFFERS)
+        # Old checkpoints hold causal masks, under names that elsewhere are biases.
+        and not (name.endswith(_ATTENTION_MASKS) and len(header.shape) > 2)
     }
 
 
 def is_output_projection(name: str) -> bool:
     """Whether a name is that of the projection onto the vocabulary, which tied models share with the embedding."""
-    return any(name == known or name.endswith("." + known) for known in OUTPUT_PROJECTIONS) and not _is_numbered(name)
+    return _has_name(name, OUTPUT_PROJECTIONS)
 
 
 def is_input_table(name: str) -> bool:
     """Whether a name is that of a table of token embeddings."""
-    return any(name == known or name.endswith("." + known) for known in _INPUT_TABLES) and not _is_numbered(name)
+    return _has_name(name, _INPUT_TABLES)
+
+
+def _has_name(name: str, known_names: tuple[str, ...]) -> bool:
+    # A numbered part makes it a tensor of one of the layers.
+    is_numbered = any(list_number(part) is not None for part in name.split("."))
+    return not is_numbered and any(name == known or name.endswith("." + known) for known in known_names)
 
 
 def natural_order(name: str) -> tuple[tuple[int, str], ...]:
@@ -243,19 +224,6 @@ def _decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) 
     if rule == "matrices":
         return len(shape) > 1 and kind != "embedding" and not spared_by_name
     return rule == "all" or not spared_by_name
-
-
-def _is_embedding(name: str) -> bool:
-    return name.endswith(_INPUT_TABLES) or any(part in name for part in _BESIDE_THE_TABLE)
-
-
-def _is_mask(name: str, header: TensorHeader) -> bool:
-    """Old checkpoints hold causal masks, under names that elsewhere are biases."""
-    return name.endswith(_ATTENTION_MASKS) and len(header.shape) > 2
-
-
-def _is_numbered(name: str) -> bool:
-    return any(list_number(part) is not None for part in name.split("."))
 
 
 def _layer_list_prefix(shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> str:

@@ -18,7 +18,8 @@ from horizon_server.errors import InvalidModel
 TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
 FORMAT_VERSION = 2
-READ_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
+"""Files are read and written in pieces of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ def is_complete(folder: Path) -> bool:
         manifest = read_manifest(folder)
     except InvalidModel:
         return False
-    return all(_size_of(folder / name) == record.size_bytes for name, record in manifest.files.items())
+    sizes = {name: (folder / name).stat().st_size for name in manifest.files if (folder / name).is_file()}
+    return sizes == {name: record.size_bytes for name, record in manifest.files.items()}
 
 
 def record_file(file: Path) -> FileRecord:
@@ -98,11 +100,7 @@ def record_file(file: Path) -> FileRecord:
     digest = hashlib.sha256()
     size_bytes = 0
     with file.open("rb") as stream:
-        while piece := stream.read(READ_BYTES):
+        while piece := stream.read(PIECE_BYTES):
             digest.update(piece)
             size_bytes += len(piece)
     return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def _size_of(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1

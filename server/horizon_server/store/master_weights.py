@@ -1,6 +1,6 @@
 """The exact fp32 master weight, kept as a bf16 `hi` and an int16 `lo` half: merge and split on torch tensors.
 
-Owns the choice between the compiled kernel and the NumPy reference, which give the same bits. Knows no layout.
+The compiled kernel and the NumPy reference give the same bits.
 
 Thread: both functions may run on any thread and release the GIL while the kernel works.
 """

@@ -1,7 +1,6 @@
 """Brings the weights of a model folder into the store: tensor by tensor, in place, with a bounded staging buffer.
 
-Owns the checks of names, shapes, dtypes and finiteness, and the conversion to the exact master. Reads safetensors
-only. Must not know what computes with the weights.
+Owns the checks of names, shapes, dtypes and finiteness, and the conversion to the exact master.
 """
 
 from __future__ import annotations
@@ -20,14 +19,9 @@ from horizon_server.store import master_weights
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import (
-    StoreLayout,
-    TensorHeader,
-    is_output_projection,
-    parameter_shapes,
-    read_safetensors_headers,
-)
+from horizon_server.store.layout import StoreLayout, is_output_projection, parameter_shapes
 from horizon_server.store.model_files import is_prediction_head, read_config
+from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
 
 STAGING_ELEMENTS = 1 << 21
 """Elements converted at once by each loading thread: 16 MiB of staging for fp32 files."""
@@ -65,8 +59,10 @@ def load_model(store: HostStore, folder: Path) -> LoadReport:
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(lambda plane: store.plane(plane).zero_(), to_zero))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
-    if (projection := _tied_projection(store.layout, headers)) is not None:
-        ignored[projection.name] = _why_projection_is_ignored(store, projection, staging)
+    for name, header in headers.items():
+        if store.layout.tied and is_output_projection(name):
+            ignored[name] = _why_projection_is_ignored(store, header, staging)
+            break
     return LoadReport(num_tensors=len(tensors), ignored=ignored)
 
 
@@ -132,15 +128,12 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
 
 def _read_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
     """From the file straight into the plane, each piece checked while it is still in the cache."""
-    descriptor = os.open(header.file, os.O_RDONLY)
     memory = memoryview(hi.view(torch.uint8).numpy().data)
-    try:
+    with header.file.open("rb", buffering=0) as stream:
         for start in range(0, len(memory), _IN_PLACE_BYTES):
             piece = memory[start : start + _IN_PLACE_BYTES]
-            _read_fully(descriptor, piece, header.start + start, header.file)
+            _read_fully(stream.fileno(), piece, header.start + start, header.file)
             _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
-    finally:
-        os.close(descriptor)
 
 
 def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
@@ -150,15 +143,12 @@ def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
 
 def _pieces(header: TensorHeader, staging: _Staging) -> Iterator[tuple[int, torch.Tensor]]:
     dtype = _DTYPES[header.dtype]
-    descriptor = os.open(header.file, os.O_RDONLY)
-    try:
+    with header.file.open("rb", buffering=0) as stream:
         for offset in range(0, header.num_elements, STAGING_ELEMENTS):
             num_elements = min(STAGING_ELEMENTS, header.num_elements - offset)
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
-            _read_fully(descriptor, view, header.start + offset * dtype.itemsize, header.file)
+            _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
             yield offset, torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
-    finally:
-        os.close(descriptor)
 
 
 def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) -> None:
@@ -168,12 +158,6 @@ def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) ->
         if count == 0:
             raise InvalidModel(f"{file} became shorter while it was read; copy or download it again")
         done += count
-
-
-def _tied_projection(layout: StoreLayout, headers: Mapping[str, TensorHeader]) -> TensorHeader | None:
-    if not layout.tied:
-        return None
-    return next((header for name, header in headers.items() if is_output_projection(name)), None)
 
 
 def _why_projection_is_ignored(store: HostStore, header: TensorHeader, staging: _Staging) -> str:

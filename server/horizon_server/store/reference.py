@@ -43,7 +43,11 @@ def split(master: npt.NDArray[np.float32], hi_bits: npt.NDArray[np.uint16], lo: 
     master_bits = master.view(np.uint32)
     for start in range(0, len(master), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
-        bits = _guard(master_bits[part])
+        magnitude = master_bits[part] & np.uint32(0x7FFFFFFF)
+        finite = np.minimum(magnitude, np.uint32(_LARGEST_MAGNITUDE))
+        special = np.where(magnitude == np.uint32(_INFINITY), np.uint32(_INFINITY), np.uint32(0x7FC00000))
+        guarded = np.where(magnitude >= np.uint32(_INFINITY), special, finite)
+        bits = master_bits[part] & np.uint32(0x80000000) | guarded
         hi_bits[part] = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
         lo[part] = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
 
@@ -83,28 +87,17 @@ def sum_squares(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> flo
     """Sum of squares in float64, in the kernel's order: lanes within a block, then the blocks one after another."""
     total = 0.0
     for start in range(0, len(values), NORM_BLOCK_ELEMENTS):
-        total += _block_sum(_widen(values[start : start + NORM_BLOCK_ELEMENTS]))
+        block = _widen(values[start : start + NORM_BLOCK_ELEMENTS])
+        rows = -(-len(block) // _NORM_LANES)
+        squares = np.zeros(rows * _NORM_LANES)
+        with np.errstate(invalid="ignore"):
+            np.square(block, out=squares[: len(block)], dtype=np.float64)
+            # An accumulation along the rows keeps their order; a plain sum would be free to pair them up.
+            lanes = np.add.accumulate(squares.reshape(rows, _NORM_LANES), axis=0)[-1]
+            while len(lanes) > 1:
+                lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total += float(lanes[0])
     return total
-
-
-def _guard(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    sign = bits & np.uint32(0x80000000)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    finite = np.minimum(magnitude, np.uint32(_LARGEST_MAGNITUDE))
-    special = np.where(magnitude == np.uint32(_INFINITY), np.uint32(_INFINITY), np.uint32(0x7FC00000))
-    return sign | np.where(magnitude >= np.uint32(_INFINITY), special, finite)
-
-
-def _block_sum(values: npt.NDArray[np.float32]) -> float:
-    rows = -(-len(values) // _NORM_LANES)
-    squares = np.zeros(rows * _NORM_LANES)
-    with np.errstate(invalid="ignore"):
-        np.square(values, out=squares[: len(values)], dtype=np.float64)
-        # An accumulation along the rows keeps their order; a plain sum would be free to pair them up.
-        lanes = np.add.accumulate(squares.reshape(rows, _NORM_LANES), axis=0)[-1]
-        while len(lanes) > 1:
-            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    return float(lanes[0])
 
 
 def _widen(values: npt.NDArray[np.float32] | npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:

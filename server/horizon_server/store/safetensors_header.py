@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from horizon_server.errors import InvalidModel
 
@@ -90,7 +90,16 @@ def read_safetensors_headers(folder: Path, *, stem: str = MODEL_STEM) -> dict[st
         return read_safetensors_file(single)
     if index.is_file():
         return _read_sharded(folder, index)
-    raise InvalidModel(_why_no_weights(folder, stem))
+    if found := [name for name in _PICKLES if (folder / name).exists()]:
+        raise InvalidModel(
+            f"{folder} holds {found[0]}, a pickle: opening one can run code, so none is ever read; "
+            f"save the model as safetensors with save_pretrained"
+        )
+    if (folder / "adapter_model.safetensors").exists():
+        problem = "holds an adapter, not a model; merge it into its base model and give the merged folder"
+    else:
+        problem = f"holds neither {stem}.safetensors nor its index; give a folder written by save_pretrained"
+    raise InvalidModel(f"{folder} {problem}")
 
 
 def read_safetensors_file(file: Path) -> dict[str, TensorHeader]:
@@ -123,17 +132,6 @@ def _read_file(file: Path, max_header_bytes: int) -> tuple[dict[str, TensorHeade
         state = "truncated" if file_bytes < position else "followed by bytes that belong to no tensor"
         raise InvalidModel(f"{file} is {state}: {file_bytes} bytes on disk, {position} announced; {_COPY_AGAIN}")
     return {tensor.name: tensor for tensor in tensors}, data_start
-
-
-def _why_no_weights(folder: Path, stem: str) -> str:
-    if found := [name for name in _PICKLES if (folder / name).exists()]:
-        return (
-            f"{folder} holds {found[0]}, a pickle: opening one can run code, so none is ever read; "
-            f"save the model as safetensors with save_pretrained"
-        )
-    if (folder / "adapter_model.safetensors").exists():
-        return f"{folder} holds an adapter, not a model; merge it into its base model and give the merged folder"
-    return f"{folder} holds neither {stem}.safetensors nor its index; give a folder written by save_pretrained"
 
 
 def _read_sharded(folder: Path, index: Path) -> dict[str, TensorHeader]:
@@ -171,17 +169,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     _check_count(index, len(entries))
     for name, shard in entries:
         _check_name(index, name)
-        if not _is_shard_name(shard):
+        # A name that leaves the folder would let the index read any file of the machine.
+        is_name = isinstance(shard, str) and shard.isprintable() and len(shard.encode()) <= _MAX_FILE_NAME_BYTES
+        if not is_name or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise InvalidModel(
                 f"{index}: {name} must be in a .safetensors file of the same folder, not in {_short(shard)}"
             )
     return dict(entries)
-
-
-def _is_shard_name(shard: object) -> bool:
-    if not isinstance(shard, str) or not shard.isprintable() or len(shard.encode()) > _MAX_FILE_NAME_BYTES:
-        return False
-    return Path(shard).name == shard and shard.endswith(".safetensors")
 
 
 def _read_header(file: Path, max_bytes: int) -> tuple[dict[str, Any], int, int]:
@@ -253,20 +247,15 @@ def _tensor(file: Path, name: str, entry: object, data_start: int) -> TensorHead
         raise InvalidModel(
             f"{file}: {name} has dtype {_short(dtype)}, which is not read; save it as bfloat16 or float32"
         )
-    if shape is None or not _is_span(offsets):
+    span: list[Any] = offsets if isinstance(offsets, list) else []
+    if shape is None or len(span) != 2 or not all(type(at) is int and 0 <= at < _MAX_ELEMENTS for at in span):
         raise InvalidModel(
             f"{file}: the shape or the offsets of {name} are malformed (at most {MAX_DIMENSIONS} dimensions); {_COPY_AGAIN}"
         )
-    start, end = offsets
+    start, end = span
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise InvalidModel(f"{file}: {name} is {dtype} {list(shape)}, but {end - start} bytes long; {_COPY_AGAIN}")
     return TensorHeader(name=name, shape=shape, dtype=dtype, file=file, start=data_start + start, end=data_start + end)
-
-
-def _is_span(offsets: object) -> TypeGuard[tuple[int, int]]:
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        return False
-    return all(type(place) is int and 0 <= place < _MAX_ELEMENTS for place in offsets)
 
 
 def _sizes(values: object) -> tuple[int, ...] | None:

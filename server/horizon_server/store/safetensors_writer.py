@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.store.manifest import FileRecord
+from horizon_server.store.manifest import PIECE_BYTES, FileRecord
 
-WRITE_BYTES = 16 << 20
 DEFAULT_SHARD_BYTES = 4 << 30
 
 
@@ -40,7 +39,11 @@ def write_sharded(
     on_bytes: Callable[[int], None],
 ) -> dict[str, FileRecord]:
     """Write `<stem>.safetensors`, or shards of about `shard_bytes` with an index; returns the files by name."""
-    shards = list(_shards(tensors, shard_bytes))
+    shards: list[list[TensorBytes]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.size_bytes for t in shards[-1]) + tensor.size_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
     if len(shards) == 1:
         name = f"{stem}.safetensors"
         return {name: _write_file(folder / name, shards[0], on_bytes)}
@@ -77,16 +80,6 @@ def file_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> byt
     return len(text).to_bytes(8, "little") + text
 
 
-def _shards(tensors: Sequence[TensorBytes], shard_bytes: int) -> Iterator[list[TensorBytes]]:
-    shard: list[TensorBytes] = []
-    for tensor in tensors:
-        if shard and sum(t.size_bytes for t in shard) + tensor.size_bytes > shard_bytes:
-            yield shard
-            shard = []
-        shard.append(tensor)
-    yield shard
-
-
 def _write_file(file: Path, tensors: Sequence[TensorBytes], on_bytes: Callable[[int], None]) -> FileRecord:
     header = file_header([(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors])
     digest = hashlib.sha256(header)
@@ -96,8 +89,8 @@ def _write_file(file: Path, tensors: Sequence[TensorBytes], on_bytes: Callable[[
         for tensor in tensors:
             written = 0
             for view in tensor.pieces():
-                for start in range(0, view.nbytes, WRITE_BYTES):
-                    piece = view[start : start + WRITE_BYTES]
+                for start in range(0, view.nbytes, PIECE_BYTES):
+                    piece = view[start : start + PIECE_BYTES]
                     stream.write(piece)
                     digest.update(piece)
                     on_bytes(piece.nbytes)

@@ -22,7 +22,6 @@ from horizon_server.store.safetensors_header import TensorHeader
 
 ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
 
-ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4}
 CONFIG_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ASKED_FOR: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -37,7 +36,7 @@ def export_dtypes(store: HostStore, source: Mapping[str, TensorHeader], wanted: 
     if wanted != "source":
         return dict.fromkeys(names, _ASKED_FOR[wanted])
     return {
-        name: source[name].dtype if name in source and source[name].dtype in ITEM_BYTES else "BF16" for name in names
+        name: source[name].dtype if name in source and source[name].dtype in CONFIG_NAMES else "BF16" for name in names
     }
 
 
@@ -54,7 +53,7 @@ def exported(store: HostStore, name: str, dtype: str) -> Iterator[memoryview]:
             continue
         merged = master[: part.stop - part.start]
         master_weights.merge(hi[part], lo[part], merged)
-        yield _bytes_of(merged if dtype == "F32" else merged.to(torch.float16))
+        yield (merged if dtype == "F32" else merged.to(torch.float16)).view(torch.uint8).numpy().data
 
 
 def rounding_bytes(num_elements: int) -> int:
@@ -96,7 +95,3 @@ def _parts(num_elements: int) -> Iterator[slice]:
 def _rounded_down(hi_bits: npt.NDArray[np.uint16], lo: npt.NDArray[np.int16]) -> npt.NDArray[np.uint16]:
     """1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd."""
     return np.where(lo == _TIE, hi_bits & np.uint16(1), np.uint16(0)).astype(np.uint16, copy=False)
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    return values.view(torch.uint8).numpy().data

@@ -63,11 +63,7 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else max(logging.WARNING, root.level))
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *before,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *before, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
@@ -94,19 +90,12 @@ def _clean(key: str, value: Any) -> Any:
         return _HEADER.sub(rf"\1\2{HIDDEN}", _BEARER.sub(rf"\1\2{HIDDEN}", value))
     if isinstance(value, Mapping):
         return {str(name): _clean(str(name), inner) for name, inner in value.items()}
-    if _is_header_pair(value):
-        return [_clean(key, value[0]), _clean(_text(value[0]), value[1])]
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str | bytes):
+        # Headers and gRPC metadata come as pairs: the secret's name is then a value, not a key.
+        name = value[0].decode("latin-1") if isinstance(value[0], bytes) else value[0]
+        return [_clean(key, value[0]), _clean(name, value[1])]
     if isinstance(value, list | tuple | set | frozenset):
         return [_clean(key, inner) for inner in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     return _clean(key, str(value))
-
-
-def _is_header_pair(value: Any) -> bool:
-    """Headers and gRPC metadata come as pairs: the secret's name is then a value, not a key."""
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str | bytes)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("latin-1") if isinstance(value, bytes) else value

@@ -1,6 +1,6 @@
 """The daemon's metrics: fed with events, states and calls, rendered for Prometheus.
 
-Owns one registry; nothing is global. Names, labels and units are the contract in docs/metrics.md. Knows neither HTTP nor the database.
+Owns one registry; nothing is global. Names, labels and units are the contract in docs/metrics.md.
 
 Thread: called on the daemon's event loop.
 """
@@ -68,7 +68,8 @@ class Metrics:
             self._training.on_step(job, payload, shown=shown)
             if shown:
                 self._memory.used(job, payload)
-                self._show_plan(job)
+                if job.plan is not None:
+                    self._memory.planned(job, job.plan)
         elif isinstance(payload, CheckpointWritten):
             self._training.on_checkpoint(job, payload, self._clock(), shown=shown)
         elif isinstance(payload, EvalDone):
@@ -84,12 +85,16 @@ class Metrics:
         if job.job_state is JobState.QUEUED:
             self._queued_s[job.job_id] = self._clock()
         elif old == JobState.QUEUED:
-            self._leave_queue(job)
+            # After a restart of the daemon only a first attempt's wait is known.
+            queued_s = self._queued_s.pop(job.job_id, job.created_s if job.attempt <= 1 else 0.0)
+            if job.job_state in ON_DEVICE and queued_s > 0.0:
+                self._wait.observe(max(0.0, self._clock() - queued_s))
         if job.job_state in ON_DEVICE:
             spec = job.spec
             self._info.set(job.job_id, spec.name, job.owner, project_of(job), spec.model, spec.dataset, value=1)
             self._training.progress(job.job_id, job.step, job.num_steps)
-            self._show_plan(job)
+            if job.plan is not None:
+                self._memory.planned(job, job.plan)
         else:
             self._families.drop_job(job.job_id)
             self._transfer.drop(job.job_id)
@@ -189,13 +194,3 @@ class Metrics:
             "Duration of HTTP requests; of an event stream, until it ended.",
             _CALL_BUCKETS_S,
         )
-
-    def _show_plan(self, job: JobRecord) -> None:
-        if job.plan is not None:
-            self._memory.planned(job, job.plan)
-
-    def _leave_queue(self, job: JobRecord) -> None:
-        """Observe the wait, if an attempt starts. After a restart of the daemon only a first attempt's wait is known."""
-        queued_s = self._queued_s.pop(job.job_id, job.created_s if job.attempt <= 1 else 0.0)
-        if job.job_state in ON_DEVICE and queued_s > 0.0:
-            self._wait.observe(max(0.0, self._clock() - queued_s))

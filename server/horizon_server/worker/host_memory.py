@@ -19,6 +19,7 @@ def host_components(figures: StepFigures, *, device: str, process_bytes: int) ->
     used = {"activations": 0, "staging": 0, **figures.host_memory_bytes}
     used["activations"] += on_host.get("activations", 0)
     used["staging"] += on_host.get("weights", 0) + on_host.get("gradients", 0)
+    # Not below 0: reserved pages that were never written are in the engine's figures but not in the process's.
     used["other"] = max(0, process_bytes - used["activations"] - used["staging"])
     return used
 

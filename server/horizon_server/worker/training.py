@@ -27,7 +27,7 @@ from horizon_server.events import (
     StepDone,
 )
 from horizon_server.figures import StepFigures, total_evaluation
-from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
@@ -48,14 +48,14 @@ class Training:
 
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
-        self._spec = request.spec
-        self._events = events
-        self._orders = orders
+        self._spec, self._events, self._orders = request.spec, events, orders
         self._num_input_tokens_seen = 0
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
+        # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
         self._last_eval: tuple[int, float] | None = None
+        # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
@@ -83,11 +83,7 @@ class Training:
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        if packing_wanted:
-            self._report_packing()
-        rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
-        text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
-        self._events.send(Message(level="info", text=text))
+        self._report_data(dataset)
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
     def run(self) -> bool:
@@ -118,6 +114,7 @@ class Training:
             # First, so that a checkpoint of the same step carries its loss and can be kept as the best.
             if self._evaluation is not None and evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
+            # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
             if save_every and step % save_every == 0 and step < self._plan.num_steps:
                 self._save(step)
                 saved = step
@@ -129,6 +126,7 @@ class Training:
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
+        # From the top down: the trainer's last work uses the device, whose copies use the store.
         self._trainer.close()
         self._device.close()
         self._store.close()
@@ -140,6 +138,7 @@ class Training:
         kept = self._resumed_state
         if kept is None:
             return 0
+        # Other data would train too, without an error, but to another result than a run that was never stopped.
         if kept["data"] != self._data_identity():
             raise InvalidSpec(
                 "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly"
@@ -174,6 +173,7 @@ class Training:
                 eval_loss=eval_loss,
             )
         )
+        # After the new one is complete, so that there is always one to resume from.
         keep = self._spec.checkpoint
         self._checkpoints.apply_retention(keep_last=keep.keep_last, keep_best=keep.keep_best)
 
@@ -191,6 +191,7 @@ class Training:
         )
         parts = []
         for i in range(plan.num_steps):
+            # A stop lets an evaluation end, because its result belongs to the checkpoint that follows.
             if self._orders.current is Order.CANCEL:
                 return
             parts.append(self._trainer.evaluate(plan.step(i)))
@@ -198,24 +199,27 @@ class Training:
         self._last_eval = (step, done.eval_loss)
         self._events.send(done)
 
-    def _report_packing(self) -> None:
-        """The trainer splits rows that the architecture would mix up; the user should know."""
-        if self._trainer.supports_packing:
-            limit, longest = self._packing_limit, self._spec.train.sequence_length
-            if limit is not None and limit < longest:
-                text = (
-                    f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise than "
-                    "in a single document"
+    def _report_data(self, dataset: PreparedDataset) -> None:
+        """Report the data, and where the trainer splits rows that the architecture would mix up."""
+        packing, limit = self._spec.train.packing, self._packing_limit
+        # Not asked for where nothing is packed: the answer costs a forward on the real weights.
+        if packing != "false" and not self._trainer.supports_packing:
+            if packing == "true":
+                raise InvalidSpec(
+                    "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
+                    "weights); use train.packing: auto or false"
                 )
-                self._events.send(Message(level="info", text=text))
-            return
-        if self._spec.train.packing == "true":
-            raise InvalidSpec(
-                "train.packing is true, but this architecture does not keep packed documents apart (probed on its own "
-                "weights); use train.packing: auto or false"
+            text = "packing is off: this architecture does not keep packed documents apart (probed on its own weights)"
+            self._events.send(Message(level="warning", text=text))
+        elif packing != "false" and limit is not None and limit < self._spec.train.sequence_length:
+            text = (
+                f"packed rows hold at most {limit} tokens: in longer ones this architecture counts positions otherwise than "
+                "in a single document"
             )
-        text = "packing is off: this architecture does not keep packed documents apart (probed on its own weights)"
-        self._events.send(Message(level="warning", text=text))
+            self._events.send(Message(level="info", text=text))
+        rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
+        text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
+        self._events.send(Message(level="info", text=text))
 
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""

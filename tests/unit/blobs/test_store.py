@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from horizon_server.blobs import part_writer
-from horizon_server.blobs.disk import SystemDisk
+from horizon_server.blobs.disk import Disk
 from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
 from horizon_server.blobs.turns import MAX_TURNS_EACH, Turns
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled, UploadInProgress
@@ -42,7 +42,7 @@ async def then_fail(content: bytes) -> AsyncIterator[bytes]:
     raise ConnectionResetError("the laptop was closed")
 
 
-class FullDisk(SystemDisk):
+class FullDisk(Disk):
     """A disk with room for so many bytes more."""
 
     def __init__(self, room: int) -> None:
@@ -271,7 +271,7 @@ async def test_one_user_cannot_take_all_streams(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_fails_to_sync_behind_the_writing_is_told(tmp_path: Path, monkeypatch: Any) -> None:
-    class FailingDisk(SystemDisk):
+    class FailingDisk(Disk):
         num_syncs = 0
 
         def sync(self, descriptor: int) -> None:
@@ -287,7 +287,7 @@ async def test_a_disk_that_fails_to_sync_behind_the_writing_is_told(tmp_path: Pa
 
 
 async def test_a_cancelled_writer_has_put_its_file_down(tmp_path: Path) -> None:
-    class HeldDisk(SystemDisk):
+    class HeldDisk(Disk):
         started, go_on = threading.Event(), threading.Event()
 
         def write(self, descriptor: int, data: memoryview) -> int:

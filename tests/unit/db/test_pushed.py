@@ -22,8 +22,7 @@ from horizon_server.db.pushed import DatasetStore, ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import AlreadyExists
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.dataset import DatasetRecord
-from horizon_server.records.model import ModelRecord
+from horizon_server.records.pushed import DatasetRecord, ModelRecord
 
 
 @pytest.fixture

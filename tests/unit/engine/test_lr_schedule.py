@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from horizon_server.engine.lr_schedule import LrSchedule, learning_rate_at
+from horizon_server.engine.optimizer import LrSchedule, learning_rate_at
 
 
 @pytest.mark.parametrize("schedule", get_args(LrSchedule))

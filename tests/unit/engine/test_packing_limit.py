@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.packing_probe import split_row
+from horizon_server.engine.packing_limit import split_row
 from horizon_server.engine.template import Template
 
 from .test_template import config_of

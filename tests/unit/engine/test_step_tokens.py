@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.micro_batch import MicroBatch
-from horizon_server.engine.step_tokens import StepTokens
+from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 
 
 def row(ids: list[int], labels: list[int], lengths: tuple[int, ...]) -> MicroBatch:

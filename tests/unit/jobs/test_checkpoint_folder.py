@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horizon_server.errors import NotFound
-from horizon_server.jobs.checkpoint_folder import CheckpointFolder
+from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 

@@ -20,8 +20,7 @@ from horizon_server.datasets.recipe import (
 )
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.events import Message, PrepareProgress
-from horizon_server.jobs.inputs import DatasetFiles, PreparationCall
-from horizon_server.jobs.preparation import Preparation
+from horizon_server.jobs.preparation import DatasetFiles, Preparation, PreparationCall
 from horizon_server.settings import child_environment
 from horizon_server.spec import JobSpec
 
@@ -53,7 +52,9 @@ async def run(preparation: Preparation, folder: Path) -> object:
 
     spec: JobSpec = None  # type: ignore[assignment]  # the recipe of this test looks at none of the three
     dataset: DatasetFiles = None  # type: ignore[assignment]
-    return await preparation.run(spec, dataset, folder, log=folder / "log", environment=child_environment(), tell=tell)
+    return await preparation.run(
+        spec, dataset, folder, log=folder / "log", environment=child_environment(), publish=tell
+    )
 
 
 async def test_a_cancelled_preparation_leaves_nothing(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
-from horizon_server.models.checking import LIMITS, check_model
-from horizon_server.models.folder_checks import ModelFacts
+from horizon_server.services.model_check import ModelFacts
+from horizon_server.services.models import LIMITS, check_model
 from horizon_server.store.safetensors_header import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {
@@ -118,7 +118,7 @@ async def test_a_check_at_its_limits_blames_the_folder(tmp_path: Path, limits: L
 
 
 def checks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "horizon_server.models.check" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "horizon_server.services.model_check" in child.cmdline()]
 
 
 async def check_and(act: Callable[[asyncio.Task[ModelFacts]], object], place: Path) -> asyncio.Task[ModelFacts]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from horizon_server.errors import InvalidModel
-from horizon_server.models.folder_checks import ModelFacts, check_config, check_folder, check_names
 from horizon_server.records.blob import BlobFile
+from horizon_server.services.model_check import ModelFacts, check_config, check_folder, check_names
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from horizon_server.store import native, reference
-from horizon_server.store.adamw import AdamWStep, kernel_info, sum_squares, update_unit
+from horizon_server.store.adamw import AdamWStep, sum_squares, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -24,7 +24,9 @@ SHAPES = {
     "model.norm.weight": (33,),
 }
 OPTIONS = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
-needs_kernel = pytest.mark.skipif(not kernel_info().available, reason=f"no compiled kernel: {kernel_info().reason}")
+needs_kernel = pytest.mark.skipif(
+    not native.kernel_info().available, reason=f"no compiled kernel: {native.kernel_info().reason}"
+)
 
 
 def filled_store(grad_dtype: torch.dtype, *, seed: int = 0) -> HostStore:

@@ -136,54 +136,35 @@ def _reader(field: Field) -> Callable[[Any], Any]:
 
 def _writer(field: Field) -> Setter:
     name, nested, enum = field.name, field.message_type, field.enum_type
+
+    def write_messages(message: Any, records: Any) -> None:
+        for record in records:
+            _fill(getattr(message, name).add(), record)
+
+    def write_message(message: Any, record: Any) -> None:
+        getattr(message, name).SetInParent()  # an empty record is there all the same
+        _fill(getattr(message, name), record)
+
+    def write_time(message: Any, unix_s: float) -> None:
+        if unix_s:
+            # Whole microseconds: a float of today's date holds no more, and so a time comes back equal.
+            getattr(message, name).FromNanoseconds(round(unix_s * 1e6) * 1000)
+
+    def write_duration(message: Any, seconds: float) -> None:
+        if 0 < seconds < _LONGEST_DURATION_S:  # nan and inf are not
+            getattr(message, name).FromMilliseconds(round(seconds * 1000))
+
     if nested is not None and nested.GetOptions().map_entry:
         return lambda message, value: getattr(message, name).update(value)
     if field.is_repeated:
-        return (
-            _write_messages(name) if nested is not None else lambda message, value: getattr(message, name).extend(value)
-        )
+        return write_messages if nested is not None else lambda message, value: getattr(message, name).extend(value)
     if enum is not None:
         return lambda message, value: setattr(message, name, enum_number(enum, value))
     if nested is None:
         return lambda message, value: setattr(message, name, value)
     if nested is Timestamp.DESCRIPTOR:
-        return _write_time(name)
-    return _write_duration(name) if nested is Duration.DESCRIPTOR else _write_message(name)
-
-
-def _write_messages(name: str) -> Setter:
-    def write(message: Any, records: Any) -> None:
-        messages = getattr(message, name)
-        for record in records:
-            _fill(messages.add(), record)
-
-    return write
-
-
-def _write_message(name: str) -> Setter:
-    def write(message: Any, record: Any) -> None:
-        nested = getattr(message, name)
-        nested.SetInParent()  # an empty record is there all the same
-        _fill(nested, record)
-
-    return write
-
-
-def _write_time(name: str) -> Setter:
-    def write(message: Any, unix_s: float) -> None:
-        if unix_s:
-            # Whole microseconds: a float of today's date holds no more, and so a time comes back equal.
-            getattr(message, name).FromNanoseconds(round(unix_s * 1e6) * 1000)
-
-    return write
-
-
-def _write_duration(name: str) -> Setter:
-    def write(message: Any, seconds: float) -> None:
-        if 0 < seconds < _LONGEST_DURATION_S:  # nan and inf are not
-            getattr(message, name).FromMilliseconds(round(seconds * 1000))
-
-    return write
+        return write_time
+    return write_duration if nested is Duration.DESCRIPTOR else write_message
 
 
 def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:

@@ -87,10 +87,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             return grpc.stream_unary_rpc_method_handler(self._request_stream(handler.stream_unary, call), **coders)
         if isinstance(call.caller, Exception):
             # gRPC would wait for the request first, and a refused caller could hold the call open by never sending one.
-            return grpc.stream_unary_rpc_method_handler(self._refusal(call), **coders)
+            async def refuse(_requests: Any, context: Any) -> None:
+                async with self._around(call, context):
+                    raise AssertionError("the call was to be refused")
+
+            return grpc.stream_unary_rpc_method_handler(refuse, **coders)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(self._response_stream(handler.unary_stream, call), **coders)
-        return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, call), **coders)
+
+        async def answer(request: Any, context: Any) -> Any:
+            async with self._around(call, context):
+                return await handler.unary_unary(decoded(request), context)
+
+        return grpc.unary_unary_rpc_method_handler(answer, **coders)
 
     async def _identify(self, metadata: Metadata) -> Principal | Exception:
         value = metadata.get("authorization", "")
@@ -101,20 +110,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             return await self._services.accounts.authenticate(token.strip())
         except Exception as error:  # noqa: BLE001  # raised again in `_around`, which can answer it
             return error
-
-    def _refusal(self, call: _Call) -> Any:
-        async def refuse(_requests: Any, context: Any) -> None:
-            async with self._around(call, context):
-                raise AssertionError("the call was to be refused")
-
-        return refuse
-
-    def _unary(self, inner: Any, call: _Call) -> Any:
-        async def answer(request: Any, context: Any) -> Any:
-            async with self._around(call, context):
-                return await inner(decoded(request), context)
-
-        return answer
 
     def _request_stream(self, inner: Any, call: _Call) -> Any:
         async def answer(request_iterator: Any, context: Any) -> Any:

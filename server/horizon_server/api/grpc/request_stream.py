@@ -21,7 +21,7 @@ _REFUSED_SILENCE_S = 0.015
 
 @dataclass(frozen=True)
 class Undecodable:
-    """Stands for a message that could not be decoded. gRPC decodes before it calls us, where an error could not be answered."""
+    """Stands for a message that could not be decoded. gRPC decodes before it calls the server, where an error could not be answered."""
 
     method: str
 

@@ -6,7 +6,7 @@ nor message. So the details are cut to what fits; a client that takes more sends
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import grpc
 from google.protobuf import any_pb2
@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from horizon_server.api.status import status_of
-from horizon_server.errors import FieldViolation, HorizonError
+from horizon_server.errors import HorizonError
 
 DOMAIN = "horizon"
 MAX_VIOLATIONS = 100
@@ -50,7 +50,16 @@ def to_grpc_status(
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.append(_packed(retry))
     room = max_bytes - _OVERHEAD_BYTES - _encoded_bytes(message) - status.ByteSize()
-    fitting = _fitting(error.violations[:MAX_VIOLATIONS], room)
+    # The first violations that together fit: a client shows those it gets, and refuses trailers that are too long.
+    fitting = error_details_pb2.BadRequest()
+    for violation in error.violations[:MAX_VIOLATIONS]:
+        one = error_details_pb2.BadRequest.FieldViolation(
+            field=clip(violation.field), description=clip(violation.description)
+        )
+        room -= one.ByteSize() + 8
+        if room < 0:
+            break
+        fitting.field_violations.append(one)
     if fitting.field_violations:
         status.details.append(_packed(fitting))
     rendered = rpc_status.to_status(status)
@@ -65,21 +74,6 @@ def clip(message: str) -> str:
     while _encoded_bytes(kept) > _MAX_MESSAGE_BYTES:
         kept = kept[: len(kept) * 9 // 10]
     return kept + " ..."
-
-
-def _fitting(violations: Sequence[FieldViolation], room: int) -> error_details_pb2.BadRequest:
-    """Return the first violations that together take at most `room` bytes."""
-    chosen = error_details_pb2.BadRequest()
-    used = 0
-    for violation in violations:
-        one = error_details_pb2.BadRequest.FieldViolation(
-            field=clip(violation.field), description=clip(violation.description)
-        )
-        used += one.ByteSize() + 8
-        if used > room:
-            break
-        chosen.field_violations.append(one)
-    return chosen
 
 
 def _packed(detail: Message) -> any_pb2.Any:

@@ -24,13 +24,15 @@ from horizon_proto.v1 import (
     node_pb2,
     node_pb2_grpc,
 )
-from horizon_server.api.grpc.blob_servicer import BlobServicer
-from horizon_server.api.grpc.checkpoint_servicer import CheckpointServicer
-from horizon_server.api.grpc.dataset_servicer import DatasetServicer
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
-from horizon_server.api.grpc.job_servicer import JobServicer
-from horizon_server.api.grpc.model_servicer import ModelServicer
-from horizon_server.api.grpc.node_servicer import NodeServicer
+from horizon_server.api.grpc.servicers import (
+    BlobServicer,
+    CheckpointServicer,
+    DatasetServicer,
+    JobServicer,
+    ModelServicer,
+    NodeServicer,
+)
 from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.errors import BadSetting
@@ -70,12 +72,8 @@ _OPTIONS = (
 )
 
 
-def _ignore_call(service: str, method: str, code: str, seconds: float, /) -> None:
-    """Observe nothing."""
-
-
 async def start_grpc_server(
-    services: Services, *, address: str, tls: ServerCertificate | None, observe: Observe = _ignore_call
+    services: Services, *, address: str, tls: ServerCertificate | None, observe: Observe = lambda *call: None
 ) -> GrpcServer:
     """Start to serve on `address` (HOST:PORT, port 0 picks a free one).
 

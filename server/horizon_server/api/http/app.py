@@ -25,22 +25,9 @@ _SCRIPT_MARK = "/*script*/"
 
 
 def make_app(
-    services: Services,
-    metrics: Metrics,
-    *,
-    metrics_open: bool,
-    version: str = VERSION,
-    ready: Callable[[], str | None],
+    services: Services, metrics: Metrics, *, metrics_open: bool, version: str = VERSION, ready: Callable[[], str | None]
 ) -> FastAPI:
-    """Return the app.
-
-    Args:
-        services: what it reads from.
-        metrics: rendered at /metrics, and counts every request.
-        metrics_open: whether /metrics answers without a token.
-        version: shown at /version.
-        ready: returns why the daemon takes no work, or None.
-    """
+    """Return the app. `metrics_open`: /metrics answers without a token. `ready` returns why the daemon takes no work, or None."""
     app = FastAPI(
         title="horizon",
         version=version,

@@ -23,10 +23,9 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, c
 
 from horizon_server.datasets.preview.request import DatasetPreview
 from horizon_server.records.account import Principal
-from horizon_server.records.dataset import DatasetRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
-from horizon_server.records.model import ModelRecord
 from horizon_server.records.plan import JobPlan
+from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.services.access import may_see
 from horizon_server.services.node import NodeStatus
 
@@ -54,7 +53,7 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
         },
         DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
         ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        DatasetPreview: {"options": "its fields stand at the top"},
+        DatasetPreview: {"options": "its fields are at the top level"},
     }
 )
 """Fields of a record that its body leaves out, and why."""

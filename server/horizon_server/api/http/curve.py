@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint
 from horizon_server.records.job import JobRecord
@@ -39,16 +39,11 @@ class Curve(Generic[PointT]):
         points.append(point)
         while len(self.points) > self._max_points:
             self.every_steps *= 2
-            self._thin()
-
-    def _thin(self) -> None:
-        last = self.points.pop()
-        kept: list[PointT] = []
-        for point in self.points:
-            if not kept or point.step - kept[-1].step >= self.every_steps:
-                kept.append(point)
-        self.points = kept
-        self.points.append(last)
+            kept: list[PointT] = []
+            for earlier in self.points[:-1]:
+                if not kept or earlier.step - kept[-1].step >= self.every_steps:
+                    kept.append(earlier)
+            self.points = kept + self.points[-1:]
 
 
 @dataclass
@@ -59,13 +54,6 @@ class _JobCurve:
     steps: Curve[CurvePoint] = field(default_factory=Curve)
     evals: Curve[EvalPoint] = field(default_factory=Curve)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def add(self, sequence: int, kind: str, figures: dict[str, Any]) -> None:
-        if kind == "step":
-            self.steps.add(CurvePoint(**figures))
-        else:
-            self.evals.add(EvalPoint(**figures))
-        self.sequence = sequence
 
 
 class Curves:
@@ -89,7 +77,11 @@ class Curves:
             while curve.sequence < job.last_sequence:
                 batch = await jobs.figures(job, names=_FIGURES, after=curve.sequence, limit=_BATCH)
                 for sequence, kind, figures in batch:
-                    curve.add(sequence, kind, figures)
+                    if kind == "step":
+                        curve.steps.add(CurvePoint(**figures))
+                    else:
+                        curve.evals.add(EvalPoint(**figures))
+                    curve.sequence = sequence
                 if len(batch) < _BATCH:
                     curve.sequence = max(curve.sequence, job.last_sequence)  # what follows is of other kinds
         return CurveBody(

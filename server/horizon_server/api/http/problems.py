@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -63,7 +62,14 @@ async def _on_domain_error(_request: Request, error: Exception) -> JSONResponse:
 async def _on_malformed(_request: Request, error: Exception) -> JSONResponse:
     """Name the fields and never echo a body: it may be binary, huge or secret."""
     assert isinstance(error, RequestValidationError)
-    violations = [_violation(problem) for problem in error.errors()]
+    violations = []
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem.get("loc", ())[1:]) or "request"
+        given = problem.get("input")
+        is_short = isinstance(given, str) and given.isprintable() and len(given) <= _LONGEST_INPUT
+        shown = f" is {given!r}" if is_short else ""
+        description = f"{name}{shown}: {problem.get('msg', 'is not valid')}"
+        violations.append(FieldViolation(field=name, description=description))
     refused = InvalidSpec(violations[0].description, violations=violations)
     return _response(HTTPStatus.UNPROCESSABLE_ENTITY, error_body(refused))
 
@@ -85,14 +91,6 @@ async def _on_bug(_request: Request, _error: Exception) -> JSONResponse:
     message = "something went wrong inside the daemon; its log says what"
     body = ErrorBody(error=ErrorDetail(reason=HorizonError.reason, message=message))
     return _response(HTTPStatus.INTERNAL_SERVER_ERROR, body, SECURITY_HEADERS)  # this answer bypasses the middleware
-
-
-def _violation(problem: Mapping[str, Any]) -> FieldViolation:
-    where: Sequence[Any] = problem.get("loc", ())
-    name = ".".join(str(part) for part in where[1:]) or "request"
-    given = problem.get("input")
-    shown = f" is {given!r}" if isinstance(given, str) and given.isprintable() and len(given) <= _LONGEST_INPUT else ""
-    return FieldViolation(field=name, description=f"{name}{shown}: {problem.get('msg', 'is not valid')}")
 
 
 def _response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
+from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import CurveBody, ErrorBody, QueueBody, QueueEntry
 from horizon_server.api.http.curve import Curves
-from horizon_server.api.http.events import event_response
+from horizon_server.api.http.problems import error_body
 from horizon_server.api.http.security import Caller, Services
+from horizon_server.api.open_streams import OpenStreams, closing
 from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
-from horizon_server.events import KINDS
+from horizon_server.errors import HorizonError
+from horizon_server.events import KINDS, JobEvent, kind_of
 from horizon_server.records.job import ENDED, JobState
 
+HEARTBEAT_S = 15
+_RETRY_MS = 2000
+_SEPARATOR = "\n"
+"""Of lines. The page splits frames at an empty line; the library's default is CRLF."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
     422: {"model": ErrorBody, "description": "A parameter is malformed."},
@@ -106,7 +116,34 @@ async def watch_job(
     job = await services.jobs.get(caller, job_id)
     if job.job_state in ENDED and sequence >= job.last_sequence:
         return Response(status_code=204)
-    return event_response(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams)
+    return EventSourceResponse(
+        event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams),
+        ping=HEARTBEAT_S,
+        ping_message_factory=lambda: ServerSentEvent(comment="heartbeat", sep=_SEPARATOR),
+        sep=_SEPARATOR,
+    )
+
+
+async def event_frames(events: AsyncIterator[JobEvent], streams: OpenStreams) -> AsyncIterator[ServerSentEvent]:
+    """Yield the stream's frames until the job has ended (a last `end` event), the daemon stops, or the caller is gone.
+
+    An error, such as Draining, becomes a `problem` event with the same body as any other answer's.
+    """
+    yield ServerSentEvent(retry=_RETRY_MS, sep=_SEPARATOR)
+    try:
+        async with streams.one(), closing(events):
+            # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
+            async for event in events:
+                body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}
+                yield _frame(kind_of(event.payload), body, number=str(event.sequence))
+        yield _frame("end", {})
+    except HorizonError as error:
+        yield _frame("problem", error_body(error).model_dump())
+
+
+def _frame(event: str, body: object, *, number: str | None = None) -> ServerSentEvent:
+    data = json.dumps(bodies.finite(body), separators=(",", ":"), allow_nan=False)
+    return ServerSentEvent(data, event=event, id=number, sep=_SEPARATOR)
 
 
 @router.get("/jobs/{job_id}/metrics", responses=_JOB_ERRORS)

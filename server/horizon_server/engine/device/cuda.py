@@ -20,10 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_of_memory
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
-from horizon_server.engine.device.host_buffers import HostBuffers
 from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice
@@ -47,12 +46,15 @@ class CudaDevice(QueuedDevice):
     name: DeviceKind = "cuda"
     compute_dtype = torch.bfloat16
     gradient_dtype = torch.bfloat16
+    h2d: CudaQueue
+    compute: CudaQueue
+    d2h: CudaQueue
+    _cast: Tensor | None = None
 
     def __init__(
         self,
         *,
         limit_bytes: int | None = None,
-        index: int = 0,
         poison_on_free: bool = False,
         max_delay_s: float = 0.0,
         delay_seed: int = 0,
@@ -60,7 +62,7 @@ class CudaDevice(QueuedDevice):
         runtime: Runtime | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        self._runtime = runtime or TorchCuda(index)
+        self._runtime = runtime or TorchCuda()
         super().__init__(
             arena=Arena(limit_bytes=limit_bytes, device=self._runtime.device),
             host_buffers=HostBuffers(num_threads=available_cpus()),
@@ -72,11 +74,10 @@ class CudaDevice(QueuedDevice):
         if limit_bytes is not None:
             self._runtime.limit_memory(limit_bytes)
         self._pinned = PinnedRanges(self._runtime)
-        self._cast: Tensor | None = None
         streams = {name: self._runtime.new_stream() for name in ("h2d", "compute", "d2h")}
         self._clock = StreamClock(self._runtime, streams["compute"])
-        queues = {
-            name: CudaQueue(
+        self.h2d, self.compute, self.d2h = (
+            CudaQueue(
                 name,
                 runtime=self._runtime,
                 stream=stream,
@@ -85,11 +86,10 @@ class CudaDevice(QueuedDevice):
                 **self._queue_options(),
             )
             for name, stream in streams.items()
-        }
-        self._h2d, self._compute, self._d2h = queues["h2d"], queues["compute"], queues["d2h"]
-        self.h2d, self.compute, self.d2h = self._h2d, self._compute, self._d2h
-        self._up = StagingRing(self._runtime, self._h2d.stream, num_bytes=staging_bytes)
-        self._down = StagingRing(self._runtime, self._d2h.stream, num_bytes=staging_bytes)
+        )
+        # One for each direction, because a ring belongs to one queue's thread.
+        self._up = StagingRing(self._runtime, streams["h2d"], num_bytes=staging_bytes)
+        self._down = StagingRing(self._runtime, streams["d2h"], num_bytes=staging_bytes)
 
     @property
     def generator(self) -> torch.Generator:
@@ -107,6 +107,7 @@ class CudaDevice(QueuedDevice):
         self._pinned.add(store.plane("hi"), cuts=cuts)
         if store.grad_dtype is not None:
             self._pinned.add(store.plane("grad"), cuts=cuts)
+        # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
         wanted = min(CAST_ELEMENTS, max(unit.num_elements for unit in units))
         if self._cast is None or self._cast.numel() < wanted:
             if self._cast is not None:
@@ -137,6 +138,7 @@ class CudaDevice(QueuedDevice):
         return tensor
 
     def free_host(self, tensor: Tensor) -> None:
+        # Before the pages are unmapped, or the driver would keep them pinned.
         self._pinned.remove(tensor)
         super().free_host(tensor)
 
@@ -155,17 +157,17 @@ class CudaDevice(QueuedDevice):
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
-        self._h2d.submit(work, num_bytes=_num_bytes(out_RD), label=f"rows of {name}")
+        self.h2d.submit(work, num_bytes=out_RD.nbytes, label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
         self._upload(source, out, label="layer input")
 
     def download(self, source: Tensor, target: Tensor) -> None:
         work = partial(self._send_to_host, source.view(-1), target.view(-1))
-        self._d2h.submit(work, num_bytes=_num_bytes(target), label="layer input")
+        self.d2h.submit(work, num_bytes=target.nbytes, label="layer input")
 
     def read_back(self, source: Tensor, target: Tensor) -> None:
-        self._d2h.submit(partial(_copy, source, target), label="loss")
+        self.d2h.submit(partial(_copy, source, target), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         """CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
@@ -173,10 +175,11 @@ class CudaDevice(QueuedDevice):
         """
 
         def work() -> None:
+            # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
             _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
             self._send_to_host(gradient, target)
 
-        self._d2h.submit(work, num_bytes=_num_bytes(target), label=label)
+        self.d2h.submit(work, num_bytes=target.nbytes, label=label)
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
@@ -194,12 +197,12 @@ class CudaDevice(QueuedDevice):
             self._down.download(gradient_RD.view(-1), table_VD.dtype, land, multiple_of=width)
 
         num_bytes = gradient_RD.numel() * target.element_size()
-        self._d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
+        self.d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
 
     def take_use(self) -> QueueFigures:
         """CUDA: waits for what the queues were given; between steps they are idle."""
         use = super().take_use()
-        self._clock.rebase(self._compute.stream)
+        self._clock.rebase(self.compute.stream)
         return use
 
     def peak_bytes(self) -> Mapping[str, int]:
@@ -213,6 +216,7 @@ class CudaDevice(QueuedDevice):
         """CUDA: synchronises the device, because a copy may be under way when a queue's thread has ended."""
         super().close()
         try:
+            # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
             self._runtime.synchronize()
         except RuntimeError as error:
             self._failure.keep(error)
@@ -222,18 +226,23 @@ class CudaDevice(QueuedDevice):
         self._cast = None
 
     def _upload(self, source: Tensor, out: Tensor, *, label: str) -> None:
+        # From memory that is not pinned, a copy would block the launching thread and run at a fraction of the speed.
         direct = self._pinned.holds(source)
         work = partial(_copy, source, out) if direct else partial(self._up.upload, source.view(-1), out.view(-1))
-        self._h2d.submit(work, num_bytes=_num_bytes(out), label=label)
+        self.h2d.submit(work, num_bytes=out.nbytes, label=label)
 
     def _send_to_host(self, source: Tensor, target: Tensor) -> None:
+        def land(start: int, values: Tensor) -> None:
+            target[start : start + values.numel()].copy_(values)
+
         if not self._pinned.holds(target):
-            self._down.download(source, target.dtype, partial(_land, target))
+            self._down.download(source, target.dtype, land)
             return
         if source.dtype == target.dtype:
             _copy(source, target)
             return
         assert self._cast is not None and self._cast.dtype == target.dtype, "adopt comes first"
+        # One buffer is enough: the stream runs in order, so a part is rounded only when the part before has left.
         for start in range(0, source.numel(), self._cast.numel()):
             part = source[start : start + self._cast.numel()]
             rounded = self._cast[: part.numel()]
@@ -245,14 +254,6 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _land(target: Tensor, start: int, values: Tensor) -> None:
-    target[start : start + values.numel()].copy_(values)
-
-
 def _square_sum(blocks: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(blocks, dim=1)
     return norms.double().square_().sum()
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -60,6 +60,7 @@ class StreamTimeline(Timeline):
         self._pending.append((start, end, num_bytes, label, origin))
 
     def take(self) -> tuple[list[Busy], list[Wait]]:
+        # By number, because the queue's thread may append meanwhile.
         for _ in range(len(self._pending)):
             start, end, num_bytes, label, origin = self._pending.popleft()
             end.synchronize()
@@ -102,6 +103,7 @@ class CudaEvent:
         try:
             self._mark.record(stream)
         finally:
+            # Even where recording failed, or a thread that waits for the event would wait forever.
             self._issued.set()
 
 
@@ -160,6 +162,7 @@ class CudaQueue(HostQueue):
         if isinstance(event, CudaEvent):
             self._runtime.wait(self.stream, event.issued())
         else:
+            # An event of the host has no mark that the stream could wait for, so the thread waits before it launches more.
             event.wait()
         end.record(self.stream)
         self.timeline.add_marks(start, end, origin=event.origin)

@@ -73,10 +73,10 @@ class Runtime(Protocol):
 
 
 class TorchCuda:
-    """The real one, for the CUDA device of an index."""
+    """The real one, for the first CUDA device that the process sees."""
 
-    def __init__(self, index: int = 0) -> None:
-        self.device = torch.device("cuda", index)
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         # What an earlier device of this process held at its peak is not ours.
         torch.cuda.reset_peak_memory_stats(self.device)

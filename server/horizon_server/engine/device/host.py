@@ -15,8 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
-from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.host_queue import HostQueue
 from horizon_server.engine.device.queued_device import QueuedDevice
 from horizon_server.engine.device.trace import Trace
@@ -78,15 +77,29 @@ class HostDevice(QueuedDevice):
     def workspace(self, key: Hashable) -> Iterator[None]:
         """The first block of a key is measured, later ones are charged what it kept."""
         known_bytes = self._workspace_bytes.get(key)
-        if known_bytes is None:
-            with self._measured_workspace(key):
+        if known_bytes is not None:
+            self.arena.charge("workspace", known_bytes)
+            try:
                 yield
+            finally:
+                self.arena.charge("workspace", -known_bytes)
             return
-        self.arena.charge("workspace", known_bytes)
-        try:
+        kept_bytes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            # Views into the arena are on its account already.
+            if not self.arena.owns(tensor):
+                storage = tensor.untyped_storage()
+                kept_bytes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             yield
-        finally:
-            self.arena.charge("workspace", -known_bytes)
+        num_bytes = sum(kept_bytes.values())
+        self._workspace_bytes[key] = num_bytes
+        # Charged and released at once, because the block is over: it counts for the peak and the limit.
+        self.arena.charge("workspace", num_bytes)
+        self.arena.charge("workspace", -num_bytes)
 
     def place(self, tensor: Tensor) -> Tensor:
         """Compute reads host memory."""
@@ -108,6 +121,7 @@ class HostDevice(QueuedDevice):
         def copy() -> None:
             with self._link(num_bytes):
                 hi_VD, lo_VD = store.tensor(name, "hi"), store.tensor(name, "lo")
+                # In parts, because the merge makes several temporary copies of the rows.
                 for start in range(0, rows_R.numel(), _GATHER_ROWS):
                     rows = rows_R[start : start + _GATHER_ROWS]
                     bits = (hi_VD[rows].view(torch.int16).int() << 16) + lo_VD[rows].int()
@@ -125,14 +139,13 @@ class HostDevice(QueuedDevice):
         self.d2h.submit(partial(target.copy_, source), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        num_bytes = target.numel() * target.element_size()
-
         def copy() -> None:
-            with self._link(num_bytes):
+            with self._link(target.nbytes):
                 target.copy_(gradient)
+            # Off the link's time: a GPU takes the sum before it copies, at the speed of its own memory.
             square_sum.fill_(sum_squares(gradient).value)
 
-        self.d2h.submit(copy, num_bytes=num_bytes, label=label)
+        self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
@@ -148,13 +161,11 @@ class HostDevice(QueuedDevice):
         self.d2h.submit(copy, num_bytes=num_bytes, label="gradient of rows")
 
     def _copy(self, queue: HostQueue, source: Tensor, target: Tensor) -> None:
-        num_bytes = target.numel() * target.element_size()
-
         def copy() -> None:
-            with self._link(num_bytes):
+            with self._link(target.nbytes):
                 target.copy_(source)
 
-        queue.submit(copy, num_bytes=num_bytes, label="layer input")
+        queue.submit(copy, num_bytes=target.nbytes, label="layer input")
 
     @contextmanager
     def _link(self, num_bytes: int) -> Iterator[None]:
@@ -162,23 +173,7 @@ class HostDevice(QueuedDevice):
         yield
         if self._link_bytes_per_s is None:
             return
+        # The copy's own time counts too, or the emulated link would be slower than asked for.
         left_s = num_bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)
         if left_s > 0:
             time.sleep(left_s)
-
-    @contextmanager
-    def _measured_workspace(self, key: Hashable) -> Iterator[None]:
-        kept_bytes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            if not self.arena.owns(tensor):
-                storage = tensor.untyped_storage()
-                kept_bytes[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            yield
-        num_bytes = sum(kept_bytes.values())
-        self._workspace_bytes[key] = num_bytes
-        self.arena.charge("workspace", num_bytes)
-        self.arena.charge("workspace", -num_bytes)

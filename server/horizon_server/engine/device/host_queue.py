@@ -70,7 +70,7 @@ class HostEvent:
 class HostQueue:
     """Runs work in order on a thread of its own.
 
-    After a failure anywhere in the group the remaining work is skipped, while events still happen: nobody waits for ever.
+    After a failure anywhere in the group the remaining work is skipped, while events still happen: nothing waits forever.
     `max_delay_s` puts a random pause before each piece of work, to bring races to light. `trace` is shown what ran when.
     """
 
@@ -97,6 +97,7 @@ class HostQueue:
             initializer=_start_thread,
             initargs=(num_threads,),
         )
+        # Until the thread runs: the next queue's thread must not set its count of threads before this one has asked for its own.
         self.record().wait()
 
     def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
@@ -108,8 +109,9 @@ class HostQueue:
         self._executor.submit(self._wait, event).add_done_callback(self._failure.collect)
 
     def record(self) -> Event:
-        """An event behind everything submitted so far."""
+        """An event after everything submitted so far."""
         event = HostEvent(self.name)
+        # Not by `submit`: it must happen after a failure too, or a thread that waits for it would wait forever.
         self._executor.submit(event.set)
         return event
 
@@ -118,6 +120,7 @@ class HostQueue:
         self._executor.shutdown(wait=True)
 
     def _run(self, work: Work, num_bytes: int, label: str) -> None:
+        # Its inputs may be what the failed work has not written.
         if self._failure.happened:
             return
         if self._max_delay_s:

@@ -41,6 +41,7 @@ class PinnedRanges:
         item_bytes, base = memory.element_size(), memory.data_ptr()
         for start, stop in split_at(cuts, max_size=self._max_piece_bytes // item_bytes):
             address, num_bytes = base + start * item_bytes, (stop - start) * item_bytes
+            # A store may be adopted twice, and drivers refuse to register the same pages again.
             if self.holds(memory[start:stop]):
                 continue
             code = self._runtime.register(address, num_bytes)
@@ -112,6 +113,7 @@ class StagingRing:
             view = buffer[: min(buffer.numel(), source.numel() - start)]
             view.copy_(source[start : start + view.numel()].to(dtype), non_blocking=True)
             mark.record(self._stream)
+            # One piece late, so that the host empties one buffer while the next copy is under way.
             _hand_over(waiting, land)
             waiting = (start, view, mark)
         _hand_over(waiting, land)
@@ -127,6 +129,7 @@ class StagingRing:
             buffer = raw.view(dtype or flat.dtype)
             size = buffer.numel() // multiple_of * multiple_of
             assert size > 0, "a row is smaller than the staging ring"
+            # Its last copy may still read or write it; a mark that was never recorded does not block.
             mark.synchronize()
             yield start, buffer[:size], mark
             start += size

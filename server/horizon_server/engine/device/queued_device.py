@@ -12,8 +12,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena
-from horizon_server.engine.device.host_buffers import HostBuffers
+from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.host_queue import Failure, HostQueue
 from horizon_server.engine.device.protocol import Component, HostComponent, Queue
 from horizon_server.engine.device.timeline import summarise
@@ -114,6 +113,7 @@ class QueuedDevice:
         return self._host_buffers.peak_bytes()
 
     def close(self) -> None:
+        # In any order: each finishes what it was given, so that events that another one waits for still happen.
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
 

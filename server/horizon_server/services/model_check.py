@@ -2,17 +2,23 @@
 
 Checks names alone when a folder is announced, the config where the announcement carries it, so that nothing is sent in vain, and headers
 when the folder has arrived. Never opens a pickle and never runs what it finds. Blocking.
+
+Run as a module it is the child that checks a folder: configs and headers are other people's bytes, and what makes their parsers take time
+or memory ends that process and no other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_formats.model_files import refusal
+from horizon_server.children.entry import serve
 from horizon_server.errors import FieldViolation, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
@@ -24,47 +30,13 @@ _MAX_TOKENIZER_CONFIG_BYTES = 64 * 2**20
 _DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")
 _BASE_CLASS = "Model"
 """A base model is saved without an output projection of its own: where the embedding is tied to it, nothing is missing."""
-_ENCODER_TYPES = frozenset(
-    {
-        "albert",
-        "bert",
-        "big_bird",
-        "camembert",
-        "convbert",
-        "data2vec-text",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "electra",
-        "ernie",
-    }
-    | {
-        "esm",
-        "eurobert",
-        "flaubert",
-        "funnel",
-        "ibert",
-        "layoutlm",
-        "longformer",
-        "luke",
-        "megatron-bert",
-        "mobilebert",
-        "modernbert",
-    }
-    | {
-        "mpnet",
-        "mra",
-        "nezha",
-        "nomic_bert",
-        "nystromformer",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-    }
-    | {"splinter", "squeezebert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"}
-)
+_ENCODER_TYPES = frozenset((
+    "albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert",
+    "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "ibert", "layoutlm", "longformer", "luke",
+    "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "nezha", "nomic_bert", "nystromformer", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "splinter", "squeezebert", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod", "yoso",
+))  # fmt: skip
 """Architectures whose base class reads text in both directions, unless their config says is_decoder."""
 
 
@@ -133,7 +105,19 @@ def check_folder(folder: Path) -> ModelFacts:
     """
     try:
         model_type = check_config(read_config(folder))
-        _check_tokenizer_config(folder / "tokenizer_config.json")
+        file = folder / "tokenizer_config.json"
+        if file.is_file():
+            if file.stat().st_size > _MAX_TOKENIZER_CONFIG_BYTES:
+                raise InvalidModel(
+                    f"{file.name} is larger than {_MAX_TOKENIZER_CONFIG_BYTES} bytes, which no tokenizer needs"
+                )
+            try:
+                document = json.loads(file.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise InvalidModel(f"{file.name} is not JSON: {error}") from error
+            if not isinstance(document, dict):
+                raise InvalidModel(f"{file.name} is JSON, but not an object")
+            _refuse_code(file.name, document)
         try:
             found = open_model_folder(folder)
         except InvalidModel:
@@ -156,20 +140,6 @@ def _refuse_code(name: str, document: Mapping[str, Any]) -> None:
         )
 
 
-def _check_tokenizer_config(file: Path) -> None:
-    if not file.is_file():
-        return
-    if file.stat().st_size > _MAX_TOKENIZER_CONFIG_BYTES:
-        raise InvalidModel(f"{file.name} is larger than {_MAX_TOKENIZER_CONFIG_BYTES} bytes, which no tokenizer needs")
-    try:
-        document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InvalidModel(f"{file.name} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise InvalidModel(f"{file.name} is JSON, but not an object")
-    _refuse_code(file.name, document)
-
-
 def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
     shapes = parameter_shapes(headers)
     odd = next((name for name in headers if name not in shapes and name.endswith(".weight")), None)
@@ -177,3 +147,7 @@ def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
         raise InvalidModel(
             f"{odd} has dtype {headers[odd].dtype}; only BF16, F16 and F32 weights can be trained: push the model unquantised"
         )
+
+
+if __name__ == "__main__":
+    sys.exit(serve(lambda request, _: dataclasses.asdict(check_folder(Path(request["folder"]))), who="the model check"))

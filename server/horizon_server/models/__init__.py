@@ -1,1 +1,0 @@
-"""Pushed model folders: validated, safetensors only, never code."""
