@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import psutil
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 from tests.tcp_proxy import Fault, TcpProxy
 
 from horizon_client import AsyncClient, Progress, Reporter

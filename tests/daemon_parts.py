@@ -20,7 +20,7 @@ from typing import Any
 from horizon_server.api.services import Services
 from horizon_server.db.database import Database
 from horizon_server.demo.chats import demo_chats
-from horizon_server.events import JobEvent
+from horizon_server.events import JobEvent, Payload, StepDone
 from horizon_server.main import Parts, run_queue, wire
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile
@@ -28,9 +28,23 @@ from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 REPOSITORY = Path(__file__).parents[1]
 WAIT_S = 60.0
+
+_RUNNING = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING)
+_MOVES = {
+    JobState.QUEUED: (),
+    JobState.PREPARING: _RUNNING[:1],
+    JobState.STARTING: _RUNNING[:2],
+    JobState.RUNNING: _RUNNING,
+    JobState.STOPPING: (*_RUNNING, JobState.STOPPING),
+    JobState.CANCELLED: (*_RUNNING, JobState.STOPPING, JobState.CANCELLED),
+    JobState.SUCCEEDED: (*_RUNNING, JobState.SUCCEEDED),
+    JobState.FAILED: (*_RUNNING, JobState.FAILED),
+}
+"""The states that a job without a queue is moved through."""
 
 Moment = int | str
 """When a worker does something: `start` (before it is ready), a step's number (before that step), or `end`."""
@@ -42,7 +56,9 @@ class Script:
 
     num_steps: int = 3
     checkpoint_every: int = 0
-    """0 writes one after the last step only."""
+    """0 writes them as the job's spec says. The last step always has one."""
+    step_s: float = 0.0
+    """How long a step takes."""
     eval_at: Sequence[int] = ()
     hold_at: Moment | None = None
     """Wait there for an order, or for `DaemonParts.release`."""
@@ -149,6 +165,50 @@ class DaemonParts:
             self.script(name, script)
         spec = self.spec(name, **changes)
         return await self.services.jobs.submit(owner, request_id=str(uuid.uuid4()), spec=spec)
+
+    async def job_in(
+        self,
+        state: JobState,
+        owner: Principal,
+        *payloads: Payload,
+        name: str = "job",
+        message: str = "",
+        **changes: Any,
+    ) -> JobRecord:
+        """Submit a job and move it to `state` by hand; `payloads` happen before the last move. Only without a queue."""
+        job = await self.submit(owner, name, **changes)
+        *before, last = (JobState.QUEUED, *_MOVES[state])
+        for step in before[1:]:
+            job = await self.parts.journal.move(job, step, attempt=1)
+        job = await self.append(job, *payloads)
+        return job if last is JobState.QUEUED else await self.parts.journal.move(job, last, attempt=1, message=message)
+
+    async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
+        """Let events happen to a job."""
+        for payload in payloads:
+            fields: dict[str, Any] = {}
+            if isinstance(payload, StepDone):
+                fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
+            await self.parts.journal.append(job.job_id, payload, **fields)
+        return await self.job(job.job_id)
+
+    def write_log(self, job: JobRecord, content: bytes) -> None:
+        """Write the log of the job's present attempt."""
+        folder = self.state_dir / "jobs" / job.job_id / f"attempt-{job.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "worker.log").write_bytes(content)
+
+    def write_checkpoint(
+        self, job: JobRecord, step: int, files: dict[str, bytes], *, eval_loss: float | None = None
+    ) -> Path:
+        """Write a checkpoint of the job."""
+        folder = self.state_dir / "jobs" / job.job_id / "checkpoints" / f"step-{step:08d}"
+        state = b"{}" if eval_loss is None else json.dumps({"last_eval": [step, eval_loss]}).encode()
+        for path, content in {"trainer/trainer_state.json": state, **files}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        write_manifest(folder, Manifest(files={path: record_file(folder / path) for path in files}, versions={}))
+        return folder
 
     async def job(self, job_id: str) -> JobRecord:
         """Return a job as it stands, whoever owns it."""

@@ -1,7 +1,7 @@
 """A worker that trains nothing: it follows a script, and speaks the protocol of the real one over the real pipes.
 
-`python -m tests.scripted_worker REQUEST --events-fd N`, as the daemon starts its workers. The script is `scripts/<name of the job>.json` in
-the state folder; see `Script` in tests/daemon_parts.py. Without one it does every step, writes a checkpoint and succeeds.
+`python -m tests.scripted_worker REQUEST --events-fd N`, as the daemon starts its workers. The script is `scripts/<name of the job>.json`
+or `scripts/any.json` in the state folder; `Script` in tests/daemon_parts.py says what it may contain. The rest is as the job's spec says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, Order, Orders, serve
 from horizon_server.errors import Diverged
-from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, StepDone
+from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.store.manifest import TRAINER_FOLDER, Manifest, record_file, write_manifest
 
 _LOOK_EVERY_S = 0.005
@@ -30,8 +30,8 @@ class ScriptedWorker:
     def __init__(self, request: dict[str, Any], events: EventWriter) -> None:
         self.request = request
         scripts = Path(request["checkpoints"]).parents[2] / "scripts"
-        script = scripts / f"{self.request['spec']['name']}.json"
-        self.script: dict[str, Any] = json.loads(script.read_text()) if script.exists() else {}
+        found = [path for path in (scripts / f"{request['spec']['name']}.json", scripts / "any.json") if path.exists()]
+        self.script: dict[str, Any] = json.loads(found[0].read_text()) if found else {}
         # What ends a worker happens in the job's first attempt only, so that a resumed job gets to its end.
         self.first = self.request["attempt"] == 1 or self.script.get("every_attempt", False)
         self.released = scripts / f"{self.request['spec']['name']}.released"
@@ -45,6 +45,11 @@ class ScriptedWorker:
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
         self.events.send(AttemptReady(step=done, num_steps=self.num_steps, device="host", packed_rows=4))
+        if resumed:
+            self.events.send(Message(level="info", text=f"continues after step {done}"))
+        every = (
+            self.script.get("checkpoint_every") or self.request["spec"]["checkpoint"]["every_steps"] or self.num_steps
+        )
         for step in range(done + 1, self.num_steps + 1):
             self._at(step)
             if self.orders.current is Order.CANCEL:
@@ -53,7 +58,7 @@ class ScriptedWorker:
                 self._checkpoint(step - 1)
                 return "stopped"
             self._step(step)
-            if step % (self.script.get("checkpoint_every") or self.num_steps) == 0:
+            if step % every == 0 or step == self.num_steps:
                 self._checkpoint(step)
         self._at("end")
         return "succeeded"
@@ -84,6 +89,7 @@ class ScriptedWorker:
             time.sleep(_LOOK_EVERY_S)
 
     def _step(self, step: int) -> None:
+        time.sleep(self.script.get("step_s", 0.0))
         self.events.send(
             StepDone(
                 step=step, num_steps=self.num_steps, loss=1.0 / step, grad_norm=1.0, learning_rate=0.1, epoch=step / self.num_steps,

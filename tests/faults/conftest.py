@@ -1,106 +1,15 @@
-"""One real daemon for all cases that leave it as it was, and the real `horizon` command as people type it."""
+"""One real daemon for all cases that leave it as it was."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from tests.scenarios.daemon_process import DaemonProcess
-
-from horizon_client import Client
-from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
-
-HORIZON = [sys.executable, "-m", "horizon_client"]
-HORIZOND = [sys.executable, "-m", "horizon_server"]
-
-
-@dataclass(frozen=True)
-class Shell:
-    """A laptop: a server, a token, a configuration folder of its own."""
-
-    server: str
-    token: str | None
-    home: Path
-    extra: dict[str, str] = field(default_factory=dict)
-
-    def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZON")}
-        own = {"HORIZON_SERVER": self.server, "HORIZON_CONFIG_DIR": str(self.home / "config"), **self.extra}
-        return kept | own | ({"HORIZON_TOKEN": self.token} if self.token else {})
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*HORIZON, *arguments],
-            env=self.environment(),
-            cwd=self.home,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def run(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*HORIZON, *arguments],
-            env=self.environment(),
-            cwd=self.home,
-            text=True,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-
-    def fails(self, code: int, *arguments: str) -> str:
-        """Run it, and return the sentence it fails with."""
-        done = self.run(*arguments)
-        assert done.returncode == code, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-        return done.stderr
-
-    def works(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
-def run_horizond(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run an administrator's command."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZON")}
-    return subprocess.run(
-        [*HORIZOND, *arguments], env=kept, text=True, capture_output=True, timeout=timeout_s, check=False
-    )
-
-
-@dataclass(frozen=True)
-class Node:
-    """A daemon that `ada` uses, with the built-in model and dataset pushed as `demo-model` and `demo-chats`."""
-
-    daemon: DaemonProcess
-    token: str
-    folder: Path
-    model: Path
-    dataset: Path
-
-    def shell(self, home: Path, token: str | None = None) -> Shell:
-        return Shell(self.daemon.endpoints["grpc"], token or self.token, home)
-
-    def client(self) -> Client:
-        return self.daemon.client(self.token)
-
-
-def node_of(daemon: DaemonProcess, files: Path) -> Node:
-    """Make the user and push the built-in model and dataset."""
-    model = write_demo_model(files / "model")
-    node = Node(daemon, daemon.user("ada"), files, model, write_demo_dataset(files))
-    with node.client() as client:
-        client.models.push(model, name="demo-model")
-        client.datasets.push([node.dataset], name="demo-chats")
-    return node
+from tests.support.daemon_process import DaemonProcess
+from tests.support.node import Node, Shell, node_of
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +35,16 @@ def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
                     client.jobs.cancel(job.job_id)
 
 
+@pytest.fixture(autouse=True)
+def no_command_outlives_its_test() -> Iterator[None]:
+    """Kill commands that a failed test has left."""
+    yield
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "horizon_client" in child.cmdline():
+                child.kill()
+
+
 @pytest.fixture
 def shell(node: Node, tmp_path: Path) -> Shell:
     return node.shell(tmp_path)
@@ -141,5 +60,6 @@ def own_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         return node_of(made[-1].start(), tmp_path / "files")
 
     yield make
-    for daemon in made:
-        daemon.close()
+    with ExitStack() as stack:
+        for daemon in made:
+            stack.callback(daemon.close)

@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.faults.conftest import Node, Shell
-from tests.scenarios.daemon_process import wait_for, wait_for_state, wait_for_step
+from tests.support.daemon_process import processes_of, wait_for, wait_for_state, wait_for_step
+from tests.support.node import Node, Shell, quick_spec
 
 from horizon_client import Client
 
 MakeNode = Callable[..., Node]
 
 
-def spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "model": "demo-model",
-        "dataset": "demo-chats",
-        "train": {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128, "warmup_steps": 0, **train},
-        "checkpoint": checkpoint or {"every_steps": 0},
-    }
-
-
-def children(module: str, state_dir: Path) -> list[int]:
-    """Processes that run `module` for this state folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if module.encode() in command and str(state_dir).encode() in command:
-                found.append(int(entry.name))
-    return found
-
-
 def only_child(module: str, state_dir: Path) -> int:
-    wait_for(lambda: children(module, state_dir), 30, every_s=0.005)
-    return children(module, state_dir)[0]
+    wait_for(lambda: processes_of(module, state_dir), 30, every_s=0.005)
+    return processes_of(module, state_dir)[0]
 
 
 def test_a_killed_preparation_fails_the_job_and_leaves_nothing(node: Node, shell: Shell) -> None:
     prepared = node.daemon.state_dir / "prepared"
     with node.client() as client:
         # lengths of their own: nothing that another case has prepared fits
-        job = client.jobs.submit(spec("dead-preparation", sequence_length=71))
-        following = client.jobs.submit(spec("following"))
+        job = client.jobs.submit(quick_spec("dead-preparation", sequence_length=71))
+        following = client.jobs.submit(quick_spec("following"))
         os.kill(only_child("horizon_server.datasets.preparing.child", node.daemon.state_dir), signal.SIGKILL)
         failed = wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED")
         assert (failed.state, failed.reason) == ("FAILED", "WORKER_DIED")
@@ -62,11 +39,17 @@ def test_a_killed_preparation_fails_the_job_and_leaves_nothing(node: Node, shell
 
 def test_prepared_data_that_somebody_deleted_is_made_again(node: Node) -> None:
     with node.client() as client:
-        first = client.jobs.submit(spec("whole", sequence_length=73))
+        first = client.jobs.submit(quick_spec("whole", sequence_length=73))
         assert wait_for_state(client, first.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
+<<<<<<< HEAD
         prepared = (node.daemon.state_dir / "prepared").rglob("tokens.safetensors")
         max(prepared, key=lambda file: file.stat().st_mtime).unlink()
         second = client.jobs.submit(spec("damaged", sequence_length=73))
+=======
+        newest = max((node.daemon.state_dir / "prepared").iterdir(), key=lambda folder: folder.stat().st_mtime)
+        (newest / "tokens.safetensors").unlink()
+        second = client.jobs.submit(quick_spec("damaged", sequence_length=73))
+>>>>>>> refs/heads/tests
         ended = wait_for_state(client, second.job_id, "FAILED", "SUCCEEDED")
         assert ended.state == "SUCCEEDED", ended.message
 
@@ -79,7 +62,7 @@ def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path)
     bob.works("model", "push", str(node.model), "--name", "bobs-model")
     bob.works("dataset", "push", str(node.dataset), "--name", "bobs-chats")
     with node.client() as ada:
-        adas = ada.jobs.submit(spec("adas"))
+        adas = ada.jobs.submit(quick_spec("adas"))
         bobs = bob.works("job", "submit", "job.yaml", "-o", "name").strip()
         assert f"job {adas.job_id} does not exist" in bob.fails(4, "job", "get", adas.job_id)
         assert "SUCCEEDED" in bob.works("job", "watch", bobs).splitlines()[-1]
@@ -92,10 +75,10 @@ def test_sigterm_at_every_moment_of_an_attempt(own_node: MakeNode) -> None:
     node = own_node()
     daemon = node.daemon
     with node.client() as client:
-        job = client.jobs.submit(spec("moments", max_steps=400, checkpoint={"every_steps": 0, "keep_last": 1}))
+        job = client.jobs.submit(quick_spec("moments", max_steps=400, checkpoint={"every_steps": 0, "keep_last": 1}))
         only_child("horizon_server.datasets.preparing.child", daemon.state_dir)
     assert daemon.terminate() == 0
-    assert children("horizon_server.", daemon.state_dir) == []
+    assert processes_of("horizon_server.", daemon.state_dir) == []
     daemon.start()
     with node.client() as client:
         only_child("horizon_server.worker", daemon.state_dir)

@@ -10,8 +10,8 @@ import grpc
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from tests.faults.conftest import Node, Shell
 from tests.faults.raw_calls import RawCalls
+from tests.support.node import Node, Shell
 
 GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
 

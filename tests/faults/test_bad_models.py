@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.faults.conftest import Node, Shell
 from tests.faults.raw_calls import RawCalls, folder_files
+from tests.support.node import Node, Shell
 
 WEIGHTS = "model.safetensors"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from tests.faults.conftest import Node
-from tests.scenarios.daemon_process import wait_for
+from tests.support.daemon_process import wait_for
+from tests.support.node import Node
 from tests.tcp_proxy import Fault, Kind, TcpProxy
 
 from horizon_client import AsyncClient, InvalidRequest, Progress, Reporter, Unavailable

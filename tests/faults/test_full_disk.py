@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.conftest import Node, node_of, run_horizond
-from tests.faults.test_attempts import children, spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state, wait_for_step
+from tests.support.daemon_process import DaemonProcess, processes_of, wait_for, wait_for_state, wait_for_step
+from tests.support.node import Node, node_of, quick_spec, run_horizond
 
 MIB = 2**20
 
@@ -66,7 +65,7 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
     ballast = fill(small_disk, leave_bytes=2 * MIB)
     assert "the node's disk has" in shell.fails(2, "dataset", "push", "big.txt", "--name", "big")
     with node.client() as client:
-        full = client.jobs.submit(spec("full"))
+        full = client.jobs.submit(quick_spec("full"))
         ended = wait_for_state(client, full.job_id, "FAILED", "SUCCEEDED")
         assert (ended.state, ended.reason) == ("FAILED", "DISK_FULL"), ended.message
         assert "step-00000002 needs" in ended.message
@@ -77,7 +76,7 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
     sentence = shell.fails(2, "dataset", "push", "rows.jsonl", "--name", "rows")
     assert "the node's disk is full" in sentence
     assert "free space there" in sentence
-    (tmp_path / "job.yaml").write_text(json.dumps(spec("nothing")))
+    (tmp_path / "job.yaml").write_text(json.dumps(quick_spec("nothing")))
     assert "the node's disk is full" in shell.fails(2, "job", "resume", full.job_id)
     assert "full" in shell.works("job", "list")
 
@@ -98,19 +97,19 @@ def test_a_disk_that_fills_under_a_running_job(tight_node: Node, small_disk: Pat
     node = tight_node
     shell = node.shell(tmp_path)
     with node.client() as client:
-        job = client.jobs.submit(spec("running", max_steps=100_000))
+        job = client.jobs.submit(quick_spec("running", max_steps=100_000))
         wait_for_step(client, job.job_id, 2)
         ballast = fill(small_disk, leave_bytes=0)
         wait_for(lambda: "the journal waits for the database" in node.daemon.log(), 60)
         at = client.jobs.get(job.job_id).step
         assert "RUNNING" in shell.works("job", "list")
-        assert children("horizon_server.worker", node.daemon.state_dir), "its worker lives"
+        assert processes_of("horizon_server.worker", node.daemon.state_dir), "its worker lives"
         ballast.unlink()
         wait_for_step(client, job.job_id, at + 2)
         assert client.jobs.get(job.job_id).attempt == 1
         client.jobs.cancel(job.job_id)
         wait_for_state(client, job.job_id, "CANCELLED")
-        following = client.jobs.submit(spec("following"))
+        following = client.jobs.submit(quick_spec("following"))
         assert wait_for_state(client, following.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
     assert node.daemon.terminate() == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.faults.conftest import Node, Shell, run_horizond
+from tests.support.node import Node, Shell, run_horizond
 
 SPEC = "name: job\nmodel: demo-model\ndataset: demo-chats\ntrain: {max_steps: 2, sequence_length: 64, tokens_per_step: 128}\n"
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.faults.conftest import HORIZOND, Node, Shell, run_horizond
-from tests.scenarios.daemon_process import DaemonProcess, wait_for
+from tests.support.daemon_process import DaemonProcess, wait_for
+from tests.support.node import HORIZOND, Node, Shell, run_horizond
 
 
 def refused(state: Path, *flags: str, code: int = 2) -> str:
@@ -112,7 +112,10 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
         assert (told.returncode, "as ada, role user" in told.stdout) == (0, True), told.stderr
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     for name in ("ca.key", "server.key"):
         assert (state / "tls" / name).stat().st_mode & 0o077 == 0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.faults.conftest import Node, Shell
 from tests.faults.raw_calls import RawCalls
-from tests.scenarios.daemon_process import wait_for
+from tests.support.daemon_process import wait_for
+from tests.support.node import Node, Shell
 
 SIZE = 96 * 2**20
 LINE = b"a line of text that is long enough to be worth sending over the wire, again and again and again\n"

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
+from threading import Timer
 
 import httpx
 import pytest
 import yaml
-from tests.faults.conftest import Node, Shell
-from tests.faults.test_attempts import spec
-from tests.scenarios.daemon_process import wait_for_state, wait_for_step
+from tests.support.daemon_process import wait_for_state, wait_for_step
+from tests.support.node import Node, Shell, quick_spec
 
 
 def read_until(process: Popen[str], words: str, timeout_s: float = 60.0) -> list[str]:
     """Return the lines of stdout up to the one that holds `words`."""
     assert process.stdout is not None
     lines: list[str] = []
-    deadline = time.monotonic() + timeout_s
-    for line in process.stdout:
-        lines.append(line)
-        if words in line:
-            return lines
-        assert time.monotonic() < deadline, lines
+    too_late = Timer(timeout_s, process.kill)  # which ends the lines
+    too_late.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if words in line:
+                return lines
+    finally:
+        too_late.cancel()
     raise AssertionError(f"{words!r} never came: {lines}")
 
 
@@ -35,7 +37,7 @@ def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., 
     with_port = own_node()
     address = with_port.daemon.endpoints["grpc"]
     with with_port.client() as client:
-        job = client.jobs.submit(spec("watched", max_steps=150, checkpoint={"every_steps": 0}))
+        job = client.jobs.submit(quick_spec("watched", max_steps=150, checkpoint={"every_steps": 0}))
     watch = with_port.shell(tmp_path).start("job", "watch", job.job_id, "-o", "json")
     lines = read_until(watch, '"step"')
     assert with_port.daemon.terminate() == 0
@@ -55,7 +57,7 @@ def test_a_watch_goes_on_across_a_restart_of_the_daemon(own_node: Callable[..., 
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(node: Node, shell: Shell) -> None:
     with node.client() as client:
-        job = client.jobs.submit(spec("interrupted", max_steps=100_000))
+        job = client.jobs.submit(quick_spec("interrupted", max_steps=100_000))
         watch = shell.start("job", "watch", job.job_id)
         read_until(watch, "step ")
         watch.send_signal(signal.SIGINT)
@@ -71,7 +73,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back(node: Node, she
 
 def test_a_job_as_table_name_json_and_yaml_and_the_node(node: Node, shell: Shell) -> None:
     with node.client() as client:
-        job = client.jobs.submit(spec("shown"))
+        job = client.jobs.submit(quick_spec("shown"))
         wait_for_state(client, job.job_id, "SUCCEEDED")
     assert shell.works("job", "get", "shown", "-o", "name") == f"{job.job_id}\n"
     as_json = json.loads(shell.works("job", "get", "shown", "-o", "json"))
@@ -88,7 +90,7 @@ def test_a_job_as_table_name_json_and_yaml_and_the_node(node: Node, shell: Shell
 
 def test_server_sent_events_go_on_after_the_last_event_id(node: Node) -> None:
     with node.client() as client:
-        job = client.jobs.submit(spec("events", max_steps=4))
+        job = client.jobs.submit(quick_spec("events", max_steps=4))
         wait_for_state(client, job.job_id, "SUCCEEDED")
         last = client.jobs.get(job.job_id).last_sequence
     url = f"http://{node.daemon.endpoints['http']}/horizon/v1/jobs/{job.job_id}/events"

@@ -1,16 +1,19 @@
-"""Real daemons, real workers, real uploads: what every scenario starts from."""
+"""What every scenario starts from: a real daemon and real uploads.
+
+A scenario runs twice: with a daemon in the test's process, whose workers follow a script instead of training, and with `horizond` itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.both_daemons import KINDS, AnyDaemon, make_one
 
 from horizon_client import Client
-from horizon_server.demo.recipe import DEMO_SPEC, write_demo_dataset, write_demo_model
+from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
 
 
 @pytest.fixture(scope="session")
@@ -20,22 +23,25 @@ def demo_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_demo_model(folder / "model"), write_demo_dataset(folder)
 
 
-@pytest.fixture
-def make_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
-    """Start daemons; all are gone at the end."""
-    made: list[DaemonProcess] = []
+@pytest.fixture(params=KINDS)
+def make_daemon(
+    request: pytest.FixtureRequest, tmp_path: Path, demo_files: tuple[Path, Path]
+) -> Iterator[Callable[..., AnyDaemon]]:
+    """Start daemons, in the test's process or in their own; all are gone at the end."""
+    made: list[AnyDaemon] = []
 
-    def make(*flags: str, state: str = "state") -> DaemonProcess:
-        made.append(DaemonProcess(tmp_path / state, *flags))
+    def make(*flags: str, state: str = "state", **settings: float) -> AnyDaemon:
+        made.append(make_one(request.param, tmp_path / state, demo_files[0], *flags, **settings))
         return made[-1].start()
 
     yield make
-    for daemon in made:
-        daemon.close()
+    with ExitStack() as stack:
+        for daemon in made:
+            stack.callback(daemon.close)
 
 
 @pytest.fixture
-def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+def daemon(make_daemon: Callable[..., AnyDaemon]) -> AnyDaemon:
     """One running daemon."""
     return make_daemon()
 
@@ -50,15 +56,3 @@ def push_demo(demo_files: tuple[Path, Path]) -> Callable[[Client], None]:
         client.datasets.push([dataset], name="demo-chats")
 
     return push
-
-
-def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
-    """A short job over the built-in model and dataset."""
-    return {
-        **DEMO_SPEC,
-        "name": name,
-        "model": "demo-model",
-        "dataset": "demo-chats",
-        "train": {**DEMO_SPEC["train"], "max_steps": 6, **train},
-        "checkpoint": checkpoint or {"every_steps": 0},
-    }

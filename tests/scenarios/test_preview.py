@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.both_daemons import KINDS, AnyDaemon, demo_spec, make_one, process_only
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 
 from horizon_client import Client, InvalidRequest, NotFound
 from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
@@ -21,9 +21,11 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 GREEDY = "{{ messages[0]['content'] * 10000000000 }}"
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    running = DaemonProcess(tmp_path_factory.mktemp("preview") / "state")
+@pytest.fixture(scope="module", params=KINDS)
+def daemon(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_files: tuple[Path, Path]
+) -> Iterator[AnyDaemon]:
+    running = make_one(request.param, tmp_path_factory.mktemp("preview") / "state", demo_files[0])
     try:
         yield running.start()
     finally:
@@ -31,7 +33,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture(scope="module")
-def ada(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> str:
+def ada(daemon: AnyDaemon, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A user's token; she has pushed `demo-model` and `demo-chats`."""
     files = tmp_path_factory.mktemp("files")
     token = daemon.user("ada")
@@ -42,12 +44,12 @@ def ada(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess, ada: str) -> Iterator[Client]:
+def client(daemon: AnyDaemon, ada: str) -> Iterator[Client]:
     with daemon.client(ada) as opened:
         yield opened
 
 
-def test_by_command_library_and_rest_alike(daemon: DaemonProcess, ada: str, client: Client) -> None:
+def test_by_command_library_and_rest_alike(daemon: AnyDaemon, ada: str, client: Client) -> None:
     preview = client.datasets.preview("demo-chats", model="demo-model", num_rows=2, offset=1)
     assert (len(preview.rows), preview.format, preview.train_on) == (2, "messages", "assistant")
     assert preview.num_rows == client.datasets.get("demo-chats").num_rows
@@ -64,7 +66,9 @@ def test_by_command_library_and_rest_alike(daemon: DaemonProcess, ada: str, clie
     flags = ["-n", "2", "--offset", "1", "--server", daemon.endpoints["grpc"]]
     environment = {"HORIZON_TOKEN": ada, "PYTHONPATH": ":".join(sys.path)}
     in_json, table = (
-        subprocess.run([*command, *flags, *more], env=environment, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [*command, *flags, *more], env=environment, capture_output=True, text=True, check=True, timeout=120
+        ).stdout
         for more in (["-o", "json"], [])
     )
     assert rest["rows"] == json.loads(in_json)["rows"]
@@ -93,7 +97,7 @@ def test_a_preview_counts_what_a_job_then_trains_on(client: Client, tmp_path: Pa
     assert report["truncated_tokens"] == sum(row.num_cut_tokens for row in shown) > 0
 
 
-def test_what_is_not_there_and_what_is_anothers_are_told_alike(daemon: DaemonProcess, client: Client) -> None:
+def test_what_is_not_there_and_what_is_anothers_are_told_alike(daemon: AnyDaemon, client: Client) -> None:
     client.datasets.preview("demo-chats", model="demo-model", num_rows=1)
     with daemon.client(daemon.user("bob")) as bob:
         said = []
@@ -140,14 +144,15 @@ def test_a_model_without_a_template_is_told_in_a_sentence(client: Client, push_w
     assert caught.value.reason == "INVALID_DATA"
 
 
-def previews_of(daemon: DaemonProcess) -> list[psutil.Process]:
-    assert daemon.process is not None
-    children = psutil.Process(daemon.process.pid).children()
+def previews_of(daemon: AnyDaemon) -> list[psutil.Process]:
+    assert isinstance(daemon, DaemonProcess)
+    children = psutil.Process(daemon.pid).children()
     return [child for child in children if "horizon_server.datasets.preview.child" in child.cmdline()]
 
 
+@process_only("children of its own", "daemon")
 def test_a_template_that_takes_all_memory_takes_its_own_only(
-    daemon: DaemonProcess, client: Client, push_with: Callable[..., None]
+    daemon: AnyDaemon, client: Client, push_with: Callable[..., None]
 ) -> None:
     push_with("greedy", GREEDY)
     with pytest.raises(InvalidRequest, match="takes more than 4 GiB of memory"):
@@ -156,8 +161,9 @@ def test_a_template_that_takes_all_memory_takes_its_own_only(
     assert previews_of(daemon) == [], "no process is left of either"
 
 
+@process_only("children of its own", "daemon")
 def test_a_caller_who_hangs_up_ends_an_endless_template(
-    daemon: DaemonProcess, ada: str, client: Client, push_with: Callable[..., None]
+    daemon: AnyDaemon, ada: str, client: Client, push_with: Callable[..., None]
 ) -> None:
     push_with("endless", ENDLESS)
     command = [
@@ -165,8 +171,10 @@ def test_a_caller_who_hangs_up_ends_an_endless_template(
         daemon.endpoints["grpc"],
     ]  # fmt: skip
     waiting = subprocess.Popen(command, env={"HORIZON_TOKEN": ada, "PYTHONPATH": ":".join(sys.path)})
-    wait_for(lambda: previews_of(daemon) != [], 60)
-    waiting.kill()
-    waiting.wait()
+    try:
+        wait_for(lambda: previews_of(daemon) != [], 60)
+    finally:
+        waiting.kill()
+        waiting.wait(30)
     assert client.datasets.preview("demo-chats", model="demo-model", num_rows=1).rows, "and the next one has its turn"
     assert previews_of(daemon) == []

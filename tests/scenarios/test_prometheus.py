@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess, wait_for, wait_for_state
+from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
+from tests.support.daemon_process import DaemonProcess, wait_for, wait_for_state
 
 from horizon_client import Client
 
@@ -27,6 +27,7 @@ WINDOW = "5s"
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus binary (Debian: prometheus)"),
     pytest.mark.timeout(240),
+    process_only("the figures of a real worker, and of the machine"),
 ]
 
 
@@ -75,9 +76,12 @@ class Prometheus:
 
     def close(self) -> None:
         self._client.close()
-        self._process.terminate()
-        self._process.wait(30)
         self._log.close()
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
 
     def _scrapes(self) -> bool:
         """Whether it is up and has reached the daemon: while it starts it refuses, then answers 503 in plain text."""
@@ -89,7 +93,7 @@ class Prometheus:
 
 
 @pytest.fixture
-def prometheus(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Prometheus]:
+def prometheus(daemon: AnyDaemon, tmp_path: Path) -> Iterator[Prometheus]:
     running = Prometheus(tmp_path / "prometheus", daemon.endpoints["http"])
     yield running
     running.close()
@@ -116,8 +120,9 @@ def panels(job_id: str) -> dict[str, str]:
 
 
 def test_no_panel_stays_empty(
-    daemon: DaemonProcess, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
+    daemon: AnyDaemon, prometheus: Prometheus, push_demo: Callable[[Client], None], few_chats: Path
 ) -> None:
+    assert isinstance(daemon, DaemonProcess)
     daemon.admin("doctor")  # so that the daemon knows the machine's speed, which a step is compared with
     since_s = time.time()
     spec = demo_spec(max_steps=100_000, sequence_length=64, tokens_per_step=64, checkpoint={"every_steps": 3})

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable
 
 import pytest
-from tests.scenarios.conftest import demo_spec
-from tests.scenarios.daemon_process import DaemonProcess
+from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
 
 from horizon_client import Client
 
 
+@process_only("the queues of a real worker")
 def test_an_attempt_leaves_its_trace_and_an_evaluation_its_figures(
-    make_daemon: Callable[..., DaemonProcess], push_demo: Callable[[Client], None], monkeypatch: pytest.MonkeyPatch
+    make_daemon: Callable[..., AnyDaemon], push_demo: Callable[[Client], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HORIZOND_TRACE_WORKERS", "true")
     daemon = make_daemon()

@@ -16,11 +16,9 @@ from horizon_server.events import Payload, StepDone
 from horizon_server.figures import TransferFigures
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 USERS = {"ann": "user", "bob": "user", "root": "admin", "eve": "viewer"}
 NUM_ROWS = 8
-_PATH = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.SUCCEEDED)
 
 
 class World:
@@ -39,22 +37,10 @@ class World:
 
     async def job(self, *payloads: Payload, name: str = "job", state: JobState = JobState.QUEUED) -> JobRecord:
         """Submit a job of ann's, and move it on to `state` by way of the others; `payloads` happen before the last move."""
-        job = await self.daemon.submit(self.principal("ann"), name)
-        for step in _PATH if state is not JobState.QUEUED else ():
-            if step is state:
-                await self.append(job, *payloads)
-            job = await self.journal.move(job, step, attempt=1)
-            if step is state:
-                return job
-        return await self.append(job, *payloads)
+        return await self.daemon.job_in(state, self.principal("ann"), *payloads, name=name)
 
     async def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
-        for payload in payloads:
-            fields: dict[str, Any] = {}
-            if isinstance(payload, StepDone):
-                fields = {"last_step": payload, "step": payload.step, "num_steps": payload.num_steps}
-            await self.journal.append(job.job_id, payload, **fields)
-        return await self.daemon.job(job.job_id)
+        return await self.daemon.append(job, *payloads)
 
     def num_watching(self, job: JobRecord) -> int:
         return len(self.journal._watchers.get(job.job_id, ()))
@@ -65,17 +51,10 @@ class World:
                 await asyncio.sleep(0.005)
 
     def write_log(self, job: JobRecord, content: bytes) -> None:
-        folder = self.root / "jobs" / job.job_id / f"attempt-{job.attempt}"
-        folder.mkdir(parents=True)
-        (folder / "worker.log").write_bytes(content)
+        self.daemon.write_log(job, content)
 
     def write_checkpoint(self, job: JobRecord, step: int, files: dict[str, bytes]) -> Path:
-        folder = self.root / "jobs" / job.job_id / "checkpoints" / f"step-{step:08d}"
-        for path, content in {"trainer/trainer_state.json": b"{}", **files}.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(content)
-        write_manifest(folder, Manifest(files={path: record_file(folder / path) for path in files}, versions={}))
-        return folder
+        return self.daemon.write_checkpoint(job, step, files)
 
 
 async def _make_state(folder: Path, model_folder: Path, *, with_chats: bool) -> dict[str, str]:

@@ -1,447 +1,208 @@
-"""A small daemon at the port: real gRPC servicers over dictionaries, with cuts and damage on demand.
+"""A real daemon in a thread, and a connection to it that fails where a test says so.
 
-The true daemon is tested in tests/scenarios. This one exists to fail at exactly the byte or the event a test names.
+Its queue does not run: a job is in the state that a test has moved it to.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import threading
+import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
+import structlog
 from click.testing import CliRunner, Result
-from tests.unit.client.fake_blobs import Blobs, Refusal
+from tests.daemon_parts import blob_file, daemon_parts
+from tests.support.line import Line
+from tests.support.served_daemon import ServedDaemon
 
+from horizon_client import Client
 from horizon_client.cli.root import horizon
 from horizon_client.connection import RetryPolicy
-from horizon_proto.v1 import (
-    blob_pb2,
-    blob_pb2_grpc,
-    checkpoint_pb2,
-    checkpoint_pb2_grpc,
-    dataset_pb2,
-    dataset_pb2_grpc,
-    job_pb2,
-    job_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
-)
+from horizon_proto.v1 import job_pb2
+from horizon_server.events import Payload, StepDone
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
 
-TOKEN = "hzn-test-token"
+ADA = Principal(name="ada", role="user", project="ada")
 QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
 
 
-class FakeDaemon:
-    """State and faults of the daemon; tests write to it, servicers read it."""
+class Daemon:
+    """The daemon that `ada` uses, the line to it, and short ways to make what a test starts from."""
 
-    def __init__(self) -> None:
-        self.blobs = Blobs()
-        self.datasets: dict[str, dataset_pb2.Dataset] = {}
-        self.models: dict[str, model_pb2.Model] = {}
-        self.requests: dict[str, bytes] = {}
-        self.jobs: dict[str, job_pb2.Job] = {}
-        self.events: list[job_pb2.JobEvent] = []
-        self.log = b""
-        self.checkpoints: list[checkpoint_pb2.Checkpoint] = []
-        self.files: dict[str, bytes] = {}
-        self.refusals: dict[str, list[Refusal]] = {}
-        self.calls: list[str] = []
-        self.stream_cuts: list[int] = []
-        self.hanging: set[str] = set()
-        self.read_offsets: list[int] = []
-        self.never_ending = False
-        self.plan_fits = True
-        self.plan_device = "cuda"
-        self.address = ""
-        self.tls: tuple[bytes, bytes] | None = None
-        self._port = 0
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda loop, context: None)
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._server: Any = None
+    def __init__(self, served: ServedDaemon, line: Line, token: str) -> None:
+        self.served, self.line, self.token = served, line, token
 
-    def start(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+    @property
+    def address(self) -> str:
+        return self.line.address
 
-    def stop(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            asyncio.run_coroutine_threadsafe(server.stop(None), self._loop).result(10)
+    @property
+    def calls(self) -> list[str]:
+        return self.line.calls
 
-    def close(self) -> None:
-        self.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
+    def restart(self) -> None:
+        """Stop and start it at the same address; what it has stored stays."""
+        self.line.stop()
+        self.served.terminate()
+        self.served.start()
+        self.line.upstream = self.served.endpoints["grpc"]
+        self.line.start()
 
     def add_job(
-        self, spec: job_pb2.JobSpec, state: job_pb2.JobState.ValueType = job_pb2.JOB_STATE_QUEUED
-    ) -> job_pb2.Job:
-        job = job_pb2.Job(job_id=f"job-{len(self.jobs) + 1}", spec=spec, owner="ada", state=state, queue_position=1)
-        self.jobs[job.job_id] = job
-        return job
+        self,
+        name: str = "job",
+        *payloads: Payload,
+        state: JobState = JobState.QUEUED,
+        message: str = "",
+        **changes: Any,
+    ) -> JobRecord:
+        """Submit a job of ada's and move it to `state`; `payloads` happen before the last move."""
+        given = {"model": "tiny-base", "dataset": "gsm8k"} | changes
+        return self.served.call(self.served.parts.job_in(state, ADA, *payloads, name=name, message=message, **given))
 
-    def add_checkpoint(self, step: int, files: dict[str, bytes], **fields: Any) -> None:
-        entries = [
-            blob_pb2.FileEntry(path=path, sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content))
-            for path, content in files.items()
-        ]
-        size = sum(len(content) for content in files.values())
-        self.checkpoints.append(
-            checkpoint_pb2.Checkpoint(job_id="job-1", step=step, files=entries, size_bytes=size, **fields)
-        )
-        self.files.update({f"{step}/{path}": content for path, content in files.items()})
+    def append(self, job: JobRecord, *payloads: Payload) -> JobRecord:
+        """Let events happen to a job."""
+        return self.served.call(self.served.parts.append(job, *payloads))
 
-    def refuse(self, method: str, code: str, message: str, *, times: int = 1, **details: Any) -> None:
-        """Answer the next calls of `method` with an error."""
-        refusal = Refusal(grpc.StatusCode[code], message, **details)
-        self.refusals.setdefault(method, []).extend([refusal] * times)
+    def move(self, job: JobRecord, state: JobState, **fields: Any) -> JobRecord:
+        """Change a job's state."""
+        return self.served.call(self.served.parts.parts.journal.move(job, state, **fields))
 
-    async def _start(self) -> None:
-        server = grpc.aio.server(interceptors=[_Gate(self)])
-        job_pb2_grpc.add_JobServiceServicer_to_server(_Jobs(self), server)
-        blob_pb2_grpc.add_BlobServiceServicer_to_server(_Blobs(self), server)
-        dataset_pb2_grpc.add_DatasetServiceServicer_to_server(_Datasets(self), server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(self), server)
-        checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(_Checkpoints(self), server)
-        node_pb2_grpc.add_NodeServiceServicer_to_server(_Node(self), server)
-        if self.tls is None:
-            self._port = server.add_insecure_port(f"127.0.0.1:{self._port}")
-        else:
-            credentials = grpc.ssl_server_credentials([self.tls])
-            self._port = server.add_secure_port(f"127.0.0.1:{self._port}", credentials)
-        self.address = f"127.0.0.1:{self._port}"
-        await server.start()
-        self._server = server
+    def job(self, job_id: str) -> JobRecord:
+        return self.served.call(self.served.parts.job(job_id))
 
+    def jobs(self) -> list[JobRecord]:
+        """All of ada's, newest first."""
+        return self.served.call(self.served.parts.services.jobs.list(ADA))[0]
 
-class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks the token, notes the call, and answers the refusals a test has laid out."""
+    def add_dataset(self, name: str, content: bytes = b'{"text": "a"}\n') -> None:
+        self.served.call(self.served.parts.dataset(ADA, name, content))
 
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self._daemon = daemon
+    def upload_start(self, content: bytes, arrived: bytes) -> None:
+        """Leave the partial upload of an interrupted push of `content`."""
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method.rpartition("/")[2]
-        metadata = dict(handler_call_details.invocation_metadata)
-        self._daemon.calls.append(method)
-        waiting = self._daemon.refusals.get(method)
-        refusal = waiting.pop(0) if waiting else None
-        if method in self._daemon.hanging:
-            await asyncio.Event().wait()
-        if metadata.get("authorization") != f"Bearer {TOKEN}":
-            refusal = Refusal(grpc.StatusCode.UNAUTHENTICATED, "this token is not known here", reason="UNAUTHENTICATED")
-        return _guarded(handler, refusal)
+        async def chunks() -> AsyncIterator[bytes]:
+            yield arrived
+
+        blobs = self.served.parts.services.blobs
+        self.served.call(blobs.write(ADA.name, blob_file("content", content).ref, 0, chunks()))
+
+    def stored(self, content: bytes) -> bool:
+        """Whether the daemon has that content whole."""
+        return self.served.parts.services.blobs.store.holds(blob_file("content", content).ref)
+
+    def write_log(self, job: JobRecord, content: bytes) -> None:
+        self.served.parts.write_log(job, content)
+
+    def add_checkpoint(self, job: JobRecord, step: int, files: dict[str, bytes], **fields: Any) -> None:
+        self.served.parts.write_checkpoint(job, step, files, **fields)
 
 
-def _guarded(handler: Any, refusal: Refusal | None) -> Any:
-    coders = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
+@pytest.fixture(scope="session")
+def stocked_state(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, str]:
+    """A state folder in which ada has the model `tiny-base` and the dataset `gsm8k`, and her token."""
+    folder = tmp_path_factory.mktemp("stocked") / "state"
 
-    async def single(request: Any, context: Any) -> Any:
-        try:
-            if refusal is not None:
-                raise refusal
-            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            return await inner(request, context)
-        except Refusal as refused:
-            await context.abort(refused.code, refused.message, refused.trailing)
+    async def stock() -> str:
+        async with daemon_parts(folder, model_folder=model_folder, queue=False) as parts:
+            ada = await parts.user("ada")
+            await parts.dataset(ada, "gsm8k")
+            await parts.model(ada, "tiny-base")
+            return await parts.token("ada")
 
-    async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            if refusal is not None:
-                raise refusal
-            async for answer in handler.unary_stream(request, context):
-                yield answer
-        except Refusal as refused:
-            await context.abort(refused.code, refused.message, refused.trailing)
-
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(streaming, **coders)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(single, **coders)
-    return grpc.unary_unary_rpc_method_handler(single, **coders)
-
-
-def _not_found(what: str) -> Refusal:
-    return Refusal(grpc.StatusCode.NOT_FOUND, f"{what} does not exist", reason="NOT_FOUND")
-
-
-class _Blobs(blob_pb2_grpc.BlobServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    async def FindMissingBlobs(self, request: Any, context: Any) -> Any:
-        return blob_pb2.FindMissingBlobsResponse(missing=self.d.blobs.missing(request.blobs))
-
-    async def WriteBlob(self, request_iterator: Any, context: Any) -> Any:
-        return blob_pb2.WriteBlobResponse(status=await self.d.blobs.write(request_iterator))
-
-    async def QueryBlobStatus(self, request: Any, context: Any) -> Any:
-        return blob_pb2.QueryBlobStatusResponse(status=self.d.blobs.status(request.blob))
-
-
-class _Datasets(dataset_pb2_grpc.DatasetServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    async def CreateDataset(self, request: Any, context: Any) -> Any:
-        known = self.d.datasets.get(request.name)
-        if known is not None and known.files != request.files:
-            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, f"{request.name} is taken", reason="ALREADY_EXISTS")
-        created = known or dataset_pb2.Dataset(
-            dataset_id=f"ds-{len(self.d.datasets) + 1}",
-            name=request.name,
-            owner="ada",
-            format=request.format,
-            field_map=request.field_map,
-            files=request.files,
-            state=dataset_pb2.DATASET_STATE_UPLOADING,
-            size_bytes=sum(f.size_bytes for f in request.files),
-        )
-        self.d.datasets[request.name] = created
-        return dataset_pb2.CreateDatasetResponse(dataset=created)
-
-    async def FinalizeDataset(self, request: Any, context: Any) -> Any:
-        found = next(d for d in self.d.datasets.values() if d.dataset_id == request.dataset_id)
-        assert not self.d.blobs.missing(blob_pb2.BlobRef(sha256=f.sha256, size_bytes=f.size_bytes) for f in found.files)
-        found.state, found.num_rows = dataset_pb2.DATASET_STATE_READY, 7
-        return dataset_pb2.FinalizeDatasetResponse(dataset=found)
-
-    async def GetDataset(self, request: Any, context: Any) -> Any:
-        if request.name not in self.d.datasets:
-            raise _not_found(f"dataset {request.name}")
-        return dataset_pb2.GetDatasetResponse(dataset=self.d.datasets[request.name])
-
-    async def ListDatasets(self, request: Any, context: Any) -> Any:
-        every = list(self.d.datasets.values())
-        start = int(request.page_token or 0)
-        end = start + min(request.page_size, 2)  # pages of two, so that every list is paged
-        token = str(end) if end < len(every) else ""
-        return dataset_pb2.ListDatasetsResponse(datasets=every[start:end], next_page_token=token)
-
-    async def DeleteDataset(self, request: Any, context: Any) -> Any:
-        self.d.datasets = {n: d for n, d in self.d.datasets.items() if d.dataset_id != request.name}
-        return dataset_pb2.DeleteDatasetResponse()
-
-    async def PreviewDataset(self, request: Any, context: Any) -> Any:
-        spans = [dataset_pb2.PreviewSpan(text="Q: 1+1?"), dataset_pb2.PreviewSpan(text=" 2", trained=True)]
-        at = {"file": "a.jsonl", "unit": "line", "number": request.offset + 1}
-        row = dataset_pb2.PreviewRow(spans=spans, num_tokens=5, num_trained_tokens=1, **at)
-        options = {name: getattr(request, name) for name in ("train_on", "method", "sequence_length")}
-        wire_format = dataset_pb2.DATASET_FORMAT_MESSAGES
-        return dataset_pb2.PreviewDatasetResponse(
-            rows=[row] * request.num_rows, num_rows=1234, format=wire_format, **options
-        )
-
-
-class _Models(model_pb2_grpc.ModelServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    async def CreateModel(self, request: Any, context: Any) -> Any:
-        created = model_pb2.Model(
-            model_id="m-1",
-            name=request.name,
-            owner="ada",
-            files=request.files,
-            state=model_pb2.MODEL_STATE_UPLOADING,
-        )
-        self.d.models[request.name] = created
-        return model_pb2.CreateModelResponse(model=created)
-
-    async def FinalizeModel(self, request: Any, context: Any) -> Any:
-        found = next(m for m in self.d.models.values() if m.model_id == request.model_id)
-        found.state, found.architecture, found.num_parameters = model_pb2.MODEL_STATE_READY, "llama", 12
-        return model_pb2.FinalizeModelResponse(model=found)
-
-    async def GetModel(self, request: Any, context: Any) -> Any:
-        if request.name not in self.d.models:
-            raise _not_found(f"model {request.name}")
-        return model_pb2.GetModelResponse(model=self.d.models[request.name])
-
-    async def ListModels(self, request: Any, context: Any) -> Any:
-        return model_pb2.ListModelsResponse(models=list(self.d.models.values()))
-
-    async def DeleteModel(self, request: Any, context: Any) -> Any:
-        self.d.models = {n: m for n, m in self.d.models.items() if m.model_id != request.name}
-        return model_pb2.DeleteModelResponse()
-
-
-class _Jobs(job_pb2_grpc.JobServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    def _job(self, key: str) -> job_pb2.Job:
-        jobs = [*self.d.jobs.values()]
-        found = [job for job in jobs if key in (job.job_id, job.spec.name)]
-        found = found or [job for job in jobs if job.job_id.startswith(key)]
-        if not found:
-            raise _not_found(f"job {key}")
-        return found[-1]
-
-    async def SubmitJob(self, request: Any, context: Any) -> Any:
-        body = request.spec.SerializeToString(deterministic=True)
-        if request.request_id in self.d.requests:
-            job_id = self.d.requests[request.request_id].decode()
-            assert self.d.jobs[job_id].spec.SerializeToString(deterministic=True) == body
-            return job_pb2.SubmitJobResponse(job=self.d.jobs[job_id])
-        job = self.d.add_job(request.spec)
-        self.d.requests[request.request_id] = job.job_id.encode()
-        return job_pb2.SubmitJobResponse(job=job)
-
-    async def PlanJob(self, request: Any, context: Any) -> Any:
-        plan = job_pb2.MemoryPlan(
-            host_bytes={"weights": 4096, "moments": 8192},
-            device_bytes={"weights": 512},
-            host_total_bytes=12288,
-            device_total_bytes=512,
-            host_limit_bytes=1 << 30,
-            fits=self.d.plan_fits,
-            message="" if self.d.plan_fits else "needs 2 GiB",
-            num_parameters=1024,
-            device=self.d.plan_device,
-            prediction=job_pb2.StepPrediction(
-                step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
-            ),
-        )
-        return job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
-
-    async def GetJob(self, request: Any, context: Any) -> Any:
-        return job_pb2.GetJobResponse(job=self._job(request.job_id))
-
-    async def ListJobs(self, request: Any, context: Any) -> Any:
-        jobs = [job for job in self.d.jobs.values() if not request.states or job.state in request.states]
-        return job_pb2.ListJobsResponse(jobs=reversed(jobs))  # newest first
-
-    async def CancelJob(self, request: Any, context: Any) -> Any:
-        self._job(request.job_id).state = job_pb2.JOB_STATE_CANCELLED
-        return job_pb2.CancelJobResponse(job=self._job(request.job_id))
-
-    async def PauseJob(self, request: Any, context: Any) -> Any:
-        if self._job(request.job_id).state != job_pb2.JOB_STATE_RUNNING:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "it does not run", reason="WRONG_JOB_STATE")
-        self._job(request.job_id).state = job_pb2.JOB_STATE_PAUSED
-        return job_pb2.PauseJobResponse(job=self._job(request.job_id))
-
-    async def ResumeJob(self, request: Any, context: Any) -> Any:
-        self._job(request.job_id).state = job_pb2.JOB_STATE_QUEUED
-        return job_pb2.ResumeJobResponse(job=self._job(request.job_id))
-
-    async def UpdateJob(self, request: Any, context: Any) -> Any:
-        self._job(request.job_id).spec.priority = request.priority
-        return job_pb2.UpdateJobResponse(job=self._job(request.job_id))
-
-    async def WatchJob(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self._job(request.job_id)
-        cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
-        for sent, event in enumerate(e for e in self.d.events if e.sequence > request.after_sequence):
-            if sent == cut_after:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
-            yield job_pb2.WatchJobResponse(event=event)
-        if self.d.never_ending:
-            await asyncio.Event().wait()
-
-    async def GetJobLogs(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
-        for sent, start in enumerate(range(request.offset, len(self.d.log), 10)):
-            if cut_after is not None and sent == cut_after:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
-            yield job_pb2.GetJobLogsResponse(data=self.d.log[start : start + 10], offset=start)
-
-
-class _Checkpoints(checkpoint_pb2_grpc.CheckpointServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    async def ListCheckpoints(self, request: Any, context: Any) -> Any:
-        return checkpoint_pb2.ListCheckpointsResponse(checkpoints=self.d.checkpoints)
-
-    async def ReadCheckpointFile(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        self.d.read_offsets.append(request.offset)
-        content = self.d.files[f"{request.step}/{request.path}"]
-        cut_after = self.d.stream_cuts.pop(0) if self.d.stream_cuts else None
-        for sent, start in enumerate(range(request.offset, len(content), 1000)):
-            if cut_after is not None and sent == cut_after:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the line went dead")
-            yield checkpoint_pb2.ReadCheckpointFileResponse(data=content[start : start + 1000], offset=start)
-
-    async def DeleteCheckpoint(self, request: Any, context: Any) -> Any:
-        self.d.checkpoints = [c for c in self.d.checkpoints if c.step != request.step]
-        return checkpoint_pb2.DeleteCheckpointResponse()
-
-
-class _Node(node_pb2_grpc.NodeServiceServicer):
-    def __init__(self, daemon: FakeDaemon) -> None:
-        self.d = daemon
-
-    async def GetNode(self, request: Any, context: Any) -> Any:
-        node = node_pb2.Node(
-            hostname="gpubox",
-            version="9.9",
-            host_memory_limit_bytes=1 << 40,
-            host_memory_available_bytes=1 << 39,
-            num_cpus=64,
-            num_jobs={"RUNNING": 1},
-            user="ada",
-            role="user",
-        )
-        return node_pb2.GetNodeResponse(node=node)
+    return folder, asyncio.run(stock())
 
 
 @pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDaemon]:
-    """A running fake daemon, and an environment that leads nowhere else."""
+def daemon(
+    stocked_state: tuple[Path, str], model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+) -> Iterator[Daemon]:  # fmt: skip
+    """A running daemon, and an environment that leads nowhere else."""
     for name in ("HORIZON_SERVER", "HORIZON_TOKEN", "HORIZON_CA", "HORIZON_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HORIZON_CONFIG_DIR", str(tmp_path / "config"))
-    fake = FakeDaemon()
-    fake.start()
-    yield fake
-    fake.close()
+    # Past what CliRunner takes for the output of the command.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
+    state = tmp_path_factory.mktemp("daemon") / "state"
+    shutil.copytree(stocked_state[0], state)
+    served = ServedDaemon(state, model_folder=model_folder, queue=False)
+    try:
+        line = Line(served.start().endpoints["grpc"])
+        try:
+            line.start()
+            yield Daemon(served, line, stocked_state[1])
+        finally:
+            line.close()
+    finally:
+        served.close()
+        structlog.reset_defaults()
 
 
 @pytest.fixture
-def client(daemon: FakeDaemon) -> Iterator[Any]:
-    """A blocking client of the fake daemon that retries quickly."""
-    from horizon_client import Client
-
-    with Client(daemon.address, token=TOKEN, unary_retry=QUICK, stream_retry=QUICK) as opened:
+def client(daemon: Daemon) -> Iterator[Client]:
+    """A blocking client that retries quickly."""
+    with Client(daemon.address, token=daemon.token, unary_retry=QUICK, stream_retry=QUICK) as opened:
         yield opened
 
 
 @pytest.fixture
-def finished_job(daemon: FakeDaemon) -> str:
-    """A job that has succeeded after ten steps, with twelve events."""
-    job = daemon.add_job(job_pb2.JobSpec(name="first", model="m", dataset="d"), job_pb2.JOB_STATE_SUCCEEDED)
-    running = job_pb2.StateEvent(state=job_pb2.JOB_STATE_RUNNING, message="on the device")
-    daemon.events = [job_pb2.JobEvent(sequence=1, state=running)]
-    for step in range(1, 11):
-        event = job_pb2.StepEvent(step=step, num_steps=10, loss=1 / step, tokens_per_second=100, overlap_ratio=0.5)
-        daemon.events.append(job_pb2.JobEvent(sequence=step + 1, step=event))
-    end = job_pb2.StateEvent(state=job_pb2.JOB_STATE_SUCCEEDED)
-    daemon.events.append(job_pb2.JobEvent(sequence=12, state=end))
-    job.last_sequence, job.step, job.num_steps, job.queue_position = 12, 10, 10, 0
-    return job.job_id
+def make_step() -> Callable[..., StepDone]:
+    """Make a finished step of ten."""
+
+    def make(step: int, **figures: Any) -> StepDone:
+        usual = {
+            "num_steps": 10, "loss": 1 / step, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 0.5, "overlap_ratio": 0.5,
+            "num_input_tokens_seen": step, "num_tokens": 1, "tokens_per_second": 100, "duration_s": 0.5,
+        }  # fmt: skip
+        return StepDone(step=step, **(usual | figures))
+
+    return make
 
 
 @pytest.fixture
-def run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
-    """Run a command line that speaks to the fake daemon, in an empty folder."""
+def finished_job(daemon: Daemon, make_step: Callable[..., StepDone]) -> JobRecord:
+    """The job `first`, which has succeeded after ten steps; it has fifteen events, of which steps are 5 to 14."""
+    return daemon.add_job("first", *map(make_step, range(1, 11)), state=JobState.SUCCEEDED)
+
+
+@pytest.fixture
+def running_job(daemon: Daemon, make_step: Callable[..., StepDone]) -> JobRecord:
+    """The job `first`, which has done two steps; it has six events and will have no more."""
+    job = daemon.add_job("first", state=JobState.RUNNING)
+    return daemon.append(job, make_step(1), make_step(2))
+
+
+@pytest.fixture
+def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
+    """What every plan is answered with: a job on a GPU, which this machine need not have."""
+    plan = job_pb2.MemoryPlan(
+        host_bytes={"weights": 4096, "moments": 8192},
+        device_bytes={"weights": 512},
+        host_total_bytes=12288,
+        device_total_bytes=512,
+        host_limit_bytes=1 << 30,
+        fits=True,
+        num_parameters=1024,
+        device="cuda",
+        prediction=job_pb2.StepPrediction(
+            step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
+        ),
+    )
+    daemon.line.replace["PlanJob"] = lambda request: job_pb2.PlanJobResponse(plan=plan, spec=request.spec)
+    return plan
+
+
+@pytest.fixture
+def run(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Run a command line that speaks to the daemon, in an empty folder."""
     monkeypatch.setenv("HORIZON_SERVER", daemon.address)
-    monkeypatch.setenv("HORIZON_TOKEN", TOKEN)
+    monkeypatch.setenv("HORIZON_TOKEN", daemon.token)
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
 

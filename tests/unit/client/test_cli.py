@@ -6,8 +6,11 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +22,13 @@ from click.testing import CliRunner, Result
 
 from horizon_client.cli.root import horizon
 from horizon_proto.v1 import dataset_pb2, job_pb2
+from horizon_server.events import StepDone
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.version import VERSION
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
-TOKEN = "hzn-test-token"
 Run = Callable[..., Result]
 
 
@@ -57,27 +62,26 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
     assert has_output or path in {("login",), ("completion",), ("job", "logs"), ("job", "init"), ("job", "schema")}
 
 
-def test_login_checks_remembers_and_says_who(
-    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_login_checks_remembers_and_says_who(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
-    token.write_text(f"{TOKEN}\n")
+    token.write_text(f"{daemon.token}\n")
     runner = CliRunner()
     result = runner.invoke(horizon, ["login", daemon.address, "--token-file", str(token), "--profile", "box"])
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"logged in to gpubox ({daemon.address}) as ada, role user; profile box\n"
+    assert result.stdout == f"logged in to {socket.gethostname()} ({daemon.address}) as ada, role user; profile box\n"
     listed = runner.invoke(horizon, ["profile", "list", "-o", "json"])
     assert [(p["name"], p["in_use"]) for p in json.loads(listed.stdout)] == [("box", True)]
-    assert TOKEN not in listed.stdout
+    assert daemon.token not in listed.stdout
     assert "ada, role user" in runner.invoke(horizon, ["node", "status"]).stdout
     assert runner.invoke(horizon, ["profile", "use", "box", "-o", "name"]).stdout == "box\n"
     assert runner.invoke(horizon, ["profile", "use", "nope"]).exit_code == 4
 
 
-def test_login_with_a_wrong_token_remembers_nothing(daemon: FakeDaemon) -> None:
+def test_login_with_a_wrong_token_remembers_nothing(daemon: Daemon) -> None:
     runner = CliRunner()
     result = runner.invoke(horizon, ["login", daemon.address, "--token-file", "-"], input="wrong\n")
-    assert (result.exit_code, result.stderr) == (3, "Error: this token is not known here\n")
+    assert result.exit_code == 3
+    assert "Error: the token is not known" in result.stderr
     assert runner.invoke(horizon, ["profile", "list", "-o", "name"]).stdout == ""
     assert runner.invoke(horizon, ["login", "gpubox:1", "--token-file", "-"], input="t\n").exit_code == 2
 
@@ -86,8 +90,8 @@ def test_login_with_a_wrong_token_remembers_nothing(daemon: FakeDaemon) -> None:
     ("code", "exit_code"),
     [("INVALID_ARGUMENT", 2), ("FAILED_PRECONDITION", 2), ("PERMISSION_DENIED", 3), ("NOT_FOUND", 4), ("INTERNAL", 5)],
 )
-def test_exit_codes(run: Run, daemon: FakeDaemon, code: str, exit_code: int) -> None:
-    daemon.refuse("GetNode", code, "that went wrong", reason="R")
+def test_exit_codes(run: Run, daemon: Daemon, code: str, exit_code: int) -> None:
+    daemon.line.refuse("GetNode", code, "that went wrong", reason="R")
     result = run("node", "status")
     assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "Error: that went wrong\n")
 
@@ -99,15 +103,15 @@ def test_usage_errors_are_two(run: Run) -> None:
     assert run("checkpoint", "pull", "job@soon", "--to", "x").exit_code == 2
 
 
-def test_nothing_configured_is_two(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon) -> None:
+def test_nothing_configured_is_two(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
     result = CliRunner().invoke(horizon, ["node", "status"])
     assert result.exit_code == 2
     assert "horizon login HOST:PORT" in result.stderr
 
 
-def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: FakeDaemon) -> None:
+def test_violations_one_a_line_and_at_most_hundred(run: Run, daemon: Daemon) -> None:
     violations = [(f"line[{n}].text", f"line[{n}].text is empty") for n in range(149)]
-    daemon.refuse(
+    daemon.line.refuse(
         "GetJob",
         "INVALID_ARGUMENT",
         "150 rows\nare bad\x1b[31m",
@@ -149,20 +153,26 @@ def test_dataset_life(run: Run, rows: Path) -> None:
     assert "sent 147 B of 147 B" in pushed.stderr
     again = run("dataset", "push", "train.jsonl", "-o", "name")
     assert (again.stdout, again.stderr.splitlines()[-1]) == ("train\n", "sent 0 B of 147 B")
-    assert run("dataset", "list", "-o", "name").stdout == "sums\ntrain\n"
-    assert yaml.safe_load(run("dataset", "get", "sums", "-o", "yaml").stdout)["num_rows"] == 7
+    assert run("dataset", "list", "-o", "name").stdout == "train\nsums\ngsm8k\n"
+    assert yaml.safe_load(run("dataset", "get", "sums", "-o", "yaml").stdout)["num_rows"] == 3
     assert run("dataset", "delete", "sums").stdout == "deleted dataset sums\n"
     assert run("dataset", "get", "sums").exit_code == 4
 
 
-def test_dataset_list_walks_all_pages(run: Run, daemon: FakeDaemon) -> None:
-    for n in range(7):
-        daemon.datasets[f"d{n}"] = dataset_pb2.Dataset(name=f"d{n}", dataset_id=str(n))
-    assert run("dataset", "list", "-o", "name").stdout.split() == [f"d{n}" for n in range(7)]
-    assert run("dataset", "list", "-o", "name", "--limit", "3").stdout.split() == ["d0", "d1", "d2"]
+def test_dataset_list_walks_all_pages(run: Run, daemon: Daemon) -> None:
+    for n in range(5):
+        daemon.add_dataset(f"d{n}")
+
+    def of_two(request: dataset_pb2.ListDatasetsRequest) -> None:
+        request.page_size = min(request.page_size, 2)
+
+    daemon.line.change_request["ListDatasets"] = of_two
+    assert run("dataset", "list", "-o", "name").stdout.split() == ["d4", "d3", "d2", "d1", "d0", "gsm8k"]
+    assert run("dataset", "list", "-o", "name", "--limit", "3").stdout.split() == ["d4", "d3", "d2"]
+    assert daemon.calls.count("ListDatasets") == 3 + 2
 
 
-def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: Daemon, rows: Path) -> None:
     rows.write_text('{"text": "a"}\n{"text": 1\n')
     result = run("dataset", "push", "train.jsonl", "--name", "x")
     assert result.exit_code == 2
@@ -170,7 +180,24 @@ def test_bad_row_is_named_before_anything_is_sent(run: Run, daemon: FakeDaemon, 
     assert daemon.calls == []
 
 
-def test_preview_marks_the_trained_part(run: Run) -> None:
+@pytest.fixture
+def previewed(daemon: Daemon) -> None:
+    """Answer previews with one row as often as asked for."""
+
+    def answer(request: dataset_pb2.PreviewDatasetRequest) -> dataset_pb2.PreviewDatasetResponse:
+        spans = [dataset_pb2.PreviewSpan(text="Q: 1+1?"), dataset_pb2.PreviewSpan(text=" 2", trained=True)]
+        row = dataset_pb2.PreviewRow(
+            spans=spans, num_tokens=5, num_trained_tokens=1, file="a.jsonl", unit="line", number=request.offset + 1
+        )
+        options = {name: getattr(request, name) for name in ("train_on", "method", "sequence_length")}
+        return dataset_pb2.PreviewDatasetResponse(
+            rows=[row] * request.num_rows, num_rows=1234, format=dataset_pb2.DATASET_FORMAT_MESSAGES, **options
+        )
+
+    daemon.line.replace["PreviewDataset"] = answer
+
+
+def test_preview_marks_the_trained_part(run: Run, previewed: None) -> None:
     result = run("dataset", "preview", "sums", "--model", "tiny", "-n", "2", "--offset", "6", "--train-on", "all")
     assert result.stdout.splitlines() == [
         "sums: 1,234 rows, messages; method sft, train_on all, sequence_length 1024",
@@ -179,7 +206,7 @@ def test_preview_marks_the_trained_part(run: Run) -> None:
     ]
 
 
-def test_preview_in_full_for_programs(run: Run) -> None:
+def test_preview_in_full_for_programs(run: Run, previewed: None) -> None:
     plain = json.loads(run("dataset", "preview", "sums", "--model", "tiny", "-n", "1", "-o", "json").stdout)
     (row,) = plain["rows"]
     assert row["spans"] == [{"text": "Q: 1+1?", "trained": False}, {"text": " 2", "trained": True}]
@@ -188,60 +215,67 @@ def test_preview_in_full_for_programs(run: Run) -> None:
     assert run("dataset", "preview", "sums", "--model", "tiny", "-o", "name").stdout == "a.jsonl line 1\n" * 3
 
 
-def test_preview_refuses_what_is_out_of_range_before_it_asks(run: Run, daemon: FakeDaemon) -> None:
+def test_preview_refuses_what_is_out_of_range_before_it_asks(run: Run, daemon: Daemon) -> None:
     for flags in (["-n", "0"], ["-n", "101"], ["--offset", "-1"], ["--train-on", "user"], ["--sequence-length", "7"]):
         assert run("dataset", "preview", "sums", "--model", "tiny", *flags).exit_code == 2
     assert daemon.calls == []
 
 
 def _job_yaml(**fields: Any) -> str:
-    Path("job.yaml").write_text(yaml.safe_dump({"name": "first", "model": "tiny", "dataset": "sums", **fields}))
+    Path("job.yaml").write_text(yaml.safe_dump({"name": "first", "model": "tiny-base", "dataset": "gsm8k", **fields}))
     return "job.yaml"
 
 
-def test_submit_pushes_local_files_first(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+def test_submit_pushes_local_files_first(run: Run, daemon: Daemon, rows: Path) -> None:
     result = run("job", "submit", _job_yaml(dataset="./train.jsonl"), "--set", "train.learning_rate=1e-5", "-o", "name")
-    assert (result.exit_code, result.stdout) == (0, "job-1\n")
-    spec = daemon.jobs["job-1"].spec
-    assert (spec.dataset, spec.train.learning_rate) == ("train", 1e-5)
-    assert daemon.datasets["train"].state == dataset_pb2.DATASET_STATE_READY
+    (job,) = daemon.jobs()
+    assert (result.exit_code, result.stdout) == (0, f"{job.job_id}\n")
+    assert (job.spec.dataset, job.spec.train.learning_rate) == ("train", 1e-5)
+    assert yaml.safe_load(run("dataset", "get", "train", "-o", "yaml").stdout)["state"] == "READY"
     assert "pushing the dataset train.jsonl" in result.stderr
 
 
-def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: FakeDaemon, rows: Path) -> None:
-    daemon.datasets["train"] = dataset_pb2.Dataset(name="train", dataset_id="other")
+def test_taken_name_gets_a_piece_of_the_hash(run: Run, daemon: Daemon, rows: Path) -> None:
+    daemon.add_dataset("train")
     assert run("job", "submit", _job_yaml(dataset="./train.jsonl")).exit_code == 0
-    assert daemon.jobs["job-1"].spec.dataset.startswith("train-")
-    assert len(daemon.jobs["job-1"].spec.dataset) == len("train-") + 8
+    (job,) = daemon.jobs()
+    assert job.spec.dataset.startswith("train-")
+    assert len(job.spec.dataset) == len("train-") + 8
 
 
-def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: FakeDaemon, rows: Path) -> None:
-    Path("sums").write_text("not data")
-    daemon.datasets["sums"] = dataset_pb2.Dataset(name="sums", dataset_id="ds")
+def test_pushed_name_wins_over_a_local_file_of_that_name(run: Run, daemon: Daemon, rows: Path) -> None:
+    Path("gsm8k").write_text("not data")
     assert run("job", "submit", _job_yaml()).exit_code == 0
-    assert daemon.jobs["job-1"].spec.dataset == "sums"
+    (job,) = daemon.jobs()
+    assert job.spec.dataset == "gsm8k"
     assert "WriteBlob" not in daemon.calls
 
 
-def test_malformed_spec_uploads_nothing(run: Run, daemon: FakeDaemon, rows: Path) -> None:
+def test_malformed_spec_uploads_nothing(run: Run, daemon: Daemon, rows: Path) -> None:
     result = run("job", "submit", _job_yaml(dataset="./train.jsonl", trian={}))
     assert result.exit_code == 2
     assert "trian is not a field of the job spec; did you mean train?" in result.stderr
     assert daemon.calls == []
 
 
-def test_spec_from_stdin_and_no_push(run: Run, daemon: FakeDaemon, rows: Path) -> None:
-    text = "name: n\nmodel: m\ndataset: train.jsonl\n"
+def test_spec_from_stdin_and_no_push(run: Run, daemon: Daemon, rows: Path) -> None:
+    text = "name: n\nmodel: tiny-base\ndataset: train.jsonl\n"
+    assert run("job", "submit", "-", "--no-push", stdin=text).exit_code == 4, "nothing of that name was pushed"
+    sent = [request for method, request in daemon.line.requests if method == "SubmitJob"]
+    assert [request.spec.dataset for request in sent] == ["train.jsonl"]
+    daemon.add_dataset("train.jsonl")
     assert run("job", "submit", "-", "--no-push", stdin=text).exit_code == 0
-    assert daemon.jobs["job-1"].spec.dataset == "train.jsonl"
+    assert "WriteBlob" not in daemon.calls
 
 
-def test_same_request_id_is_one_job(run: Run, daemon: FakeDaemon) -> None:
-    ids = {run("job", "submit", _job_yaml(), "--request-id", "r", "-o", "name").stdout for _ in range(2)}
-    assert ids == {"job-1\n"}
+def test_same_request_id_is_one_job(run: Run, daemon: Daemon) -> None:
+    request_id = str(uuid.uuid4())
+    ids = {run("job", "submit", _job_yaml(), "--request-id", request_id, "-o", "name").stdout for _ in range(2)}
+    assert ids == {f"{job.job_id}\n" for job in daemon.jobs()}
+    assert len(ids) == 1
 
 
-def test_plan(run: Run) -> None:
+def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     result = run("job", "plan", _job_yaml())
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
@@ -251,95 +285,115 @@ def test_plan(run: Run) -> None:
     assert (plan["fits"], plan["prediction"]["total_s"]) == (True, 90)
 
 
-def test_steering(run: Run, daemon: FakeDaemon) -> None:
-    daemon.add_job(job_pb2.JobSpec(name="first"), job_pb2.JOB_STATE_RUNNING)
+def test_plan_of_the_daemon_itself(run: Run) -> None:
+    plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]
+    assert (plan["fits"], plan["device"]) == (True, "host")
+    assert plan["host_total_bytes"] == sum(plan["host_bytes"].values()) > 0
+
+
+def test_steering(run: Run, daemon: Daemon) -> None:
+    job = daemon.add_job("first")
     assert "PAUSED" in run("job", "pause", "first").stdout
     assert "QUEUED" in run("job", "resume", "first").stdout
-    assert run("job", "pause", "first").exit_code == 2
-    assert json.loads(run("job", "set-priority", "first", "-5", "-o", "json").stdout)["spec"]["priority"] == -5
-    assert run("job", "cancel", "first", "-o", "name").stdout == "job-1\n"
-    assert run("job", "list", "--state", "cancelled", "-o", "name").stdout == "job-1\n"
+    assert run("job", "resume", "first").exit_code == 2
+    refused = run("job", "set-priority", "first", "-5")
+    assert (refused.exit_code, "cancel it and submit it again" in refused.stderr) == (2, True)
+    assert run("job", "cancel", "first", "-o", "name").stdout == f"{job.job_id}\n"
+    assert run("job", "list", "--state", "cancelled", "-o", "name").stdout == f"{job.job_id}\n"
     assert run("job", "list", "--state", "running", "-o", "name").stdout == ""
 
 
-def test_tables_fit_eighty_columns(run: Run, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_priority_is_shown(run: Run, daemon: Daemon) -> None:
+    answer = job_pb2.Job(job_id="job_1", spec=job_pb2.JobSpec(name="first", priority=-5))
+    daemon.line.replace["UpdateJob"] = lambda request: job_pb2.UpdateJobResponse(job=answer)
+    daemon.add_job("first")
+    assert json.loads(run("job", "set-priority", "first", "-5", "-o", "json").stdout)["spec"]["priority"] == -5
+
+
+def test_tables_fit_eighty_columns(
+    run: Run, daemon: Daemon, make_step: Callable[..., StepDone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "a-very-long-name-" * 3
+    jobs = []
     for n in range(3):
-        spec = job_pb2.JobSpec(
-            name="a-very-long-name-" * 4 + str(n), model="a-long-model" * 3, dataset="a-long-dataset" * 3
-        )
-        job = daemon.add_job(spec, job_pb2.JOB_STATE_RUNNING)
-        job.owner, job.step, job.num_steps = f"user-{n}", 12345, 99999
-        job.eta.FromSeconds(99999)
+        jobs.append(daemon.add_job(name + str(n), state=JobState.RUNNING))
+        daemon.append(jobs[-1], make_step(12345, num_steps=99999, eta_s=99999.0))
+
+    def of_many_owners(answer: job_pb2.ListJobsResponse) -> None:
+        for n, job in enumerate(answer.jobs):
+            job.owner, job.spec.model, job.spec.dataset = f"user-{n}", "a-long-model" * 3, "a-long-dataset" * 3
+
+    daemon.line.change["ListJobs"] = of_many_owners
     monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: 80)
     lines = run("job", "list").stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines] == ["ID", "job-3", "job-2", "job-1"], "ids are whole"
+    assert [line.split()[0] for line in lines] == ["ID", *(job.job_id for job in reversed(jobs))], "ids are whole"
     assert all("RUNNING" in line and "12345/99999" in line for line in lines[1:])
     monkeypatch.setattr("horizon_client.cli.output.terminal_width", lambda: None)
-    assert "a-very-long-name-a-very-long-name-a-very-long-name-a-very-long-name-0" in run("job", "list").stdout
+    assert f"{name}0" in run("job", "list").stdout
 
 
-def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: str) -> None:
+def test_watch_in_a_pipe_prints_lines_and_succeeds(run: Run, finished_job: JobRecord) -> None:
     result = run("job", "watch", "first")
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
-    assert lines[0] == "RUNNING: on the device"
-    assert lines[1].startswith("step 1/10  loss 1.0000  grad_norm 0.000  lr 0.00e+00  100 tokens/s")
+    assert [line.split(":")[0] for line in lines[:4]] == ["QUEUED", "PREPARING", "STARTING", "RUNNING"]
+    assert lines[4].startswith("step 1/10  loss 1.0000  grad_norm 0.500  lr 1.00e-04  100 tokens/s")
     assert lines[-3].startswith("step 10/10  loss 0.1000")  # quick steps are thinned out, the last one is not
-    assert lines[-2:] == ["SUCCEEDED", "first (job-1) SUCCEEDED after 10 of 10 steps"]
-    assert "overlap 50%" in lines[1]
+    assert lines[-2:] == ["SUCCEEDED", f"first ({finished_job.job_id}) SUCCEEDED after 10 of 10 steps"]
 
 
-def test_watch_as_json_lines(run: Run, finished_job: str) -> None:
-    events = [json.loads(line) for line in run("job", "watch", finished_job, "-o", "json").stdout.splitlines()]
-    assert [e["sequence"] for e in events] == list(range(1, 13))
+def test_watch_as_json_lines(run: Run, finished_job: JobRecord) -> None:
+    printed = run("job", "watch", finished_job.job_id, "-o", "json").stdout
+    events = [json.loads(line) for line in printed.splitlines()]
+    assert [e["sequence"] for e in events] == list(range(1, 16))
     steps = [e for e in events if e["event"] == "step"]
     assert [e["loss"] for e in steps] == [1 / n for n in range(1, 11)]
 
 
-@pytest.mark.parametrize("state", [job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_CANCELLED])
-def test_watch_of_a_job_that_failed_is_one(run: Run, daemon: FakeDaemon, finished_job: str, state: Any) -> None:
-    daemon.jobs[finished_job].state = state
-    daemon.jobs[finished_job].message = "killed at the memory limit"
-    daemon.events[-1].state.state = state
-    result = run("job", "watch", finished_job)
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_watch_of_a_job_that_failed_is_one(run: Run, daemon: Daemon, state: JobState) -> None:
+    job = daemon.add_job("first", state=state, message="killed at the memory limit")
+    result = run("job", "watch", job.job_id)
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1].endswith(": killed at the memory limit")
 
 
-def test_submit_and_watch_keeps_stdout_for_the_id(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.requests["r"] = finished_job.encode()
-    spec = "name: first\nmodel: m\ndataset: d\n"
-    result = run("job", "submit", "-", "--watch", "--request-id", "r", "-o", "name", stdin=spec)
-    assert (result.exit_code, result.stdout) == (0, "job-1\n")
+def test_submit_and_watch_keeps_stdout_for_the_id(run: Run, daemon: Daemon, finished_job: JobRecord) -> None:
+    daemon.line.replace["SubmitJob"] = lambda request: job_pb2.SubmitJobResponse(
+        job=job_pb2.Job(job_id=finished_job.job_id, spec=request.spec)
+    )
+    spec = "name: first\nmodel: tiny-base\ndataset: gsm8k\n"
+    result = run("job", "submit", "-", "--watch", "-o", "name", stdin=spec)
+    assert (result.exit_code, result.stdout) == (0, f"{finished_job.job_id}\n")
     assert "step 10/10" in result.stderr
 
 
-def test_loss_that_is_not_a_number_stays_json(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.events[1].step.loss = math.nan
-    first_step = run("job", "watch", finished_job, "-o", "json").stdout.splitlines()[1]
+def test_loss_that_is_not_a_number_stays_json(run: Run, daemon: Daemon, make_step: Callable[..., StepDone]) -> None:
+    job = daemon.add_job("first", make_step(1, loss=math.nan), state=JobState.SUCCEEDED)
+    first_step = run("job", "watch", job.job_id, "-o", "json").stdout.splitlines()[4]
     assert json.loads(first_step, parse_constant=pytest.fail)["loss"] is None
 
 
-def test_logs_are_the_bytes(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.log = b"epoch 1\nepoch \xff 2\n"
-    assert run("job", "logs", finished_job).stdout_bytes == daemon.log
+def test_logs_are_the_bytes(run: Run, daemon: Daemon, finished_job: JobRecord) -> None:
+    daemon.write_log(finished_job, b"epoch 1\nepoch \xff 2\n")
+    assert run("job", "logs", finished_job.job_id).stdout_bytes == b"epoch 1\nepoch \xff 2\n"
 
 
-def test_pull(run: Run, daemon: FakeDaemon) -> None:
-    daemon.add_job(job_pb2.JobSpec(name="first"))
-    daemon.add_checkpoint(10, {"config.json": b"{}", "trainer/state.json": b"{}"}, last=True)
+def test_pull(run: Run, daemon: Daemon, finished_job: JobRecord) -> None:
+    job_id = finished_job.job_id
+    daemon.add_checkpoint(finished_job, 10, {"config.json": b"{}", "trainer/state.json": b"{}"})
     result = run("checkpoint", "pull", "first@last", "--to", "out")
-    assert (result.exit_code, result.stdout) == (0, "step 10 of job-1 is in out (2 B received)\n")
+    assert (result.exit_code, result.stdout) == (0, f"step 10 of {job_id} is in out (2 B received)\n")
     assert Path("out/config.json").read_bytes() == b"{}"
-    assert run("checkpoint", "list", "job-1", "-o", "name").stdout == "job-1@10\n"
-    assert run("checkpoint", "pull", "job-1@11", "--to", "out").exit_code == 4
-    assert run("checkpoint", "delete", "job-1@10").exit_code == 0
-    assert run("checkpoint", "delete", "job-1").exit_code == 2
+    assert run("checkpoint", "list", job_id, "-o", "name").stdout == f"{job_id}@10\n"
+    assert run("checkpoint", "pull", f"{job_id}@11", "--to", "out").exit_code == 4
+    assert run("checkpoint", "delete", f"{job_id}@10").exit_code == 0
+    assert run("checkpoint", "delete", job_id).exit_code == 2
 
 
 def test_version(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert json.loads(run("version", "-o", "json").stdout)["server"] == "9.9"
+    assert json.loads(run("version", "-o", "json").stdout)["server"] == VERSION
     monkeypatch.delenv("HORIZON_SERVER")
     before_login = run("version")
     assert before_login.exit_code == 0
@@ -351,41 +405,47 @@ def test_completion_script(shell: str) -> None:
     assert "_HORIZON_COMPLETE" in CliRunner().invoke(horizon, ["completion", shell]).stdout
 
 
-def test_server_that_is_away_is_five(run: Run, daemon: FakeDaemon) -> None:
-    daemon.stop()
+def test_server_that_is_away_is_five(run: Run, daemon: Daemon) -> None:
+    daemon.line.stop()
     result = run("job", "cancel", "x")
     assert result.exit_code == 5
     assert "nothing listens there; is the daemon running" in result.stderr
 
 
-def _interrupt(daemon: FakeDaemon, *args: str, when: bytes) -> tuple[int, str]:
+def _interrupt(daemon: Daemon, *args: str, when: bytes) -> tuple[int, str]:
     """Run the real command, send SIGINT once `when` was printed, return exit code and all that was printed."""
     code = "import sys; from horizon_client.cli import main; sys.argv[0] = 'horizon'; main()"
-    environment = {**os.environ, "HORIZON_SERVER": daemon.address, "HORIZON_TOKEN": TOKEN}
+    environment = {**os.environ, "HORIZON_SERVER": daemon.address, "HORIZON_TOKEN": daemon.token}
     with subprocess.Popen(
         [sys.executable, "-c", code, *args], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
-        assert process.stdout is not None
-        printed = b""
-        while when not in printed:
-            line = process.stdout.readline()
-            assert line, printed
-            printed += line
-        process.send_signal(signal.SIGINT)
-        printed += process.stdout.read()
-        return process.wait(10), printed.decode()
+        # Ends the reads below too, so that a command that hangs fails its test.
+        too_late = threading.Timer(60, process.kill)
+        too_late.start()
+        try:
+            assert process.stdout is not None
+            printed = b""
+            while when not in printed:
+                line = process.stdout.readline()
+                assert line, printed
+                printed += line
+            process.send_signal(signal.SIGINT)
+            printed += process.stdout.read()
+            return process.wait(10), printed.decode()
+        finally:
+            too_late.cancel()
+            process.kill()
 
 
-def test_interrupted_watch_says_how_to_come_back(run: Run, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.events, daemon.never_ending = daemon.events[:3], True
+def test_interrupted_watch_says_how_to_come_back(run: Run, daemon: Daemon, running_job: JobRecord) -> None:
     code, printed = _interrupt(daemon, "job", "watch", "first", when=b"step 1/10")
     assert code == 130
-    assert printed.endswith("the job continues; to return to it: horizon job watch job-1\n")
+    assert printed.endswith("the job continues; to return to it: horizon job watch " + running_job.job_id + "\n")
     assert "Traceback" not in printed
 
 
-def test_interrupted_push_says_how_to_go_on(run: Run, daemon: FakeDaemon, rows: Path) -> None:
-    daemon.hanging.add("FinalizeDataset")
+def test_interrupted_push_says_how_to_go_on(run: Run, daemon: Daemon, rows: Path) -> None:
+    daemon.line.hanging.add("FinalizeDataset")
     code, printed = _interrupt(daemon, "dataset", "push", "train.jsonl", when=b"verifying on the server: train")
     assert code == 130
     assert "the same command continues from there" in printed

@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import Result
 
-from horizon_proto.v1 import dataset_pb2, job_pb2, model_pb2
-
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
 Run = Callable[..., Result]
 
 
 @pytest.fixture
-def tab(run: Run, daemon: FakeDaemon) -> Callable[..., list[str]]:
+def tab(run: Run, daemon: Daemon) -> Callable[..., list[str]]:
     """Return what bash is offered for the last of some words."""
-    daemon.add_job(job_pb2.JobSpec(name="gsm8k-sft"))
-    daemon.models["tiny-base"] = model_pb2.Model(name="tiny-base")
-    daemon.datasets["gsm8k"] = dataset_pb2.Dataset(name="gsm8k")
+    daemon.add_job("gsm8k-sft")
 
     def complete(*words: str) -> list[str]:
         code = "from horizon_client.cli import main; main()"
@@ -58,8 +54,8 @@ def tab(run: Run, daemon: FakeDaemon) -> Callable[..., list[str]]:
         (("login", "gpubox", "--token-file", ""), ["file,"]),
         (("node", "status", "--ca", ""), ["file,"]),
         (("checkpoint", "pull", "x", "--to", ""), ["dir,"]),
-        (("job", "watch", ""), ["plain,gsm8k-sft", "plain,job-1"]),
-        (("job", "cancel", "job"), ["plain,job-1"]),
+        (("job", "watch", ""), ["plain,gsm8k-sft", "plain,JOB"]),
+        (("job", "cancel", "job"), ["plain,JOB"]),
         (("checkpoint", "list", "gsm"), ["plain,gsm8k-sft"]),
         (("model", "get", ""), ["plain,tiny-base"]),
         (("dataset", "delete", "g"), ["plain,gsm8k"]),
@@ -68,21 +64,22 @@ def tab(run: Run, daemon: FakeDaemon) -> Callable[..., list[str]]:
         (("jo",), ["plain,job"]),
     ],
 )  # fmt: skip
-def test_tab(tab: Callable[..., list[str]], words: tuple[str, ...], offered: list[str]) -> None:
-    assert tab(*words) == offered
+def test_tab(tab: Callable[..., list[str]], daemon: Daemon, words: tuple[str, ...], offered: list[str]) -> None:
+    (job,) = daemon.jobs()
+    assert tab(*words) == [one.replace("JOB", job.job_id) for one in offered]
 
 
 def test_a_server_that_is_away_offers_nothing_and_says_nothing(
-    tab: Callable[..., list[str]], daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    tab: Callable[..., list[str]], daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon.stop()
+    daemon.line.stop()
     assert tab("job", "watch", "") == []
     monkeypatch.delenv("HORIZON_SERVER")
     assert tab("job", "watch", "") == []
 
 
 def test_the_options_before_are_used(
-    tab: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon
+    tab: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, daemon: Daemon
 ) -> None:
     monkeypatch.delenv("HORIZON_SERVER")
     assert tab("--server", daemon.address, "model", "get", "") == ["plain,tiny-base"]
@@ -92,5 +89,5 @@ def test_the_options_before_are_used(
 def test_the_bash_script_is_valid(run: Run, tmp_path: Path) -> None:
     script = run("completion", "bash").stdout
     assert "compopt -o nospace" in script
-    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False, timeout=60)
     assert (checked.returncode, checked.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,12 +24,11 @@ from horizon_client import (
     WrongJobState,
 )
 from horizon_client.connection import Backoff, RetryPolicy
-from horizon_proto.v1 import job_pb2
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
-TOKEN = "hzn-test-token"
+SPEC = {"name": "n", "model": "tiny-base", "dataset": "gsm8k"}
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ TOKEN = "hzn-test-token"
     ],
 )
 def test_every_status_has_its_leaf(
-    client: Client, daemon: FakeDaemon, code: str, kind: type[HorizonClientError], exit_code: int
+    client: Client, daemon: Daemon, code: str, kind: type[HorizonClientError], exit_code: int
 ) -> None:
     violations = (("train.seed", "train.seed is -1; it must be 0 or more"), ("line[3].text", "is empty"))
-    daemon.refuse("CancelJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
+    daemon.line.refuse("CancelJob", code, "that went wrong", reason="SOME_REASON", violations=violations)
     with pytest.raises(kind) as caught:
         client.jobs.cancel("x")
     error = caught.value
@@ -61,48 +61,48 @@ def test_every_status_has_its_leaf(
     assert [(v.field, v.description) for v in error.violations] == list(violations)
 
 
-def test_hundred_violations_arrive(client: Client, daemon: FakeDaemon) -> None:
+def test_hundred_violations_arrive(client: Client, daemon: Daemon) -> None:
     violations = tuple((f"line[{n}].text", "this field must not be empty in any row " * 2) for n in range(100))
-    daemon.refuse("GetJob", "INVALID_ARGUMENT", "bad data", reason="INVALID_DATA", violations=violations)
+    daemon.line.refuse("GetJob", "INVALID_ARGUMENT", "bad data", reason="INVALID_DATA", violations=violations)
     with pytest.raises(InvalidRequest) as caught:
         client.jobs.get("x")
     assert len(caught.value.violations) == 100
 
 
-def test_idempotent_calls_are_made_again(client: Client, daemon: FakeDaemon) -> None:
-    daemon.refuse("SubmitJob", "UNAVAILABLE", "try later", reason="DRAINING", times=3)
-    job = client.jobs.submit({"name": "n", "model": "m", "dataset": "d"})
+def test_idempotent_calls_are_made_again(client: Client, daemon: Daemon) -> None:
+    daemon.line.refuse("SubmitJob", "UNAVAILABLE", "try later", reason="DRAINING", times=3)
+    job = client.jobs.submit(SPEC)
     assert daemon.calls == ["SubmitJob"] * 4
-    assert list(daemon.jobs) == [job.job_id]
+    assert [stored.job_id for stored in daemon.jobs()] == [job.job_id]
 
 
-def test_other_calls_are_not(client: Client, daemon: FakeDaemon) -> None:
-    daemon.add_job(job_pb2.JobSpec(name="n"))
-    daemon.refuse("CancelJob", "UNAVAILABLE", "try later", reason="DRAINING")
+def test_other_calls_are_not(client: Client, daemon: Daemon) -> None:
+    job = daemon.add_job()
+    daemon.line.refuse("CancelJob", "UNAVAILABLE", "try later", reason="DRAINING")
     with pytest.raises(Unavailable, match="try later"):
-        client.jobs.cancel("job-1")
+        client.jobs.cancel(job.job_id)
     assert daemon.calls == ["CancelJob"]
 
 
-def test_retries_are_bounded(daemon: FakeDaemon) -> None:
-    daemon.refuse("GetJob", "UNAVAILABLE", "try later", reason="DRAINING", times=50)
+def test_retries_are_bounded(daemon: Daemon) -> None:
+    daemon.line.refuse("GetJob", "UNAVAILABLE", "try later", reason="DRAINING", times=50)
     policy = RetryPolicy(max_attempts=4, first_wait_s=0.001, longest_wait_s=0.001)
-    with Client(daemon.address, token=TOKEN, unary_retry=policy) as client, pytest.raises(Unavailable):
+    with Client(daemon.address, token=daemon.token, unary_retry=policy) as client, pytest.raises(Unavailable):
         client.jobs.get("x")
     assert daemon.calls == ["GetJob"] * 4
 
 
-def test_same_request_id_gives_the_same_job(client: Client, daemon: FakeDaemon) -> None:
-    spec = {"name": "n", "model": "m", "dataset": "d"}
-    first = client.jobs.submit(spec, request_id="r-1")
-    assert client.jobs.submit(spec, request_id="r-1") == first
-    assert client.jobs.submit(spec).job_id != first.job_id
+def test_same_request_id_gives_the_same_job(client: Client, daemon: Daemon) -> None:
+    request_id = str(uuid.uuid4())
+    first = client.jobs.submit(SPEC, request_id=request_id)
+    assert client.jobs.submit(SPEC, request_id=request_id) == first
+    assert client.jobs.submit(SPEC).job_id != first.job_id
 
 
-def test_an_unreachable_server_is_one_message(daemon: FakeDaemon) -> None:
-    daemon.stop()
+def test_an_unreachable_server_is_one_message(daemon: Daemon) -> None:
+    daemon.line.stop()
     policy = RetryPolicy(max_attempts=2, first_wait_s=0.001)
-    with Client(daemon.address, token=TOKEN, unary_retry=policy) as client, pytest.raises(Unavailable) as caught:
+    with Client(daemon.address, token=daemon.token, unary_retry=policy) as client, pytest.raises(Unavailable) as caught:
         client.node.status()
     assert f"cannot reach horizond at {daemon.address}: nothing listens there" in caught.value.message
 
@@ -115,8 +115,8 @@ def test_retry_info_is_respected() -> None:
     assert backoff.wait_s(Unavailable("much later", retry_after_s=11.0)) is None
 
 
-def test_retry_info_of_the_server_arrives(client: Client, daemon: FakeDaemon) -> None:
-    daemon.refuse("CancelJob", "UNAVAILABLE", "draining", reason="DRAINING", retry_after_s=7)
+def test_retry_info_of_the_server_arrives(client: Client, daemon: Daemon) -> None:
+    daemon.line.refuse("CancelJob", "UNAVAILABLE", "draining", reason="DRAINING", retry_after_s=7)
     with pytest.raises(Unavailable) as caught:
         client.jobs.cancel("x")
     assert caught.value.retry_after_s == 7.0
@@ -133,19 +133,19 @@ def test_backoff_grows_and_forgets() -> None:
     assert (backoff.wait_s(problem) or 9.0) <= 1.25
 
 
-def test_closed_client_says_so(daemon: FakeDaemon) -> None:
-    client = Client(daemon.address, token=TOKEN)
+def test_closed_client_says_so(daemon: Daemon) -> None:
+    client = Client(daemon.address, token=daemon.token)
     client.close()
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.node.status()
 
 
-def test_abandoned_client_leaves_no_thread(daemon: FakeDaemon) -> None:
+def test_abandoned_client_leaves_no_thread(daemon: Daemon) -> None:
     import gc
     import threading
 
-    client = Client(daemon.address, token=TOKEN)
+    client = Client(daemon.address, token=daemon.token)
     client.node.status()
     del client
     gc.collect()

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from horizon_client import BadFile, Client
 from horizon_client.model_folder import model_files
-
-if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
 
 
 def safetensors(entries: dict[str, tuple[str, list[int], int, int]], data: bytes) -> bytes:
@@ -49,9 +45,8 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_only_what_a_model_needs_is_pushed(client: Client, daemon: FakeDaemon, folder: Path) -> None:
-    result = client.models.push(folder, name="tiny")
-    assert [f.path for f in result.model.files] == [
+def test_only_what_a_model_needs_is_pushed(folder: Path) -> None:
+    assert [file.path for file in model_files(folder)] == [
         "LICENSE",
         "README.md",
         "additional_chat_templates/rag.jinja",
@@ -63,10 +58,18 @@ def test_only_what_a_model_needs_is_pushed(client: Client, daemon: FakeDaemon, f
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert (result.model.state, result.model.architecture, result.model.num_parameters) == ("READY", "llama", 12)
-    assert client.models.push(folder, name="tiny-two").sent_bytes == 0
-    client.models.delete("m-1")
-    assert client.models.list() == []
+
+
+def test_a_model_is_pushed_once_and_deleted(client: Client, model_folder: Path) -> None:
+    (kept,) = client.models.list()
+    result = client.models.push(model_folder, name="tiny")
+    assert (result.model.state, result.model.architecture) == ("READY", kept.architecture)
+    assert result.model.num_parameters == kept.num_parameters > 0
+    assert [file.path for file in result.model.files] == [file.path for file in model_files(model_folder)]
+    assert client.models.push(model_folder, name="tiny-two").sent_bytes == 0
+    for name in ("tiny", "tiny-two"):
+        client.models.delete(name)
+    assert client.models.list() == [kept]
 
 
 def _write(name: str, content: bytes | str) -> Callable[[Path], object]:

@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING
 import pytest
 
 from horizon_client import Client, CorruptDownload, FileConflict, NotFound, ServerFailed
+from horizon_proto.v1 import checkpoint_pb2
+from horizon_server.records.job import JobRecord
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
 WEIGHTS = random.Random(1).randbytes(25_300)
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "trainer/state.json": b'{"step": 10}'}
 
 
+def reads_of(daemon: Daemon) -> list[int]:
+    """Offsets from which the client has asked for checkpoint files."""
+    return [request.offset for method, request in daemon.line.requests if method == "ReadCheckpointFile"]
+
+
 @pytest.fixture
-def job(daemon: FakeDaemon) -> str:
+def job(daemon: Daemon, finished_job: JobRecord) -> str:
     """A job with two checkpoints; the first is the best, the second the last."""
-    daemon.add_checkpoint(10, FILES, best=True, eval_loss=1.0)
-    daemon.add_checkpoint(20, {**FILES, "config.json": b'{"later": 1}'}, last=True)
-    return "job-1"
+    daemon.add_checkpoint(finished_job, 10, FILES, eval_loss=1.0)
+    daemon.add_checkpoint(finished_job, 20, {**FILES, "config.json": b'{"later": 1}'}, eval_loss=2.0)
+    return finished_job.job_id
 
 
 def test_pull_brings_the_model_only_by_default(client: Client, job: str, tmp_path: Path) -> None:
@@ -45,19 +52,18 @@ def test_places(client: Client, job: str, tmp_path: Path) -> None:
         client.checkpoints.pull(job, tmp_path / "c", at=11)
 
 
-@pytest.mark.parametrize("cuts", [[0], [1], [25], [3, 0, 20]])
+@pytest.mark.parametrize("cuts", [[0], [1000], [25_000], [3000, 0, 20_000]])
 def test_a_cut_pull_continues_where_it_stopped(
-    client: Client, daemon: FakeDaemon, job: str, tmp_path: Path, cuts: list[int]
+    client: Client, daemon: Daemon, job: str, tmp_path: Path, cuts: list[int]
 ) -> None:
-    daemon.stream_cuts = list(cuts)
+    daemon.line.cuts["ReadCheckpointFile"] = [len(FILES["config.json"]), *cuts]  # which is read first
     result = client.checkpoints.pull(job, tmp_path, at=10)
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
     assert result.received_bytes == len(WEIGHTS) + 2
-    expected = [1000 * sum(cuts[: i + 1]) for i in range(len(cuts))]
-    assert daemon.read_offsets[: len(cuts) + 1] == [0, *expected]
+    assert reads_of(daemon)[1:] == [sum(cuts[:i]) for i in range(len(cuts) + 1)]
 
 
-def test_partial_file_of_an_earlier_run_is_used(client: Client, daemon: FakeDaemon, job: str, tmp_path: Path) -> None:
+def test_partial_file_of_an_earlier_run_is_used(client: Client, daemon: Daemon, job: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.part").write_bytes(WEIGHTS[:7777])
     result = client.checkpoints.pull(job, tmp_path, at=10)
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
@@ -67,39 +73,47 @@ def test_partial_file_of_an_earlier_run_is_used(client: Client, daemon: FakeDaem
 
 @pytest.mark.parametrize("leftover", [b"other bytes", WEIGHTS + b"too long", b"x" * len(WEIGHTS)])
 def test_useless_partial_file_is_replaced(
-    client: Client, daemon: FakeDaemon, job: str, tmp_path: Path, leftover: bytes
+    client: Client, daemon: Daemon, job: str, tmp_path: Path, leftover: bytes
 ) -> None:
     (tmp_path / "model.safetensors.part").write_bytes(leftover)
     client.checkpoints.pull(job, tmp_path, at=10)
     assert (tmp_path / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_one_corrupt_byte_is_detected(client: Client, daemon: FakeDaemon, job: str, tmp_path: Path) -> None:
-    damaged = bytearray(WEIGHTS)
-    damaged[12_345] ^= 1
-    daemon.files["10/model.safetensors"] = bytes(damaged)
+def test_one_corrupt_byte_is_detected(client: Client, daemon: Daemon, job: str, tmp_path: Path) -> None:
+    def damage(answer: checkpoint_pb2.ReadCheckpointFileResponse) -> None:
+        damaged = bytearray(answer.data)
+        if len(damaged) > 12_345:
+            damaged[12_345] ^= 1
+        answer.data = bytes(damaged)
+
+    daemon.line.change["ReadCheckpointFile"] = damage
     with pytest.raises(CorruptDownload, match=r"model\.safetensors arrived damaged"):
         client.checkpoints.pull(job, tmp_path, at=10)
     assert not (tmp_path / "model.safetensors").exists()
     assert not (tmp_path / "model.safetensors.part").exists()
 
 
-def test_too_many_bytes_are_refused(client: Client, daemon: FakeDaemon, job: str, tmp_path: Path) -> None:
-    daemon.files["10/model.safetensors"] = WEIGHTS + b"more"
+def test_too_many_bytes_are_refused(client: Client, daemon: Daemon, job: str, tmp_path: Path) -> None:
+    def lengthen(answer: checkpoint_pb2.ReadCheckpointFileResponse) -> None:
+        if len(answer.data) == len(WEIGHTS):
+            answer.data += b"more"
+
+    daemon.line.change["ReadCheckpointFile"] = lengthen
     with pytest.raises(CorruptDownload, match=r"model\.safetensors"):
         client.checkpoints.pull(job, tmp_path, at=10)
 
 
 def test_identical_files_are_left_alone_and_different_ones_refused(
-    client: Client, daemon: FakeDaemon, job: str, tmp_path: Path
+    client: Client, daemon: Daemon, job: str, tmp_path: Path
 ) -> None:
     client.checkpoints.pull(job, tmp_path, at=10)
     assert client.checkpoints.pull(job, tmp_path, at=10).received_bytes == 0
 
-    reads = len(daemon.read_offsets)
+    reads = len(reads_of(daemon))
     with pytest.raises(FileConflict, match=r"config\.json exists and is different"):
         client.checkpoints.pull(job, tmp_path, at=20)
-    assert len(daemon.read_offsets) == reads
+    assert len(reads_of(daemon)) == reads
     assert (tmp_path / "config.json").read_bytes() == b"{}"
 
     client.checkpoints.pull(job, tmp_path, at=20, force=True)
@@ -107,14 +121,17 @@ def test_identical_files_are_left_alone_and_different_ones_refused(
 
 
 @pytest.mark.parametrize("path", ["../evil", "/etc/evil", "a/../../evil", "a//b", "C:\\evil", "..\\evil", "a/./b", ""])
-def test_paths_that_lead_out_are_refused(client: Client, daemon: FakeDaemon, tmp_path: Path, path: str) -> None:
-    daemon.add_checkpoint(5, {"config.json": b"{}", path: b"evil"})
+def test_paths_that_lead_out_are_refused(client: Client, daemon: Daemon, job: str, tmp_path: Path, path: str) -> None:
+    def lead_out(answer: checkpoint_pb2.ListCheckpointsResponse) -> None:
+        answer.checkpoints[0].files.add(path=path, sha256="0" * 64, size_bytes=4)
+
+    daemon.line.change["ListCheckpoints"] = lead_out
     with pytest.raises(ServerFailed, match="is outside the folder"):
-        client.checkpoints.pull("job-1", tmp_path / "out", at=5)
+        client.checkpoints.pull(job, tmp_path / "out", at=10)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_that_lead_out_are_not_followed(client: Client, daemon: FakeDaemon, job: str, tmp_path: Path) -> None:
+def test_links_that_lead_out_are_not_followed(client: Client, daemon: Daemon, job: str, tmp_path: Path) -> None:
     outside, out = tmp_path / "outside", tmp_path / "out"
     outside.mkdir()
     out.mkdir()

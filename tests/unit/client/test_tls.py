@@ -26,9 +26,8 @@ from horizon_client.connection import RetryPolicy
 from horizon_client.rpc_errors import from_rpc
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
-TOKEN = "hzn-test-token"
 ONCE = RetryPolicy(max_attempts=1)
 
 
@@ -55,42 +54,42 @@ def _self_signed(address: str = "127.0.0.1") -> tuple[bytes, bytes]:
 
 
 @pytest.fixture
-def own_ca(daemon: FakeDaemon, tmp_path: Path) -> Iterator[Path]:
-    """Restart the fake daemon with TLS and return its CA file."""
-    daemon.stop()
-    daemon.tls = _self_signed()
-    daemon.start()
+def own_ca(daemon: Daemon, tmp_path: Path) -> Iterator[Path]:
+    """Restart the line with TLS and return its CA file."""
+    daemon.line.stop()
+    daemon.line.tls = _self_signed()
+    daemon.line.start()
     path = tmp_path / "ca.pem"
-    path.write_bytes(daemon.tls[1])
+    path.write_bytes(daemon.line.tls[1])
     yield path
 
 
-def test_own_ca_is_trusted(daemon: FakeDaemon, own_ca: Path) -> None:
-    with Client(daemon.address, token=TOKEN, ca_file=own_ca) as client:
+def test_own_ca_is_trusted(daemon: Daemon, own_ca: Path) -> None:
+    with Client(daemon.address, token=daemon.token, ca_file=own_ca) as client:
         assert client.node.status().user == "ada"
 
 
-def test_other_ca_is_not(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+def test_other_ca_is_not(daemon: Daemon, own_ca: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.pem"
     other.write_bytes(_self_signed()[1])
-    client = Client(daemon.address, token=TOKEN, ca_file=other, unary_retry=ONCE)
+    client = Client(daemon.address, token=daemon.token, ca_file=other, unary_retry=ONCE)
     with client, pytest.raises(Unavailable, match="not signed by the CA file in use"):
         client.node.status()
     assert daemon.calls == []
 
 
-def test_plain_text_to_a_tls_port_hints_at_the_ca(daemon: FakeDaemon, own_ca: Path) -> None:
-    client = Client(daemon.address, token=TOKEN, unary_retry=ONCE)
+def test_plain_text_to_a_tls_port_hints_at_the_ca(daemon: Daemon, own_ca: Path) -> None:
+    client = Client(daemon.address, token=daemon.token, unary_retry=ONCE)
     with client, pytest.raises(Unavailable, match="pass its CA file with --ca"):
         client.node.status()
 
 
-def test_another_host_name_is_explained_with_the_names_that_work(daemon: FakeDaemon, tmp_path: Path) -> None:
-    daemon.stop()
-    daemon.tls = _self_signed("192.0.2.7")
-    daemon.start()
-    (tmp_path / "ca.pem").write_bytes(daemon.tls[1])
-    with Client(daemon.address, token=TOKEN, ca_file=tmp_path / "ca.pem") as client:
+def test_another_host_name_is_explained_with_the_names_that_work(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.line.stop()
+    daemon.line.tls = _self_signed("192.0.2.7")
+    daemon.line.start()
+    (tmp_path / "ca.pem").write_bytes(daemon.line.tls[1])
+    with Client(daemon.address, token=daemon.token, ca_file=tmp_path / "ca.pem") as client:
         with pytest.raises(BadEndpoint) as caught:
             client.node.status()
         with pytest.raises(BadEndpoint):
@@ -103,22 +102,22 @@ def test_another_host_name_is_explained_with_the_names_that_work(daemon: FakeDae
     assert daemon.calls == []
 
 
-def test_a_certificate_error_is_not_retried(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+def test_a_certificate_error_is_not_retried(daemon: Daemon, own_ca: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.pem"
     other.write_bytes(_self_signed()[1])
     patient = RetryPolicy(max_attempts=100, first_wait_s=60, longest_wait_s=60, max_elapsed_s=6000)
-    client = Client(daemon.address, token=TOKEN, ca_file=other, unary_retry=patient, stream_retry=patient)
+    client = Client(daemon.address, token=daemon.token, ca_file=other, unary_retry=patient, stream_retry=patient)
     with client, pytest.raises(BadEndpoint):
         client.node.status()  # the first retry would outlast the test
 
 
-def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: FakeDaemon, own_ca: Path, tmp_path: Path) -> None:
+def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: Daemon, own_ca: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.pem"
     other.write_bytes(_self_signed()[1])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GRPC_", "HORIZON_"))}
     done = subprocess.run(
         [sys.executable, "-m", "horizon_client", "node", "status", "--server", daemon.address, "--ca", str(other)],
-        env=environment | {"HORIZON_CONFIG_DIR": str(tmp_path / "none"), "HORIZON_TOKEN": TOKEN},
+        env=environment | {"HORIZON_CONFIG_DIR": str(tmp_path / "none"), "HORIZON_TOKEN": daemon.token},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 5
@@ -127,10 +126,10 @@ def test_the_command_prints_one_line_and_no_log_of_grpc(daemon: FakeDaemon, own_
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bool, tmp_path: Path) -> None:
+def test_the_web_port_is_recognised(daemon: Daemon, own_ca: Path, secure: bool, tmp_path: Path) -> None:
     certificate = tmp_path / "both.pem"
-    assert daemon.tls is not None
-    certificate.write_bytes(daemon.tls[0] + daemon.tls[1])
+    assert daemon.line.tls is not None
+    certificate.write_bytes(daemon.line.tls[0] + daemon.line.tls[1])
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         if secure:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -139,7 +138,7 @@ def test_the_web_port_is_recognised(daemon: FakeDaemon, own_ca: Path, secure: bo
             web.socket = context.wrap_socket(web.socket, server_side=True)
         threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
         address = f"127.0.0.1:{web.server_port}"
-        client = Client(address, token=TOKEN, ca_file=own_ca if secure else None)
+        client = Client(address, token=daemon.token, ca_file=own_ca if secure else None)
         with client, pytest.raises(BadEndpoint, match=f"{address} does not speak gRPC: .* is a web .HTTP. port"):
             client.node.status()
         web.shutdown()

@@ -13,7 +13,7 @@ from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, 
 from horizon_client.transfer.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
 SIZE = 3 * CHUNK_BYTES + 1234
 
@@ -31,56 +31,50 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def test_second_push_sends_no_data(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_second_push_sends_no_data(client: Client, daemon: Daemon, jsonl: Path) -> None:
     first = client.datasets.push([jsonl], name="notes")
     second = client.datasets.push([jsonl], name="notes-again")
 
-    assert first.sent_bytes == jsonl.stat().st_size == daemon.blobs.received_bytes
+    assert first.sent_bytes == jsonl.stat().st_size == daemon.line.sent_bytes
     assert second.sent_bytes == 0
     assert first.dataset.state == second.dataset.state == "READY"
-    assert max(daemon.blobs.chunk_sizes) <= 2**20
+    assert max(daemon.line.chunk_sizes) <= 2**20
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [CHUNK_BYTES], [CHUNK_BYTES + 17, 3], [2 * CHUNK_BYTES, CHUNK_BYTES, 5]])
-def test_cut_upload_sends_only_the_rest(client: Client, daemon: FakeDaemon, jsonl: Path, cuts: list[int]) -> None:
-    daemon.blobs.cuts = list(cuts)
+def test_cut_upload_sends_only_the_rest(client: Client, daemon: Daemon, jsonl: Path, cuts: list[int]) -> None:
+    daemon.line.cuts["WriteBlob"] = list(cuts)
     notices: list[str] = []
 
     result = client.datasets.push([jsonl], name="notes", reporter=Recorder(on_notice=notices.append))
 
-    (content,) = daemon.blobs.contents.values()
-    assert bytes(content) == jsonl.read_bytes()
-    assert daemon.blobs.received_bytes == jsonl.stat().st_size  # not one byte twice
+    assert daemon.stored(jsonl.read_bytes())
+    assert daemon.line.sent_bytes == jsonl.stat().st_size  # not one byte twice
     assert result.dataset.state == "READY"
     assert len(notices) == len(cuts)
     assert "train.jsonl was cut" in notices[0]
 
 
-def test_an_upload_continues_after_an_interrupted_run(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
-    import hashlib
-
+def test_an_upload_continues_after_an_interrupted_run(client: Client, daemon: Daemon, jsonl: Path) -> None:
     content = jsonl.read_bytes()
-    daemon.blobs.contents[hashlib.sha256(content).hexdigest()] = bytearray(content[:100_000])
+    daemon.upload_start(content, content[:100_000])
 
     result = client.datasets.push([jsonl], name="notes")
 
     assert result.sent_bytes == len(content) - 100_000
 
 
-def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
-    import hashlib
-
+def test_damaged_leftover_is_replaced_from_the_start(client: Client, daemon: Daemon, jsonl: Path) -> None:
     content = jsonl.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    daemon.blobs.contents[sha256] = bytearray(b"?" * 100)
+    daemon.upload_start(content, b"?" * 100)
 
     client.datasets.push([jsonl], name="notes")
 
-    assert bytes(daemon.blobs.contents[sha256]) == content
+    assert daemon.stored(content)
 
 
-def test_a_refusal_in_the_middle_of_a_stream_keeps_its_reason(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
-    daemon.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
+def test_a_refusal_in_the_middle_of_a_stream_keeps_its_reason(client: Client, daemon: Daemon, jsonl: Path) -> None:
+    daemon.line.refuse("WriteBlob", "RESOURCE_EXHAUSTED", "the disk is full", reason="DISK_FULL", times=1000)
 
     with pytest.raises(DiskFull, match="the disk is full") as caught:
         client.datasets.push([jsonl], name="notes")
@@ -88,14 +82,13 @@ def test_a_refusal_in_the_middle_of_a_stream_keeps_its_reason(client: Client, da
     assert caught.value.reason == "DISK_FULL"
 
 
-def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaemon, jsonl: Path) -> None:
+def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: Daemon, jsonl: Path) -> None:
     seen: list[Progress] = []
 
     def restart_once(progress: Progress) -> None:
         if progress.phase == "upload" and not seen:
             seen.append(progress)
-            daemon.stop()
-            daemon.start()
+            daemon.restart()
 
     result = client.datasets.push([jsonl], name="notes", reporter=Recorder(restart_once))
 
@@ -103,14 +96,14 @@ def test_upload_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDae
     assert result.dataset.state == "READY"
 
 
-def test_equal_files_are_sent_once(client: Client, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_equal_files_are_sent_once(client: Client, daemon: Daemon, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"text": "same"}\n')
 
     result = client.datasets.push([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], name="twins")
 
     assert [f.path for f in result.dataset.files] == ["a.jsonl", "b.jsonl"]
-    assert result.sent_bytes == daemon.blobs.received_bytes == len('{"text": "same"}\n')
+    assert result.sent_bytes == daemon.line.sent_bytes == len('{"text": "same"}\n')
 
 
 def test_same_names_in_two_folders_keep_their_folders(client: Client, tmp_path: Path) -> None:
@@ -136,7 +129,7 @@ def test_same_names_in_two_folders_keep_their_folders(client: Client, tmp_path: 
     ],
 )
 def test_bad_data_is_refused_before_a_byte_is_sent(
-    client: Client, daemon: FakeDaemon, tmp_path: Path, name: str, content: bytes, expected: str
+    client: Client, daemon: Daemon, tmp_path: Path, name: str, content: bytes, expected: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
 
@@ -153,7 +146,7 @@ def test_wrong_format_names_the_choices(client: Client, jsonl: Path) -> None:
     assert caught.value.violations[0].field == "format"
 
 
-def test_wrong_token_is_not_retried(daemon: FakeDaemon, jsonl: Path) -> None:
+def test_wrong_token_is_not_retried(daemon: Daemon, jsonl: Path) -> None:
     with Client(daemon.address, token="wrong") as client, pytest.raises(Unauthenticated) as caught:
         client.datasets.push([jsonl], name="x")
     assert caught.value.reason == "UNAUTHENTICATED"

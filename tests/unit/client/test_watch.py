@@ -13,11 +13,11 @@ from horizon_client.connection import RetryPolicy
 from horizon_client.conversion import from_message, to_plain
 from horizon_client.resources import JobEvent, MessageEvent, StateEvent, StepEvent
 from horizon_proto.v1 import job_pb2
+from horizon_server.records.job import JobRecord, JobState
 
 if TYPE_CHECKING:
-    from tests.unit.client.conftest import FakeDaemon
+    from tests.unit.client.conftest import Daemon
 
-TOKEN = "hzn-test-token"
 QUICK = RetryPolicy(max_attempts=30, max_elapsed_s=20.0, first_wait_s=0.001, longest_wait_s=0.05)
 
 
@@ -25,96 +25,98 @@ def _sequences(events: list[JobEvent]) -> list[int]:
     return [event.sequence for event in events]
 
 
-def test_watch_yields_all_events(client: Client, finished_job: str) -> None:
-    events = list(client.jobs.watch(finished_job))
-    assert _sequences(events) == list(range(1, 13))
+def test_watch_yields_all_events(client: Client, finished_job: JobRecord) -> None:
+    events = list(client.jobs.watch(finished_job.job_id))
+    assert _sequences(events) == list(range(1, 16))
     assert isinstance(events[0], StateEvent)
-    assert events[0].state == "RUNNING"
-    assert isinstance(events[1], StepEvent)
-    assert events[1].loss == 1.0
+    assert [event.state for event in events if event.kind == "state"] == [
+        "QUEUED", "PREPARING", "STARTING", "RUNNING", "SUCCEEDED",
+    ]  # fmt: skip
+    assert isinstance(events[4], StepEvent)
+    assert events[4].loss == 1.0
 
 
-@pytest.mark.parametrize("cuts", [[0], [1, 1, 1], [5, 0, 3], [11], [12]])
+@pytest.mark.parametrize("cuts", [[0], [1, 1, 1], [5, 0, 3], [14], [15]])
 def test_watch_resumes_without_gap_or_repeat(
-    client: Client, daemon: FakeDaemon, finished_job: str, cuts: list[int]
+    client: Client, daemon: Daemon, finished_job: JobRecord, cuts: list[int]
 ) -> None:
-    daemon.stream_cuts = list(cuts)
+    daemon.line.cuts["WatchJob"] = list(cuts)
     notices: list[str] = []
     events = list(client.jobs.watch("first", reporter=Recorder(on_notice=notices.append)))
-    assert _sequences(events) == list(range(1, 13))
-    assert len(notices) == len([cut for cut in cuts if cut < 12])
+    assert _sequences(events) == list(range(1, 16))
+    assert len(notices) == len([cut for cut in cuts if cut < 15])
 
 
-def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
+def test_watch_survives_a_restart_of_the_daemon(client: Client, daemon: Daemon, finished_job: JobRecord) -> None:
     events: list[JobEvent] = []
-    for event in client.jobs.watch(finished_job):
+    for event in client.jobs.watch(finished_job.job_id):
         events.append(event)
         if event.sequence == 4:
-            daemon.stop()
-            daemon.start()
-    assert _sequences(events) == list(range(1, 13))
+            daemon.restart()
+    assert _sequences(events) == list(range(1, 16))
 
 
-def test_watch_continues_from_a_sequence(client: Client, finished_job: str) -> None:
-    assert _sequences(list(client.jobs.watch(finished_job, after_sequence=9))) == [10, 11, 12]
+def test_watch_continues_from_a_sequence(client: Client, finished_job: JobRecord) -> None:
+    assert _sequences(list(client.jobs.watch(finished_job.job_id, after_sequence=12))) == [13, 14, 15]
 
 
-def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
-    all_events, daemon.events = daemon.events, daemon.events[:6]
-
-    def complete(notice: str) -> None:
-        daemon.events = all_events
-
-    assert _sequences(list(client.jobs.watch(finished_job, reporter=Recorder(on_notice=complete)))) == list(
-        range(1, 13)
-    )
+def test_stream_that_ends_before_the_job_counts_as_cut(client: Client, daemon: Daemon, finished_job: JobRecord) -> None:
+    daemon.line.ends["WatchJob"] = [6]
+    assert _sequences(list(client.jobs.watch(finished_job.job_id))) == list(range(1, 16))
+    assert daemon.calls.count("WatchJob") == 2
 
 
-def test_watch_gives_up_after_its_time(daemon: FakeDaemon, finished_job: str) -> None:
+def test_watch_gives_up_after_its_time(daemon: Daemon, finished_job: JobRecord) -> None:
     short = RetryPolicy(max_attempts=3, first_wait_s=0.001, longest_wait_s=0.001)
-    with Client(daemon.address, token=TOKEN, unary_retry=short, stream_retry=short) as client:
-        daemon.refuse("WatchJob", "UNAVAILABLE", "draining", reason="DRAINING", times=3)
+    with Client(daemon.address, token=daemon.token, unary_retry=short, stream_retry=short) as client:
+        daemon.line.refuse("WatchJob", "UNAVAILABLE", "draining", reason="DRAINING", times=3)
         with pytest.raises(Unavailable, match="draining") as caught:
-            list(client.jobs.watch(finished_job))
+            list(client.jobs.watch(finished_job.job_id))
     assert caught.value.reason == "DRAINING"
     assert daemon.calls.count("WatchJob") == 3
 
 
-def test_watch_of_an_unknown_job_fails_at_once(client: Client, daemon: FakeDaemon) -> None:
-    with pytest.raises(NotFound, match="job nope does not exist"):
+def test_watch_of_an_unknown_job_fails_at_once(client: Client, daemon: Daemon) -> None:
+    with pytest.raises(NotFound, match="job 'nope' does not exist"):
         list(client.jobs.watch("nope"))
     assert daemon.calls == ["GetJob", "ListJobs"]  # the second for similar names
 
 
-def test_watch_can_be_left_and_the_client_used_on(client: Client, finished_job: str) -> None:
-    for event in client.jobs.watch(finished_job):
+def test_watch_can_be_left_and_the_client_used_on(client: Client, finished_job: JobRecord) -> None:
+    for event in client.jobs.watch(finished_job.job_id):
         if event.sequence == 3:
             break
-    assert client.jobs.get(finished_job).state == "SUCCEEDED"
+    assert client.jobs.get(finished_job.job_id).state == "SUCCEEDED"
 
 
-async def test_the_async_face_yields_the_same(daemon: FakeDaemon, client: Client, finished_job: str) -> None:
-    daemon.stream_cuts = [4]
-    async with AsyncClient(daemon.address, token=TOKEN, unary_retry=QUICK, stream_retry=QUICK) as inner:
-        events = [event async for event in inner.jobs.watch(finished_job)]
-    assert _sequences(events) == list(range(1, 13))
+async def test_the_async_face_yields_the_same(daemon: Daemon, client: Client, finished_job: JobRecord) -> None:
+    daemon.line.cuts["WatchJob"] = [4]
+    async with AsyncClient(daemon.address, token=daemon.token, unary_retry=QUICK, stream_retry=QUICK) as inner:
+        events = [event async for event in inner.jobs.watch(finished_job.job_id)]
+    assert _sequences(events) == list(range(1, 16))
 
 
-def test_an_event_of_an_unknown_kind_is_a_message(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.events[3].ClearField("step")
-    events = list(client.jobs.watch(finished_job))
-    assert isinstance(events[3], MessageEvent)
-    assert "upgrade" in events[3].text
-    assert _sequences(events) == list(range(1, 13))
+def test_an_event_of_an_unknown_kind_is_a_message(client: Client, daemon: Daemon, finished_job: JobRecord) -> None:
+
+    def of_a_later_version(answer: job_pb2.WatchJobResponse) -> None:
+        if answer.event.sequence == 6:
+            answer.event.ClearField("step")
+
+    daemon.line.change["WatchJob"] = of_a_later_version
+    events = list(client.jobs.watch(finished_job.job_id))
+    assert isinstance(events[5], MessageEvent)
+    assert "upgrade" in events[5].text
+    assert _sequences(events) == list(range(1, 16))
 
 
-@pytest.mark.parametrize("cuts", [[], [0], [3, 1]])
-def test_logs_resume_at_the_byte(client: Client, daemon: FakeDaemon, finished_job: str, cuts: list[int]) -> None:
-    daemon.log = bytes(range(256)) * 2
-    daemon.stream_cuts = list(cuts)
-    assert b"".join(client.jobs.logs(finished_job)) == daemon.log
-    daemon.stream_cuts = list(cuts)
-    assert b"".join(client.jobs.logs(finished_job, offset=15)) == daemon.log[15:]
+@pytest.mark.parametrize("cuts", [[], [0], [30, 10]])
+def test_logs_resume_at_the_byte(client: Client, daemon: Daemon, finished_job: JobRecord, cuts: list[int]) -> None:
+    log = bytes(range(256)) * 2
+    daemon.write_log(finished_job, log)
+    daemon.line.cuts["GetJobLogs"] = list(cuts)
+    assert b"".join(client.jobs.logs(finished_job.job_id)) == log
+    daemon.line.cuts["GetJobLogs"] = list(cuts)
+    assert b"".join(client.jobs.logs(finished_job.job_id, offset=15)) == log[15:]
 
 
 def test_plain_form_has_the_names_that_notebooks_know() -> None:
@@ -128,51 +130,49 @@ def test_plain_form_has_the_names_that_notebooks_know() -> None:
     assert plain["d2h"] is None
 
 
-def test_wait_returns_the_ended_job(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.stream_cuts = [0]
-    assert client.jobs.wait("first").state == "SUCCEEDED"
-    daemon.jobs[finished_job].state = job_pb2.JOB_STATE_FAILED
-    assert client.jobs.wait(finished_job, timeout_s=20).state == "FAILED"
+@pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED])
+def test_wait_returns_the_ended_job(client: Client, daemon: Daemon, state: JobState) -> None:
+    daemon.add_job("first", state=state)
+    daemon.line.cuts["WatchJob"] = [0]
+    assert client.jobs.wait("first", timeout_s=20).state == state
     assert "WatchJob" in daemon.calls
 
 
-def test_wait_follows_a_job_to_its_end(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
-    job, last = daemon.jobs[finished_job], daemon.events[-1]
-    job.state, job.last_sequence = job_pb2.JOB_STATE_RUNNING, 11
-    daemon.events = daemon.events[:-1]
+def test_wait_follows_a_job_to_its_end(client: Client, daemon: Daemon, running_job: JobRecord) -> None:
+    daemon.line.cuts["WatchJob"] = [0]
 
-    def end(notice: str) -> None:  # the stream ended early and is opened again
-        daemon.events.append(last)
-        job.state, job.last_sequence = job_pb2.JOB_STATE_SUCCEEDED, 12
+    def end(notice: str) -> None:
+        daemon.move(running_job, JobState.SUCCEEDED)
 
     assert client.jobs.wait("first", reporter=Recorder(on_notice=end)).state == "SUCCEEDED"
 
 
-def test_wait_gives_up_after_its_time_and_leaves_the_job(client: Client, daemon: FakeDaemon, finished_job: str) -> None:
-    daemon.jobs[finished_job].state, daemon.never_ending = job_pb2.JOB_STATE_RUNNING, True
+def test_wait_gives_up_after_its_time_and_leaves_the_job(
+    client: Client, daemon: Daemon, running_job: JobRecord
+) -> None:
     with pytest.raises(DeadlineExceeded, match=r"job first has not ended after 0\.2 s; it continues"):
         client.jobs.wait("first", timeout_s=0.2)
     assert "CancelJob" not in daemon.calls
 
 
-async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: FakeDaemon, client: Client) -> None:
-    daemon.add_checkpoint(10, {f"model-{n:05}.safetensors": b"x" for n in range(50)})
+async def test_what_is_printed_of_clients_and_checkpoints_is_short(daemon: Daemon, client: Client) -> None:
+    job = daemon.add_job()
+    daemon.add_checkpoint(job, 10, {f"model-{n:05}.safetensors": b"x" for n in range(50)})
     assert repr(client) == f"Client('{daemon.address}')"
-    async with AsyncClient(daemon.address, token=TOKEN) as inner:
+    async with AsyncClient(daemon.address, token=daemon.token) as inner:
         assert repr(inner) == f"AsyncClient('{daemon.address}')"
-        (checkpoint,) = await inner.checkpoints.list("job-1")
+        (checkpoint,) = await inner.checkpoints.list(job.job_id)
     assert repr(checkpoint) == (
-        "Checkpoint(job_id='job-1', step=10, size_bytes=50, create_time=None, eval_loss=None, last=False, best=False)"
+        f"Checkpoint(job_id='{job.job_id}', step=10, size_bytes=50, create_time={checkpoint.create_time!r}, eval_loss=None, last=True, "
+        "best=True)"
     )
 
 
 def test_an_interrupt_at_any_moment_of_a_watch_is_an_interrupt(
-    client: Client, daemon: FakeDaemon, finished_job: str, monkeypatch: pytest.MonkeyPatch
+    client: Client, running_job: JobRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon.events, daemon.never_ending = daemon.events[:3], True
-    daemon.jobs[finished_job].state = job_pb2.JOB_STATE_RUNNING
-    events = iter(client.jobs.watch(finished_job))
-    assert _sequences([next(events) for _ in range(3)]) == [1, 2, 3]
+    events = iter(client.jobs.watch(running_job.job_id))
+    assert _sequences([next(events) for _ in range(6)]) == [1, 2, 3, 4, 5, 6]
     schedule = asyncio.run_coroutine_threadsafe
 
     def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
@@ -183,4 +183,4 @@ def test_an_interrupt_at_any_moment_of_a_watch_is_an_interrupt(
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(events)
-    assert client.jobs.get(finished_job).state == "RUNNING", "and the client can still be used"
+    assert client.jobs.get(running_job.job_id).state == "RUNNING", "and the client can still be used"

@@ -1,4 +1,4 @@
-"""A real `horizond` in a process of its own, as the scenario and fault tests use it."""
+"""A real `horizond` in a process of its own, as the scenario and fault tests use it; and waits that both kinds of daemons share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ READY_S = 30.0
 class DaemonProcess:
     """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
 
-    def __init__(self, state_dir: Path, *flags: str) -> None:
+    def __init__(self, state_dir: Path, *flags: str, **settings: float) -> None:
+        """`flags` are those of `horizond serve`, `settings` lines of its configuration file."""
         self.state_dir = state_dir
         self._flags = flags
+        self._settings = settings
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoints: dict[str, Any] = {}
 
     def start(self) -> DaemonProcess:
         """Start it and wait until it is ready."""
         self.state_dir.mkdir(parents=True, exist_ok=True)
-        flags = ["--state-dir", str(self.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *self._flags]
+        flags = ["--state-dir", str(self.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        if self._settings:
+            config = self.state_dir / "test.toml"
+            config.write_text("".join(f"{name} = {value}\n" for name, value in self._settings.items()), "ascii")
+            flags += ["--config", str(config)]
+        flags += self._flags
         with (self.state_dir / "test.log").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server", "serve", *flags], stdout=output, stderr=output
@@ -40,6 +47,12 @@ class DaemonProcess:
         assert path.is_file(), self.log()
         self.endpoints = json.loads(path.read_text("utf-8"))
         return self
+
+    @property
+    def pid(self) -> int:
+        """The process that its children belong to."""
+        assert self.process is not None
+        return self.process.pid
 
     def terminate(self, timeout_s: float = 60.0) -> int:
         """Send SIGTERM and return the exit code."""
@@ -93,18 +106,23 @@ class DaemonProcess:
 
     def worker_pids(self) -> list[int]:
         """Processes of workers that belong to this state folder and are alive."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    command = (entry / "cmdline").read_bytes()
-                    if b"horizon_server.worker" in command and str(self.state_dir).encode() in command:
-                        found.append(int(entry.name))
-        return found
+        return processes_of("horizon_server.worker", self.state_dir)
 
     def log(self) -> str:
         """What the daemon has logged."""
         return (self.state_dir / "test.log").read_text("utf-8", "replace")
+
+
+def processes_of(module: str, state_dir: Path) -> list[int]:
+    """Processes that run `module` for this state folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                if module.encode() in command and str(state_dir).encode() in command:
+                    found.append(int(entry.name))
+    return found
 
 
 def wait_for(condition: Any, timeout_s: float, every_s: float = 0.05) -> None:

@@ -1,0 +1,46 @@
+"""The two kinds of daemons that scenarios run against, and the job they submit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemon_process import DaemonProcess
+from tests.support.served_daemon import ServedDaemon
+
+from horizon_server.demo.recipe import DEMO_SPEC
+
+AnyDaemon = DaemonProcess | ServedDaemon
+KINDS = ("in-process", "process")
+
+
+def make_one(kind: str, state_dir: Path, model_folder: Path, *flags: str, **settings: float) -> AnyDaemon:
+    """Make a daemon of that kind; `settings` are lines of its configuration."""
+    if kind == "process":
+        return DaemonProcess(state_dir, *flags, **settings)
+    assert not flags, "only a process has flags"
+    scripts = state_dir / "scripts"
+    scripts.mkdir(parents=True)
+    # So slow that a test can catch a job of some dozen steps in the middle.
+    (scripts / "any.json").write_text(json.dumps({"step_s": 0.04}))
+    return ServedDaemon(state_dir, model_folder=model_folder, **settings)
+
+
+def process_only(reason: str, fixture: str = "make_daemon") -> pytest.MarkDecorator:
+    """Run a scenario against `horizond` only; `reason` is what a daemon in the test's process does not have."""
+    assert reason
+    return pytest.mark.parametrize(fixture, ["process"], indirect=True)
+
+
+def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    """A short job over the built-in model and dataset."""
+    return {
+        **DEMO_SPEC,
+        "name": name,
+        "model": "demo-model",
+        "dataset": "demo-chats",
+        "train": {**DEMO_SPEC["train"], "max_steps": 6, **train},
+        "checkpoint": checkpoint or {"every_steps": 0},
+    }
