@@ -41,15 +41,9 @@ def test_prepared_data_that_somebody_deleted_is_made_again(node: Node) -> None:
     with node.client() as client:
         first = client.jobs.submit(quick_spec("whole", sequence_length=73))
         assert wait_for_state(client, first.job_id, "FAILED", "SUCCEEDED").state == "SUCCEEDED"
-<<<<<<< HEAD
         prepared = (node.daemon.state_dir / "prepared").rglob("tokens.safetensors")
         max(prepared, key=lambda file: file.stat().st_mtime).unlink()
-        second = client.jobs.submit(spec("damaged", sequence_length=73))
-=======
-        newest = max((node.daemon.state_dir / "prepared").iterdir(), key=lambda folder: folder.stat().st_mtime)
-        (newest / "tokens.safetensors").unlink()
         second = client.jobs.submit(quick_spec("damaged", sequence_length=73))
->>>>>>> refs/heads/tests
         ended = wait_for_state(client, second.job_id, "FAILED", "SUCCEEDED")
         assert ended.state == "SUCCEEDED", ended.message
 
