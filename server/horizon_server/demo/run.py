@@ -218,14 +218,16 @@ def _print_figures(figures: dict[str, Any], proof: dict[str, Any]) -> None:
     steps, evaluations = figures["steps"], figures["evaluations"]
     tail = steps[len(steps) // 2 :]
     plan = figures["job"].get("plan", {})
-    used = sum(steps[-1].get("host_memory_bytes", {}).values())
+    used = steps[-1].get("host_memory_bytes", {})
+    parameters = sum(used.get(part, 0) for part in ("weights", "moments", "gradients"))
     rows = {
         "training loss": f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {steps[-1]['step']} steps",
         "held-out loss": f"{evaluations[0]['eval_loss']:.4f} -> {evaluations[-1]['eval_loss']:.4f} (horizon)",
         "same, transformers": f"{proof['loss_before']:.4f} -> {proof['loss_after']:.4f}",
         "tokens/s": f"{statistics.fmean(step['tokens_per_second'] for step in tail):,.0f}",
-        "host store": f"{used / 2**20:,.0f} MiB (12 bytes a parameter and 4 of gradients)",
-        "planned host memory": f"{int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB in all, worker included",
+        "parameter memory": f"{parameters / 2**20:,.0f} MiB (12 bytes per parameter and 4 of gradients)",
+        "host memory": f"{sum(used.values()) / 2**20:,.0f} MiB in use of {int(plan.get('host_total_bytes', 0)) / 2**20:,.0f} MiB planned, "
+        "worker included",
         "transfer overlap": f"{100 * statistics.fmean(step['overlap_ratio'] for step in tail):.1f} % of the copying was hidden",
     }
     click.echo()
