@@ -246,12 +246,14 @@ class Attempt:
             self._options.module, request, who="the worker", environment=self._options.environment,
             request_file=attempt_log.with_name("request.json"), log_file=attempt_log, pass_fds=fds,
         )  # fmt: skip
-        attempt_log.with_name("pid").write_text(f"{child.pid} {_start_time(child.pid)}", "utf-8")
-        log.info("worker started", pid=child.pid)
-        self._child = child
-        if self._wanted:
-            child.send_order(_ORDERS[self._wanted])
         try:
+            log.info("worker started", pid=child.pid)
+            # A worker may have ended by now, on a busy machine even with success: then no next daemon has to wait for it.
+            if (started := start_time_of(child.pid)) is not None:
+                attempt_log.with_name("pid").write_text(f"{child.pid} {started}", "utf-8")
+            self._child = child
+            if self._wanted:
+                child.send_order(_ORDERS[self._wanted])
             yield child
         finally:
             self._child = None
@@ -314,23 +316,20 @@ class Attempt:
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 
 
-def _start_time(pid: int) -> str:
-    """Return the kernel's start time of a process: with the pid it names one process forever, the pid alone does not."""
+def start_time_of(pid: int) -> str | None:
+    """Return the kernel's start time of a living process: with the pid it names one process forever, the pid alone does not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
-    except (OSError, IndexError) as error:
-        raise WorkerFailed("the worker ended before it began") from error
-    # Dead, but not yet collected by its parent: in a container without an init that may never happen.
-    if fields[0] == "Z":
-        raise WorkerFailed("the worker ended before it began")
-    return fields[19]
+    except (OSError, IndexError):
+        return None
+    # Z: dead, but not yet collected by its parent; in a container without an init that may never happen.
+    return None if fields[0] == "Z" else fields[19]
 
 
 def orphan_pid(folder: Path) -> int | None:
     """Return the pid of an attempt's worker when that very process is still alive."""
     try:
         pid, started = (folder / "pid").read_text("utf-8").split()
-        alive = _start_time(int(pid)) == started
-    except (OSError, ValueError, WorkerFailed):
+        return int(pid) if start_time_of(int(pid)) == started else None
+    except (OSError, ValueError):
         return None
-    return int(pid) if alive else None

@@ -12,7 +12,7 @@ from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, Script
 from tests.unit.jobs.conftest import ADA, held
 
-from horizon_server.jobs.attempt import _start_time
+from horizon_server.jobs.attempt import start_time_of
 from horizon_server.records.job import JobState
 
 S = JobState
@@ -110,7 +110,7 @@ async def test_a_worker_that_outlives_its_daemon_for_too_long_is_killed_before_i
         await daemon.crash()
     orphan = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
     attempt = state_dir / "jobs" / job.job_id / "attempt-1"
-    (attempt / "pid").write_text(f"{orphan.pid} {_start_time(orphan.pid)}")
+    (attempt / "pid").write_text(f"{orphan.pid} {start_time_of(orphan.pid)}")
     async with make_daemon(state_dir, drain_timeout_s=0.2) as daemon:
         daemon.release("held")
         done = await daemon.until(job.job_id, S.SUCCEEDED)
