@@ -127,7 +127,7 @@ def streamed_course(plan: StepPlan, config: TrainConfig) -> tuple[Course, dict[s
     weights = masters(store)
     device.close()
     store.close()
-    assert [report.skipped for report in reports] == [None] * config.num_steps
+    assert [report.skipped for report in reports] == [""] * config.num_steps
     losses, norms = [report.loss for report in reports], [report.grad_norm for report in reports]
     decayed = {tensor.name: tensor.decay for _, tensor in template.layout.tensors()}
     return Course(losses=losses, norms=norms, weights=weights), decayed
