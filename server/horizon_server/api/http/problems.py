@@ -68,7 +68,13 @@ async def _on_malformed(_request: Request, error: Exception) -> JSONResponse:
         given = problem.get("input")
         is_short = isinstance(given, str) and given.isprintable() and len(given) <= _LONGEST_INPUT
         shown = f" is {given!r}" if is_short else ""
-        description = f"{name}{shown}: {problem.get('msg', 'is not valid')}"
+        # pydantic says which Python type it wants; a caller wants to know what to write.
+        rule = (
+            "it must be a whole number"
+            if problem.get("type") == "int_parsing"
+            else problem.get("msg", "it is not valid")
+        )
+        description = f"{name}{shown}: {rule}"
         violations.append(FieldViolation(field=name, description=description))
     refused = InvalidSpec(violations[0].description, violations=violations)
     return _response(HTTPStatus.UNPROCESSABLE_ENTITY, error_body(refused))
