@@ -123,7 +123,7 @@ class Trainer:
             vocab_size=self._template.vocab_size,
             compute_dtype=self._device.compute_dtype,
         )
-        # The trial is no part of any step's figures.
+        # The trial does not count in any step's figures.
         self._device.take_use()
         return answer
 

@@ -116,7 +116,7 @@ function showDetail(job) {
     facts.push(fact(`${job.step} of ${job.num_steps}`, `step, epoch ${short(step.epoch, 3)}`), fact(short(step.loss), "train loss"),
       fact(short(step.grad_norm, 3), "gradient norm"), fact(short(step.learning_rate, 3), "learning rate"),
       fact(short(step.tokens_per_second, 3), "tokens/s"));
-    // Without a device there is no link to overlap.
+    // A job on the host has no link, so there is nothing to overlap.
     if (job.plan && job.plan.device !== "host") facts.push(fact(`${Math.round((step.overlap_ratio || 0) * 100)} %`, "transfer overlap"));
   }
   facts.push(fact(String(job.attempt), "attempt"));
