@@ -25,7 +25,7 @@ def main() -> int:
     if missing:
         sys.stderr.write(
             f"horizond needs the server extra, and {', '.join(missing)} cannot be found; "
-            "install it with: pip install 'horizon-train[server]'\n"
+            "install it from a checkout: pip install -c constraints.txt '.[server]'\n"
         )
         return 2
     from horizon_server.cli import run
