@@ -165,7 +165,7 @@ def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
     try:
         measured = asyncio.run(measure_rates(machine, environment=child_environment()))
     except (HorizonError, OSError) as error:
-        advice = "jobs would fail in the same way; is the installation complete (pip install 'horizon-train[server]')?"
+        advice = "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"
         return Check(name="speed", verdict="fail", found=f"not measured: {error}", advice=advice), {
             "rates": "not measured"
         }
