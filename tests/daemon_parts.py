@@ -211,7 +211,7 @@ class DaemonParts:
         return folder
 
     async def job(self, job_id: str) -> JobRecord:
-        """Return a job as it stands, whoever owns it."""
+        """Return a job of any owner as it stands."""
         return await self.services.jobs.get(Principal(name="root", role="admin", project="root"), job_id)
 
     async def until(self, job_id: str, *states: JobState, step: int = 0, attempt: int = 0) -> JobRecord:
