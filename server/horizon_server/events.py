@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horizon_server.errors import WorkerFailed
-from horizon_server.figures import EvalFigures, StepFigures, TransferFigures
+from horizon_server.figures import EvalFigures, StepFigures, TransferFigures, metric
+
+# Up to an hour: with 12 bytes per parameter, the checkpoint of a model of 70 B is 840 GB.
+_CHECKPOINT_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,9 @@ class StepDone(StepFigures):
     num_steps: int
     epoch: float
     num_input_tokens_seen: int
-    tokens_per_second: float
+    tokens_per_second: float = field(
+        metadata=metric("horizon_tokens_per_second", "Real tokens per second in the last step.", "job_id")
+    )
     eta_s: float = 0.0
 
 
@@ -57,7 +62,11 @@ class CheckpointWritten:
     """A checkpoint is complete on disk under `step`."""
 
     step: int
-    duration_s: float
+    duration_s: float = field(
+        metadata=metric(
+            "horizon_checkpoint_duration_seconds", "Duration of writing a checkpoint.", buckets=_CHECKPOINT_BUCKETS_S
+        )
+    )
     size_bytes: int
     eval_loss: float | None = None
 
