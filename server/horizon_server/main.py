@@ -15,8 +15,7 @@ import sdnotify
 import structlog
 
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
-from horizon_server.api.http.app import make_app
-from horizon_server.api.http.server import HttpServer, start_http_server
+from horizon_server.api.http.server import HttpServer, make_app, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar, cast
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -27,6 +27,8 @@ Field: TypeAlias = Any
 MessageT = TypeVar("MessageT", bound=Message)
 RecordT = TypeVar("RecordT")
 Setter = Callable[[Any, Any], None]
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -57,15 +59,20 @@ _REQUESTED = "JobSpec"
 _LONGEST_DURATION_S = 1e9
 
 
-def to_message(record: object, kind: type[MessageT], **given: Any) -> MessageT:
-    """Return a message filled from `record`; fields in `given` are taken from there. None leaves a field unset.
+def to_message(record: object, kind: type[MessageT]) -> MessageT:
+    """Return a message filled from `record`. None leaves a field unset.
 
     Raises:
         TooLarge: when a number exceeds the field's 64 (or 32) bits.
     """
-    message = kind(**given)
-    _fill(message, record, skip=frozenset(given))
+    message = kind()
+    _fill(message, record)
     return message
+
+
+def response(kind: type[MessageT], **fields: Any) -> MessageT:
+    """Return a response of these records, lists of records and plain values; raises as `to_message`."""
+    return to_message(SimpleNamespace(**fields), kind)
 
 
 def from_message(message: Message, kind: type[RecordT], **given: Any) -> RecordT:
@@ -111,19 +118,19 @@ def _prefix(enum: EnumDescriptor) -> str:
     return str(enum.values[0].name.removesuffix("UNSPECIFIED"))
 
 
-def _fill(message: Message, record: object, *, skip: frozenset[str] = frozenset()) -> None:
+def _fill(message: Message, record: object) -> None:
     for name, read, write in _fields(message.DESCRIPTOR):
-        if name in skip or (value := read(record)) is None:
-            continue
         try:
-            write(message, value)
+            if (value := read(record)) is not None:
+                write(message, value)
         except ValueError as error:
             raise TooLarge(f"{name} is {value!r:.60}, which is more than an answer can carry: {error}") from error
 
 
+# Looked up once: reading the descriptors for every message makes an event, and a job in a list, three times as expensive.
 @cache
 def _fields(descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any], Setter], ...]:
-    """Return name, reader and writer of every field: looked up once, as events are many."""
+    """Return name, reader and writer of every field."""
     return tuple((field.name, _reader(field), _writer(field)) for field in descriptor.fields)
 
 
@@ -169,7 +176,7 @@ def _writer(field: Field) -> Setter:
 
 def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:
     try:
-        record: RecordT = _adapter(cast(Any, kind)).validate_python(plain)
+        record: RecordT = _adapter(kind).validate_python(plain)
     except ValidationError as error:
         violations = [
             FieldViolation(field=where, description=f"{where} is {problem['input']!r:.80}; {problem['msg']}")
@@ -178,11 +185,6 @@ def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:
         ]
         raise InvalidSpec(violations[0].description, violations=violations) from error
     return record
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _plain(message: Message, *, with_zeros: bool) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from horizon_server.api.http import bodies
 from horizon_server.api.http.bodies import CurveBody, ErrorBody, QueueBody, QueueEntry
 from horizon_server.api.http.curve import Curves
-from horizon_server.api.http.problems import error_body
-from horizon_server.api.http.security import Caller, Services
-from horizon_server.api.open_streams import OpenStreams, closing
+from horizon_server.api.http.middleware import Caller, Services, error_body
+from horizon_server.api.services import OpenStreams, closing
 from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, JobEvent, kind_of

@@ -13,7 +13,7 @@ import pytest
 from sse_starlette import ServerSentEvent
 
 from horizon_server.api.http.routes import event_frames
-from horizon_server.api.open_streams import OpenStreams
+from horizon_server.api.services import OpenStreams
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent
 from horizon_server.records.job import JobState
