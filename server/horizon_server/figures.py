@@ -1,16 +1,18 @@
 """What the engine measures in a step and in an evaluation: one definition from the engine to the events and the metrics.
 
-Units: bytes and seconds. A loss is the mean over supervised tokens.
+Units: bytes and seconds. A loss is the mean over supervised tokens. A figure that /metrics shows names its metric in its type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 # Up to half an hour: the models that this daemon is for take minutes a step, those of tests milliseconds.
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
 _LINK = ("device", "direction")
+_JOB = ("job_id",)
 
 
 @dataclass(frozen=True)
@@ -24,29 +26,22 @@ class Metric:
 
     @property
     def kind(self) -> str:
-        """Its Prometheus type, which a query can see in the name: counters end in `_total`."""
+        """Its Prometheus type; the name shows a counter, as queries expect."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
-
-
-def metric(name: str, text: str, *labels: str, buckets: tuple[float, ...] = ()) -> dict[str, Metric]:
-    """Return the metadata of a figure that /metrics shows: a number, bytes by component, or a reason that is counted."""
-    return {"metric": Metric(name, text, labels, buckets)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFigures:
     """One direction of the link over a period. Units: bytes and seconds; `exposed_s` is compute idle, waiting for it."""
 
-    bytes: int = field(default=0, metadata=metric("horizon_transfer_bytes_total", "Bytes moved over the link.", *_LINK))
-    busy_s: float = field(
-        default=0.0, metadata=metric("horizon_transfer_seconds_total", "Seconds the link's queue was busy.", *_LINK)
+    bytes: Annotated[int, Metric("horizon_transfer_bytes_total", "Bytes moved over the link.", _LINK)] = 0
+    busy_s: Annotated[float, Metric("horizon_transfer_seconds_total", "Seconds the link's queue was busy.", _LINK)] = (
+        0.0
     )
-    exposed_s: float = field(
-        default=0.0,
-        metadata=metric(
-            "horizon_transfer_exposed_seconds_total", "Seconds compute stood idle waiting for the link.", *_LINK
-        ),
-    )
+    exposed_s: Annotated[
+        float,
+        Metric("horizon_transfer_exposed_seconds_total", "Seconds compute stood idle waiting for the link.", _LINK),
+    ] = 0.0
 
     @property
     def overlap_ratio(self) -> float:
@@ -64,16 +59,13 @@ class QueueFigures:
 
     h2d: TransferFigures = field(default_factory=TransferFigures)
     d2h: TransferFigures = field(default_factory=TransferFigures)
-    compute_s: float = field(
-        default=0.0, metadata=metric("horizon_compute_seconds_total", "Seconds the compute queue worked.", "device")
-    )
-    optimizer_s: float = field(
-        default=0.0, metadata=metric("horizon_optimizer_seconds_total", "Seconds the optimizer worked.")
-    )
-    optimizer_exposed_s: float = field(
-        default=0.0,
-        metadata=metric("horizon_optimizer_exposed_seconds_total", "Seconds of optimizer work that nothing hid."),
-    )
+    compute_s: Annotated[
+        float, Metric("horizon_compute_seconds_total", "Seconds the compute queue worked.", ("device",))
+    ] = 0.0
+    optimizer_s: Annotated[float, Metric("horizon_optimizer_seconds_total", "Seconds the optimizer worked.")] = 0.0
+    optimizer_exposed_s: Annotated[
+        float, Metric("horizon_optimizer_exposed_seconds_total", "Seconds of optimizer work that nothing hid.")
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,44 +79,40 @@ class StepFigures(QueueFigures):
     """
 
     step: int
-    loss: float = field(metadata=metric("horizon_train_loss", "Token-weighted mean loss of the last step.", "job_id"))
-    grad_norm: float = field(
-        metadata=metric("horizon_grad_norm", "Global gradient norm of the last step before clipping.", "job_id")
-    )
-    learning_rate: float = field(metadata=metric("horizon_learning_rate", "Learning rate of the last step.", "job_id"))
-    num_tokens: int = field(metadata=metric("horizon_tokens_total", "Real tokens trained on.", "project"))
-    duration_s: float = field(
-        metadata=metric("horizon_step_duration_seconds", "Duration of an optimizer step.", buckets=_STEP_BUCKETS_S)
-    )
+    loss: Annotated[float, Metric("horizon_train_loss", "Token-weighted mean loss of the last step.", _JOB)]
+    grad_norm: Annotated[
+        float, Metric("horizon_grad_norm", "Global gradient norm of the last step before clipping.", _JOB)
+    ]
+    learning_rate: Annotated[float, Metric("horizon_learning_rate", "Learning rate of the last step.", _JOB)]
+    num_tokens: Annotated[int, Metric("horizon_tokens_total", "Real tokens trained on.", ("project",))]
+    duration_s: Annotated[
+        float, Metric("horizon_step_duration_seconds", "Duration of an optimizer step.", buckets=_STEP_BUCKETS_S)
+    ]
     overlap_ratio: float = 1.0
     model_flops: float = 0.0
-    host_memory_bytes: dict[str, int] = field(
-        default_factory=dict,
-        metadata=metric(
-            "horizon_host_memory_bytes", "Host memory a running job uses, by component.", "job_id", "component"
-        ),
-    )
-    device_memory_bytes: dict[str, int] = field(
-        default_factory=dict,
-        metadata=metric(
+    host_memory_bytes: Annotated[
+        dict[str, int],
+        Metric("horizon_host_memory_bytes", "Host memory a running job uses, by component.", ("job_id", "component")),
+    ] = field(default_factory=dict)
+    device_memory_bytes: Annotated[
+        dict[str, int],
+        Metric(
             "horizon_device_memory_bytes",
             "Peak device memory of a running job's last step, by component.",
-            *("job_id", "device", "component"),
+            ("job_id", "device", "component"),
         ),
-    )
-    skipped: str = field(
-        default="",
-        metadata=metric("horizon_steps_skipped_total", "Steps whose update was dropped, wholly or in part.", "reason"),
-    )
+    ] = field(default_factory=dict)
+    skipped: Annotated[
+        str,
+        Metric("horizon_steps_skipped_total", "Steps whose update was dropped, wholly or in part.", ("reason",)),
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures(QueueFigures):
     """One evaluation: the mean loss over its `num_targets` supervised tokens. No step's figures include it."""
 
-    eval_loss: float = field(
-        metadata=metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", "job_id")
-    )
+    eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
     num_tokens: int = 0
     duration_s: float = 0.0

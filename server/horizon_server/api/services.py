@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from horizon_server.errors import Draining
 from horizon_server.services.accounts import Accounts
@@ -22,11 +21,9 @@ from horizon_server.services.uploads import Uploads
 _log = logging.getLogger(__name__)
 _REFUSALS_EVERY_S = 60.0
 
-ItemT = TypeVar("ItemT")
-
 
 class RefusedTokens:
-    """Logs refused tokens: the first at once, then at most one line a minute, so that guessing cannot fill the log."""
+    """Logs refused tokens: the first at once, then at most one line a minute."""
 
     def __init__(self) -> None:
         self._logged_s = float("-inf")
@@ -34,6 +31,7 @@ class RefusedTokens:
 
     def add(self, peer: str) -> None:
         """Count one refused token; `peer` is the address that sent it."""
+        # A line for each would let a caller without a token fill the disk.
         self._num_unlogged += 1
         now_s = time.monotonic()
         if now_s - self._logged_s >= _REFUSALS_EVERY_S:
@@ -55,18 +53,11 @@ class Services:
     refused_tokens: RefusedTokens = field(default_factory=RefusedTokens)
 
 
-@asynccontextmanager
-async def closing(items: AsyncIterator[ItemT]) -> AsyncIterator[AsyncIterator[ItemT]]:
-    """Close `items` at the end of the block where it is a generator, rather than when it is collected."""
-    try:
-        yield items
-    finally:
-        if isinstance(items, AsyncGenerator):
-            await items.aclose()
-
-
 class OpenStreams:
-    """The streams that are open now. Thread: one event loop."""
+    """The streams that are open now: they end in order when the caller leaves, and at once when the daemon shuts down.
+
+    Thread: one event loop.
+    """
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
@@ -79,6 +70,7 @@ class OpenStreams:
         Raises:
             Draining: when the daemon shuts down meanwhile.
         """
+        # A timeout without a time: `end` sets it to now, which raises in the stream's own task, wherever it waits.
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -91,7 +83,7 @@ class OpenStreams:
                     self._scopes.discard(scope)
         except TimeoutError as error:
             if not scope.expired():
-                raise
+                raise  # one of the stream's own
             raise Draining("the daemon is shutting down; connect again in a moment", retry_after_s=2.0) from error
 
     def end(self) -> None:

@@ -8,11 +8,10 @@ Thread: called on the daemon's event loop.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,7 +24,7 @@ from prometheus_client import (
 )
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
-from horizon_server.figures import Metric, TransferFigures, overlap_ratio
+from horizon_server.figures import Metric, QueueFigures, TransferFigures, overlap_ratio
 from horizon_server.records.job import ON_DEVICE, JobRecord, JobState
 from horizon_server.version import VERSION
 
@@ -95,7 +94,16 @@ _FAMILIES = (
         _CALL_BUCKETS_S,
     ),
 )
-_PAYLOADS = (StepDone, EvalDone, CheckpointWritten)
+_SHOWN = {
+    kind: {
+        name: one
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for one in get_args(hint)[1:]
+        if isinstance(one, Metric)
+    }
+    for kind in (TransferFigures, StepDone, EvalDone, CheckpointWritten)
+}
+"""Of the records that name metrics: field to metric."""
 _HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -113,19 +121,14 @@ class Metrics:
         # One of its own: the library's global registry would be shared by all daemons of a process, as tests have them.
         self.registry = CollectorRegistry(auto_describe=False)
         self._collectors: dict[str, Any] = {}
-        shown = [f.metadata for kind in (TransferFigures, *_PAYLOADS) for f in dataclasses.fields(kind)]
-        # A dict, as a step and an evaluation share the figures of the queues.
-        self.families = tuple(dict.fromkeys([*(of["metric"] for of in shown if "metric" in of), *_FAMILIES]))
+        # Each once, though a step and an evaluation share the figures of the queues.
+        self.families = tuple(dict.fromkeys([m for shown in _SHOWN.values() for m in shown.values()] + [*_FAMILIES]))
         for metric in self.families:
-            name, options = metric.name, {"labelnames": metric.labels, "registry": self.registry}
-            match metric.kind:
-                case "counter":  # the library adds the suffix itself
-                    collector: Any = Counter(name.removesuffix("_total"), metric.help, **options)
-                case "histogram":
-                    collector = Histogram(name, metric.help, buckets=metric.buckets, **options)
-                case _:
-                    collector = Gauge(name, metric.help, **options)
-            self._collectors[name] = collector
+            kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
+            more = {"buckets": metric.buckets} if metric.buckets else {}
+            self._collectors[metric.name] = kind(
+                metric.name, metric.help, metric.labels, registry=self.registry, **more
+            )
         ProcessCollector(registry=self.registry)
         self._clock = clock
         self._queued_s: dict[str, float] = {}
@@ -222,12 +225,13 @@ class Metrics:
 
     def _take(self, figures: Any, labels: Mapping[str, str]) -> None:
         """Count or show every figure that declares a metric; without a job_id in `labels`, only those that need none."""
-        for field in dataclasses.fields(figures):
-            value, metric = getattr(figures, field.name), field.metadata.get("metric")
-            if isinstance(value, TransferFigures):
-                self._take(value, {**labels, "direction": field.name})
-            if metric is None or ("job_id" in metric.labels and "job_id" not in labels):
+        if isinstance(figures, QueueFigures):
+            for direction in ("h2d", "d2h"):
+                self._take(getattr(figures, direction), {**labels, "direction": direction})
+        for field, metric in _SHOWN.get(type(figures), {}).items():
+            if "job_id" in metric.labels and "job_id" not in labels:
                 continue
+            value = getattr(figures, field)
             own = {name: labels[name] for name in metric.labels if name in labels}
             if isinstance(value, Mapping):
                 self._set_components(metric.name, value, own)

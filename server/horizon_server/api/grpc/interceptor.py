@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from horizon_server.api.services import OpenStreams, Services, closing
+from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
 from horizon_server.errors import HorizonError, InvalidSpec, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             # A client whose write is under way when the answer arrives reports an internal error instead of the answer: nearly always
             # when the status comes alone, nearly never when metadata came before it.
             await context.send_initial_metadata(())
-            async with closing(aiter(request_iterator)) as received:
+            async with aclosing(aiter(request_iterator)) as received:
                 requests = _RequestStream(received)
                 async with self._around(call, context, requests=requests, is_stream=True):
                     response = await inner(requests, context)
@@ -144,7 +144,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         # Not a generator itself: a cancelled call then unwinds through `inner` at once, not when it is collected.
         async def answer(request: Any, context: Any) -> None:
             around = self._around(call, context, is_stream=True)
-            async with around, closing(inner(_decoded(request), context)) as responses:
+            async with around, aclosing(inner(_decoded(request), context)) as responses:
                 async for response in responses:
                     await context.write(response)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from horizon_proto.v1 import (
@@ -22,7 +23,7 @@ from horizon_proto.v1 import (
 )
 from horizon_server.api.grpc.convert import enum_text, from_message, response, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
-from horizon_server.api.services import Services, closing
+from horizon_server.api.services import Services
 from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
@@ -83,7 +84,8 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
 
     async def WatchJob(self, request: job_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.WatchJobResponse]:
         _require_natural(request, "after_sequence")
-        async with closing(self._services.jobs.watch(caller(), request.job_id, request.after_sequence)) as events:
+        # Closed with the call: left to the garbage collector, a watch would stay registered after its client has gone.
+        async with aclosing(self._services.jobs.watch(caller(), request.job_id, request.after_sequence)) as events:
             async for event in events:
                 yield response(job_pb2.WatchJobResponse, event=event)
 
@@ -94,7 +96,7 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
         pieces = self._services.jobs.logs(
             caller(), request.job_id, attempt=request.attempt, offset=request.offset, follow=request.follow
         )
-        async with closing(pieces):
+        async with aclosing(pieces):
             async for offset, data in pieces:
                 yield job_pb2.GetJobLogsResponse(data=data, offset=offset)
 

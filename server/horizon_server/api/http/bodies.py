@@ -29,10 +29,11 @@ from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.services.access import may_see
 from horizon_server.services.node import NodeStatus
 
+# Attribute of a record to its JSON name, where they differ.
 PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
     {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
 )
-"""Attribute of a record to its JSON name, where they differ."""
+# Properties of a record, or of a record within it, that its body has as fields.
 COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
     {
         JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
@@ -43,7 +44,7 @@ COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
         DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
     }
 )
-"""Properties of a record, or of a record within it, that its body has as fields."""
+# Fields of a record that its body leaves out, and why.
 NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
     {
         JobRecord: {
@@ -56,7 +57,6 @@ NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
         DatasetPreview: {"options": "its fields are at the top level"},
     }
 )
-"""Fields of a record that its body leaves out, and why."""
 
 
 def finite(value: Any) -> Any:
@@ -70,12 +70,11 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _time(unix_s: float) -> datetime | None:
-    return datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None
-
-
 Number = Annotated[float | None, BeforeValidator(finite)]
-Time = Annotated[datetime | None, BeforeValidator(_time)]
+# Records have 0 for a time that is not known.
+Time = Annotated[
+    datetime | None, BeforeValidator(lambda unix_s: datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None)
+]
 
 
 class Body(BaseModel):
@@ -122,6 +121,7 @@ def _json_type(hint: Any) -> Any:
 
 def _descriptions(kind: type[Any]) -> dict[str, str]:
     """The docstrings below the fields of a dataclass and of those that it inherits from."""
+    # Read from the source, as Python drops a string that is below an assignment.
     described: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -211,40 +211,13 @@ class QueueEntry(BaseModel):
     def seen_by(cls, principal: Principal, job: JobRecord) -> Self:
         """Return the entry of a job: everything for those who may see it, who and where for the others."""
         entry = cls(job_id=job.job_id, owner=job.owner, state=job.job_state.value, position=job.queue_position)
-        if not may_see(principal, job.owner):
-            return entry
-        shown = {"name": job.spec.name, "project": job.spec.project, "priority": job.spec.priority}
-        return entry.model_copy(update={**shown, "step": job.step, "num_steps": job.num_steps})
+        if may_see(principal, job.owner):
+            entry.name, entry.project, entry.priority = job.spec.name, job.spec.project, job.spec.priority
+            entry.step, entry.num_steps = job.step, job.num_steps
+        return entry
 
 
 class QueueBody(BaseModel):
     """The waiting and running jobs of all users in the order of their turn."""
 
     jobs: list[QueueEntry]
-
-
-class CurvePoint(Body):
-    """One step of the loss curve."""
-
-    step: int
-    loss: Number
-    learning_rate: Number
-    grad_norm: Number
-    tokens_per_second: Number
-
-
-class EvalPoint(Body):
-    """One evaluation."""
-
-    step: int
-    eval_loss: Number
-
-
-class CurveBody(Body):
-    """The loss curve of a job: at most 2000 points, every `every_steps`-th step and the last one."""
-
-    job_id: str
-    num_steps: int
-    every_steps: int
-    points: list[CurvePoint]
-    evals: list[EvalPoint]

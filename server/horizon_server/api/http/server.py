@@ -105,20 +105,33 @@ def _load_page() -> tuple[bytes, str]:
     return document.encode(), policy
 
 
-class HttpServer:
-    """A running server. `port` is the real one, also when 0 was asked for."""
+class HttpServer(uvicorn.Server):
+    """uvicorn inside the daemon's event loop. `port` is the real one, also when 0 was asked for."""
 
-    def __init__(self, app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], port: int) -> None:
+    def __init__(self, config: uvicorn.Config, streams: OpenStreams, port: int) -> None:
+        super().__init__(config)
         self.port = port
-        self._app = app
-        self._server = server
-        self._serving = serving
+        self.listening = asyncio.Event()
+        self.serving: asyncio.Task[None] | None = None
+        self._streams = streams
 
     async def stop(self) -> None:
         """End the event streams, let other requests finish for a few seconds, and close. May be called twice."""
-        self._app.state.streams.end()
-        self._server.should_exit = True
-        await self._serving
+        self._streams.end()
+        self.should_exit = True
+        if self.serving is not None:
+            await self.serving
+
+    # uvicorn's handlers would replace the daemon's, which drains before it ends.
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the daemon."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and report it."""
+        await super().startup(sockets=sockets)
+        self.listening.set()
 
 
 async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCertificate | None = None) -> HttpServer:
@@ -140,8 +153,8 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         ssl_certfile=tls.certificate if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )
-    server = _EmbeddedServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+    server = HttpServer(config, app.state.streams, listener.getsockname()[1])
+    server.serving = serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     listening = asyncio.create_task(server.listening.wait())
     # Both: a server that cannot start ends without ever listening.
     await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,23 +162,7 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         listening.cancel()
         listener.close()
         serving.result()
-    return HttpServer(app, server, serving, listener.getsockname()[1])
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would replace the daemon's."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listening.set()
+    return server
 
 
 def _bind(host: str, port: int) -> socket.socket:

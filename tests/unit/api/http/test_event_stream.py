@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -108,7 +108,7 @@ async def test_a_client_that_goes_away_ends_the_watch(world: Any) -> None:
 
 
 async def test_a_stream_of_no_events_just_ends() -> None:
-    async def nothing() -> AsyncIterator[JobEvent]:
+    async def nothing() -> AsyncGenerator[JobEvent, None]:
         return
         yield
 
