@@ -88,7 +88,9 @@ class StepFigures(QueueFigures):
     duration_s: Annotated[
         float, Metric("horizon_step_duration_seconds", "Duration of an optimizer step.", buckets=_STEP_BUCKETS_S)
     ]
+    # At /metrics for each direction, and over more than one step.
     overlap_ratio: float = 1.0
+    # At /metrics as a share of the device's measured peak, which the engine does not know.
     model_flops: float = 0.0
     host_memory_bytes: Annotated[
         dict[str, int],
@@ -114,6 +116,7 @@ class EvalFigures(QueueFigures):
 
     eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
+    # Not in horizon_tokens_total, which counts tokens trained on.
     num_tokens: int = 0
     duration_s: float = 0.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
@@ -22,40 +22,38 @@ from pydantic import TypeAdapter, ValidationError
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
 from horizon_server.events import KINDS, kind_of
 
+# A FieldDescriptor, of which protobuf has two unrelated classes.
 Field: TypeAlias = Any
-"""A FieldDescriptor, of which protobuf has two unrelated classes."""
 MessageT = TypeVar("MessageT", bound=Message)
 RecordT = TypeVar("RecordT")
 Setter = Callable[[Any, Any], None]
 
+# Made once: pydantic compiles a validator for each.
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
-_RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "create_time": "created_s",
-        "start_time": "started_s",
-        "end_time": "ended_s",
-        "time": "time_s",
-        "eta": "eta_s",
-        "Job.state": "job_state",
-        "StateEvent.state": "job_state",
-        "BlobStatus.blob": "ref",
-        "Dataset.state": "ready",
-        "Model.state": "ready",
-    }
-)
-"""Field of a message, or of one message (`Job.state`), to the attribute of the record."""
-_COMPUTED: Mapping[str, Callable[[Any], object]] = MappingProxyType(
-    {
-        "Dataset.state": attrgetter("state"),
-        "Model.state": attrgetter("state"),
-        "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
-    }
-)
+# Field of a message, or of one message (`Job.state`), to the attribute of the record.
+_RENAMED: Mapping[str, str] = {
+    "create_time": "created_s",
+    "start_time": "started_s",
+    "end_time": "ended_s",
+    "time": "time_s",
+    "eta": "eta_s",
+    "Job.state": "job_state",
+    "StateEvent.state": "job_state",
+    "BlobStatus.blob": "ref",
+    "Dataset.state": "ready",
+    "Model.state": "ready",
+}
+_COMPUTED: Mapping[str, Callable[[Any], object]] = {
+    "Dataset.state": attrgetter("state"),
+    "Model.state": attrgetter("state"),
+    # An absent max_grad_norm means the default, so "no clipping" is a field of its own (ADR 0003).
+    "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
+}
+# The message whose payload is a oneof: the field that is set is named after the payload's kind.
 _PAYLOADS = "JobEvent"
-"""The message whose payload is a oneof: the field that is set is named after the payload's kind."""
+# A message in which nothing but what is set counts: absent is not zero, but the default.
 _REQUESTED = "JobSpec"
-"""A message in which nothing but what is set counts: absent is not zero, but the default."""
 _LONGEST_DURATION_S = 1e9
 
 

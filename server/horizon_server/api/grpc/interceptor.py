@@ -18,8 +18,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -264,11 +263,11 @@ def to_grpc_status(
     """Return code, message and trailing metadata of an error, as `context.abort` takes them."""
     message = clip(error.message)
     status = status_pb2.Status(code=code_pb2.Code.Value(status_of(error).grpc), message=message)
-    status.details.append(_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon")))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="horizon"))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        status.details.append(_packed(retry))
+        status.details.add().Pack(retry)
     room = max_bytes - _OVERHEAD_BYTES - _encoded_bytes(message) - status.ByteSize()
     # The first violations that together fit: a client shows those it gets, and refuses trailers that are too long.
     fitting = error_details_pb2.BadRequest()
@@ -281,7 +280,7 @@ def to_grpc_status(
             break
         fitting.field_violations.append(one)
     if fitting.field_violations:
-        status.details.append(_packed(fitting))
+        status.details.add().Pack(fitting)
     rendered = rpc_status.to_status(status)
     return rendered.code, rendered.details, rendered.trailing_metadata
 
@@ -294,12 +293,6 @@ def clip(message: str) -> str:
     while _encoded_bytes(kept) > _MAX_MESSAGE_BYTES:
         kept = kept[: len(kept) * 9 // 10]
     return kept + " ..."
-
-
-def _packed(detail: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
 
 
 def _encoded_bytes(message: str) -> int:

@@ -10,29 +10,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from horizon_proto.v1 import (
-    blob_pb2,
-    blob_pb2_grpc,
-    checkpoint_pb2,
-    checkpoint_pb2_grpc,
-    dataset_pb2,
-    dataset_pb2_grpc,
-    job_pb2,
-    job_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
-)
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
-from horizon_server.api.grpc.servicers import (
-    BlobServicer,
-    CheckpointServicer,
-    DatasetServicer,
-    JobServicer,
-    ModelServicer,
-    NodeServicer,
-)
+from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
 from horizon_server.network import is_loopback, parse_address
@@ -41,16 +20,8 @@ from horizon_server.tls import ServerCertificate
 MAX_MESSAGE_BYTES = 4 * 2**20
 # At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each.
 MAX_CALLS = 1024
-_SERVICERS: tuple[tuple[Any, Any, Any], ...] = (
-    (job_pb2, job_pb2_grpc.add_JobServiceServicer_to_server, JobServicer),
-    (blob_pb2, blob_pb2_grpc.add_BlobServiceServicer_to_server, BlobServicer),
-    (dataset_pb2, dataset_pb2_grpc.add_DatasetServiceServicer_to_server, DatasetServicer),
-    (model_pb2, model_pb2_grpc.add_ModelServiceServicer_to_server, ModelServicer),
-    (checkpoint_pb2, checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server, CheckpointServicer),
-    (node_pb2, node_pb2_grpc.add_NodeServiceServicer_to_server, NodeServicer),
-)
 SERVICE_NAMES = tuple(
-    service.full_name for module, _, _ in _SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
+    service.full_name for module, _, _ in SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
 )
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -95,7 +66,7 @@ async def start_grpc_server(
         options=_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
-    for _, add, servicer in _SERVICERS:
+    for _, add, servicer in SERVICERS:
         add(servicer(services), server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -142,6 +142,7 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
             raise InvalidSpec(problems[0].description, violations=problems)
         path = await self._services.jobs.checkpoint_file(caller(), request.job_id, request.step, request.path)
         end = min(size, offset + request.length) if request.length else size
+        # In threads: a disk that is busy with a checkpoint must not hold up the calls of others.
         with await asyncio.to_thread(path.open, "rb") as file:
             await asyncio.to_thread(file.seek, offset)
             while offset < end:
@@ -172,6 +173,7 @@ class BlobServicer(_Servicer, blob_pb2_grpc.BlobServiceServicer):
         return response(blob_pb2.FindMissingBlobsResponse, missing=missing)
 
     async def WriteBlob(self, request_iterator: Any, context: Any) -> blob_pb2.WriteBlobResponse:
+        # Before the first message, so that nobody sends a content that will be refused.
         owner = _uploader()
         chunks = (request.chunk async for request in request_iterator)
         first = await anext(chunks, None)
@@ -247,6 +249,7 @@ class DatasetServicer(_Servicer, dataset_pb2_grpc.DatasetServiceServicer):
     async def PreviewDataset(
         self, request: dataset_pb2.PreviewDatasetRequest, context: Any
     ) -> dataset_pb2.PreviewDatasetResponse:
+        # Only what is set: the defaults of the rest are those of the options.
         given = {name: value for name, value in set_fields(request).items() if name not in ("name", "model")}
         preview = await self._services.previews.preview(caller(), request.name, request.model, PreviewOptions(**given))
         answer = to_message(preview, dataset_pb2.PreviewDatasetResponse)
@@ -295,3 +298,14 @@ class NodeServicer(_Servicer, node_pb2_grpc.NodeServiceServicer):
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.GetNodeResponse:
         return response(node_pb2.GetNodeResponse, node=await self._services.node.describe(caller()))
+
+
+# Every service: where its contract is, how it is added to a server, and what serves it.
+SERVICERS: tuple[tuple[Any, Any, type[_Servicer]], ...] = (
+    (job_pb2, job_pb2_grpc.add_JobServiceServicer_to_server, JobServicer),
+    (blob_pb2, blob_pb2_grpc.add_BlobServiceServicer_to_server, BlobServicer),
+    (dataset_pb2, dataset_pb2_grpc.add_DatasetServiceServicer_to_server, DatasetServicer),
+    (model_pb2, model_pb2_grpc.add_ModelServiceServicer_to_server, ModelServicer),
+    (checkpoint_pb2, checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server, CheckpointServicer),
+    (node_pb2, node_pb2_grpc.add_NodeServiceServicer_to_server, NodeServicer),
+)

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -30,33 +29,29 @@ from horizon_server.services.access import may_see
 from horizon_server.services.node import NodeStatus
 
 # Attribute of a record to its JSON name, where they differ.
-PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
-    {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
-)
+PUBLIC_NAMES: Mapping[str, str] = {
+    "created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"
+}  # fmt: skip
 # Properties of a record, or of a record within it, that its body has as fields.
-COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
-    {
-        JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
-        JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
-        CheckpointRecord: ("size_bytes",),
-        DatasetRecord: ("state", "size_bytes"),
-        ModelRecord: ("state", "size_bytes"),
-        DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
-    }
-)
+COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
+    JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
+    JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
+    CheckpointRecord: ("size_bytes",),
+    DatasetRecord: ("state", "size_bytes"),
+    ModelRecord: ("state", "size_bytes"),
+    DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
+}
 # Fields of a record that its body leaves out, and why.
-NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
-    {
-        JobRecord: {
-            "model_id": "may be a folder of the node, whose path is private; the spec names the model",
-            "dataset_id": "an internal reference; the spec names the dataset",
-            "eval_dataset_id": "an internal reference; the spec names the dataset",
-        },
-        DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        DatasetPreview: {"options": "its fields are at the top level"},
-    }
-)
+NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = {
+    JobRecord: {
+        "model_id": "may be a folder of the node, whose path is private; the spec names the model",
+        "dataset_id": "an internal reference; the spec names the dataset",
+        "eval_dataset_id": "an internal reference; the spec names the dataset",
+    },
+    DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+    ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+    DatasetPreview: {"options": "its fields are at the top level"},
+}
 
 
 def finite(value: Any) -> Any:

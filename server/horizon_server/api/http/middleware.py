@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -185,12 +184,9 @@ def _response(status: int, body: ErrorBody, headers: Mapping[str, str] | None = 
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}))
 
 
-EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Any], Any]] = MappingProxyType(
-    {
-        HorizonError: _on_domain_error,
-        RequestValidationError: _on_malformed,
-        HTTPException: _on_http,
-        Exception: _on_bug,
-    }
-)
-"""The four ways to fail: a domain error, a malformed request, no such route, and a bug."""
+EXCEPTION_HANDLERS: Mapping[Any, Callable[[Request, Any], Any]] = {
+    HorizonError: _on_domain_error,
+    RequestValidationError: _on_malformed,
+    HTTPException: _on_http,
+    Exception: _on_bug,
+}

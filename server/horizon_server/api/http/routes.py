@@ -56,6 +56,7 @@ JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its na
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
 LastEventId = Annotated[int, Header(ge=0, lt=2**63, description="Number of the last event received.")]
 
+# A body that is made of a record goes into `response_model`: a type that is made while running cannot be an annotation.
 router = APIRouter(prefix="/horizon/v1")
 
 
@@ -115,6 +116,7 @@ async def watch_job(
     sequence = last_event_id or after
     job = await services.jobs.get(caller, job_id)
     if job.job_state in ENDED and sequence >= job.last_sequence:
+        # A browser's EventSource reconnects after every other end.
         return Response(status_code=204)
     return EventSourceResponse(
         event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams),
