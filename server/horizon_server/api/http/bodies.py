@@ -72,12 +72,6 @@ Time = Annotated[
 ]
 
 
-class Body(BaseModel):
-    """Read from a record's attributes."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-
 @cache
 def body_of(kind: Any) -> type[BaseModel]:
     """Return the body of a record: all its fields and what `COMPUTED` adds, less what stays `NOT_IN_REST`."""
@@ -88,11 +82,10 @@ def body_of(kind: Any) -> type[BaseModel]:
         attribute = path.rpartition(".")[2]
         public = PUBLIC_NAMES.get(attribute, attribute)
         hint = Time if public.endswith("_time") else _json_type(_type_of(kind, path))
-        fields[public] = (
-            hint,
-            Field(validation_alias=AliasPath(*path.split(".")), description=described.get(attribute)),
-        )
-    body: type[BaseModel] = create_model(kind.__name__, __base__=Body, __doc__=inspect.getdoc(kind), **fields)
+        alias = AliasPath(*path.split("."))
+        fields[public] = (hint, Field(validation_alias=alias, description=described.get(attribute)))
+    config = ConfigDict(from_attributes=True)
+    body: type[BaseModel] = create_model(kind.__name__, __config__=config, __doc__=inspect.getdoc(kind), **fields)
     return body
 
 
