@@ -229,7 +229,7 @@ def _inner_saved_elements(model: ModelShape) -> int:
         return dense
     per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
     shared = 4 * experts.shared_intermediate_size
-    return max(dense, experts.num_experts_per_token * per_visit + shared + experts.num_experts)
+    return max(dense, experts.num_computed_per_token * per_visit + shared + experts.num_experts)
 
 
 def _inner_backward_elements(model: ModelShape) -> int:
@@ -239,7 +239,7 @@ def _inner_backward_elements(model: ModelShape) -> int:
     if experts is None:
         return dense
     per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
-    return max(dense, experts.num_experts_per_token * per_visit + 3 * experts.shared_intermediate_size)
+    return max(dense, experts.num_computed_per_token * per_visit + 3 * experts.shared_intermediate_size)
 
 
 def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
