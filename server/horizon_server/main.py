@@ -17,9 +17,9 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
-from horizon_server.blobs.disk import disk_full_reported
+from horizon_server.blobs.concurrency import in_thread
+from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.store import BlobStore
-from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
