@@ -35,7 +35,14 @@ from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
-from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.network import (
+    Address,
+    ServerCertificate,
+    given_certificate,
+    is_loopback,
+    own_certificate,
+    parse_address,
+)
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
@@ -55,7 +62,6 @@ from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
-from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
 
 log = structlog.get_logger(__name__)
 

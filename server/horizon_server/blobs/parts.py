@@ -1,4 +1,4 @@
-"""One partial upload on its way to disk: a piece is written and hashed while the next arrives, and both while earlier ones become durable."""
+"""One partial upload on its way to disk: a piece is written and hashed while the next one arrives, and synced while others follow."""
 
 from __future__ import annotations
 
