@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import TensorHeader, list_number
+from horizon_server.store.safetensors_files import TensorHeader, list_number
 
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
 """Bytes per parameter of the planes every store has; the transient `grad` plane comes on top."""

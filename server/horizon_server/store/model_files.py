@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import list_number
+from horizon_server.store.safetensors_files import list_number
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000

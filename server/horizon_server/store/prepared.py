@@ -23,7 +23,7 @@ from typing import Any
 
 from horizon_server.durable import is_out_of_space, replace_file, sync_folder
 from horizon_server.errors import DiskFull, InvalidData
-from horizon_server.store.safetensors_writer import file_header
+from horizon_server.store.safetensors_files import file_header
 
 TOKENS_FILE = "tokens.safetensors"
 REPORT_FILE = "report.json"
