@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import Turn, Turns, in_thread, to_the_end
@@ -43,9 +43,8 @@ class BlobStore:
         disk: Disk | None = None,
         turns: Turns | None = None,
         silence_limit_s: float = 120.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.trash = Trash(root, clock=clock)
+        self.trash = Trash(root)
         # False while the database may be the wrong one: what a user deletes then goes to the trash instead of being removed at once.
         self.trusts_database = True
         self._blobs = root / "blobs"
@@ -53,7 +52,6 @@ class BlobStore:
         self._disk = disk or Disk()
         self._turns = turns or Turns()
         self._silence_limit_s = silence_limit_s
-        self._clock = clock
         # Held while a content is moved into place with its proof, and while unreferenced ones are chosen and removed.
         self._changing = threading.Lock()
         for folder in (self._blobs, self._uploads):
@@ -131,7 +129,7 @@ class BlobStore:
         """Remove partial uploads and proofs that were not touched for `max_age_s`; return how many."""
 
         def remove_old() -> int:
-            before = self._clock() - max_age_s
+            before = time.time() - max_age_s
             held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.held()}
             old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
             _unlink(old)

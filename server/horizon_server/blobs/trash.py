@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -25,17 +25,16 @@ class Trash:
     Thread: called from threads; callers see to it that the same file is never moved by two.
     """
 
-    def __init__(self, state_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
         self._root = state_dir / "trash"
-        self._clock = clock
 
     def put(self, paths: Iterable[Path]) -> int:
         """Move files and folders of the state folder here, and log their names; return how many were moved."""
         moved, num_bytes = [], 0
         for path in paths:
             inner = path.relative_to(self._state_dir)
-            place = self._root / _day(self._clock()) / inner
+            place = self._root / _day(time.time()) / inner
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if place.is_dir():
                 shutil.rmtree(place)  # the same folder, put here earlier today
@@ -68,7 +67,7 @@ class Trash:
 
     def expire(self, max_age_s: float) -> int:
         """Remove what was put here on days that ended longer ago than that; return how many days."""
-        last_kept = _day(self._clock() - max_age_s)
+        last_kept = _day(time.time() - max_age_s)
         old = [day for day in self._root.glob("????-??-??") if day.name < last_kept]
         for day in old:
             log.warning("emptied from the trash", day=day.name, num_bytes=_size_of(day))

@@ -1,7 +1,6 @@
 """The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
 
-The compiled kernel and the NumPy reference give the same bits for any number of threads. Schedules, clipping and when a
-unit may be updated are the engine's.
+The compiled kernel and the NumPy reference give the same bits for any number of threads.
 
 Thread: any thread; the GIL is released while the kernel works. One unit must not be updated by two threads at once.
 """
@@ -99,6 +98,7 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
     if kernel is None:
         total = reference.sum_squares(_raw(values))
     else:
+        # One sum for each block, which the kernel adds in order when all threads are done.
         partials = np.empty(-(-values.numel() // reference.NORM_BLOCK_ELEMENTS))
         is_bf16 = values.dtype == torch.bfloat16
         total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
@@ -108,6 +108,7 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
 
 def _scalars(hyper: AdamWStep) -> Scalars:
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
+    # In float64 here, and rounded to fp32 once: powers of the betas taken in fp32 would drift over thousands of steps.
     factor = math.sqrt(1 - hyper.beta2**hyper.step)
     return Scalars(
         grad_scale=hyper.grad_scale,

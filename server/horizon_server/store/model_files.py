@@ -1,7 +1,4 @@
-"""The files of a Hugging Face model folder apart from its weights: config.json and the files that travel with them.
-
-Owns how config.json is read and which of its names mean the same number. Runs no code from the folder.
-"""
+"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the folder."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from horizon_server.store.safetensors_files import list_number
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
 
+# Of a width or a count in config.json. The widest published models are below 1 << 17.
 MAX_SIZE = 1 << 20
-"""Of a width or a count in config.json. The widest published models are below 1 << 17."""
-
+# Where another limit holds, by the first of the names that mean the same number.
 _SIZE_LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "num_attention_heads": 1 << 13,
@@ -28,9 +25,6 @@ _SIZE_LIMITS: Mapping[str, int] = {
     "num_experts_per_tok": 1 << 14,
     "max_position_embeddings": 1 << 40,
 }
-"""Where another limit holds, by the first of the names that mean the same number."""
-
-_PREDICTION_HEAD = "mtp"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -42,6 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+    # Before it is read: what users push is parsed with bounded memory.
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
     return parse_config(file.read_bytes(), str(file))
@@ -55,7 +50,7 @@ def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
     """
     try:
         config = json.loads(content)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # nested deeper than the parser's stack
         raise InvalidModel(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidModel(f"{file} must hold a JSON object, not a {type(config).__name__}")
@@ -105,7 +100,9 @@ def config_size(config: Mapping[str, Any], *names: str, default: int | None = No
 
 def _checked(name: str, value: object, first_name: str) -> int:
     limit = _SIZE_LIMITS.get(first_name, MAX_SIZE)
+    # True is an int to isinstance, and a size of 1 to every sum.
     if type(value) is not int or not 1 <= value <= limit:
+        # In ASCII, because some characters cannot be sent on.
         shown = ascii(value)
         raise InvalidModel(
             f"config.json: {name} is {shown if len(shown) <= 40 else shown[:40] + '...'}; "
@@ -119,8 +116,9 @@ def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
 
     It is either named so, or is a layer beyond the last one, as many as the config says.
     """
-    if name.partition(".")[0] == _PREDICTION_HEAD:
+    if name.partition(".")[0] == "mtp":
         return True
+    # DeepSeek-V3 and its relatives append these layers to the list of decoder layers.
     num_extra = config_count(config, "num_nextn_predict_layers")
     number = next((n for part in name.split(".") if (n := list_number(part)) is not None), None)
     if not num_extra or number is None:
