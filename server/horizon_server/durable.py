@@ -24,10 +24,8 @@ def is_out_of_space(error: BaseException | None) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in _OUT_OF_SPACE
 
 
-def replace_file(target: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+def replace_file(target: Path, text: str) -> None:
     """Write a small file in place of what was there: a reader sees the old content or the new one, and a crash leaves one of them.
-
-    `mode` is that of a new file, before the process's umask.
 
     Raises:
         OSError: it cannot be written; what was there stays.
@@ -35,10 +33,10 @@ def replace_file(target: Path, content: bytes | str, *, mode: int = 0o666) -> No
     # The process id, so that two writers do not share a temporary file.
     partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
             stream.flush()
+            # Before the rename: otherwise a power cut can leave the new name with no content.
             os.fsync(stream.fileno())
         partial.replace(target)
     except BaseException:

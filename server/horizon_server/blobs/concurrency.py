@@ -39,13 +39,13 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 class SharedCalls(Generic[ResultT]):
-    """Runs one call per key at a time, and at most `at_once` in all. A call continues when the caller who asked for it hangs up.
+    """Runs one call per key at a time, and at most two in all. A call continues when the caller who asked for it hangs up.
 
     Thread: one event loop.
     """
 
-    def __init__(self, *, at_once: int = 2) -> None:
-        self._slots = asyncio.Semaphore(at_once)
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(2)
         self._running: dict[str, asyncio.Task[ResultT]] = {}
 
     async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> ResultT:

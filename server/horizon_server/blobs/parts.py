@@ -53,9 +53,9 @@ def disk_full_reported(then: str = _THEN) -> Iterator[None]:
 
 
 class Part:
-    """The file of a partial upload, open at `offset`. `committed_bytes` are durable; bytes above may be lost.
+    """The file of a partial upload, open at `offset`; `hash` is that of everything in it.
 
-    An offset below what has arrived is taken: the bytes above it are sent again.
+    `committed_bytes` are durable; bytes above may be lost. An offset below what has arrived is taken: the bytes above it are sent again.
 
     Thread: every method blocks, and only `sync` may run while another thread uses the part.
 
@@ -66,7 +66,7 @@ class Part:
     def __init__(self, path: Path, *, offset: int, disk: Disk) -> None:
         self.path = path
         self._disk = disk
-        self._hash = hashlib.sha256()
+        self.hash = hashlib.sha256()
         self._sync_failed = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -81,7 +81,7 @@ class Part:
                 os.ftruncate(self._descriptor, offset)
             # Read again, although a hash could be kept: this finds bytes that went bad on disk (ADR 0007).
             while block := os.read(self._descriptor, _REHASH_BLOCK_BYTES):
-                self._hash.update(block)
+                self.hash.update(block)
         except BaseException:
             self.close()
             raise
@@ -92,7 +92,7 @@ class Part:
         rest = memoryview(data)
         while rest:
             rest = rest[self._disk.write(self._descriptor, rest) :]
-        self._hash.update(data)
+        self.hash.update(data)
         # Only now, so that a failure in the middle of a piece ends the part at the last whole one.
         self.size_bytes += len(data)
 
@@ -118,10 +118,6 @@ class Part:
                 self.sync()
         os.ftruncate(self._descriptor, self.committed_bytes)
         self.size_bytes = self.committed_bytes
-
-    def sha256(self) -> str:
-        """Return the sha256 of everything written, in hexadecimal."""
-        return self._hash.hexdigest()
 
     def close(self) -> None:
         """Give the descriptor back. The file stays, unless nothing is in it."""

@@ -192,7 +192,7 @@ class BlobStore:
             await to_the_end(writer.finish())
 
     def _complete(self, owner: str, ref: BlobRef, part: Part) -> None:
-        found = part.sha256()
+        found = part.hash.hexdigest()
         if found != ref.sha256:
             part.path.unlink()
             raise InvalidUpload(

@@ -108,7 +108,7 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
 
 def _scalars(hyper: AdamWStep) -> Scalars:
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
-    # In float64 here, and rounded to fp32 once: powers of the betas taken in fp32 would drift over thousands of steps.
+    # In float64 here, and rounded to fp32 once: 1 - beta**step loses its digits in fp32 in the first steps.
     factor = math.sqrt(1 - hyper.beta2**hyper.step)
     return Scalars(
         grad_scale=hyper.grad_scale,

@@ -106,11 +106,7 @@ class HostStore:
         return self.plane(plane).narrow(0, unit.offset, unit.num_elements)
 
     def flat(self, name: str, plane: str) -> torch.Tensor:
-        """One parameter in a plane. Shapes: [parameter.num_elements].
-
-        Raises:
-            KeyError: the store has no such parameter.
-        """
+        """One parameter in a plane. Shapes: [parameter.num_elements]."""
         unit, place = self.layout.find(name)
         return self.plane(plane).narrow(0, unit.offset + place.offset, place.num_elements)
 

@@ -38,25 +38,14 @@ _TRAINER_SPARES = re.compile(
 )
 
 _INPUT_TABLES = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "embed_in.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "tokens_embed.weight",
+    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight", "tokens_embed.weight",
     "embeddings.weight",
-)
+)  # fmt: skip
 # What belongs to the embedding's unit too: it is computed before the first layer.
 _WITH_INPUT_TABLE = (
-    "wpe.weight",
-    "embed_positions.weight",
-    "position_embeddings.weight",
-    "positions_embed.weight",
-    "word_embeddings_layernorm",
-    "layernorm_embedding",
-    "embeddings.norm",
-    "project_in.weight",
-)
+    "wpe.weight", "embed_positions.weight", "position_embeddings.weight", "positions_embed.weight", "word_embeddings_layernorm",
+    "layernorm_embedding", "embeddings.norm", "project_in.weight",
+)  # fmt: skip
 OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
 # Stored by some checkpoints, although the model computes them from its config.
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
@@ -101,11 +90,7 @@ class StoreLayout:
         return sum(tensor.num_elements for _, tensor in self.tensors())
 
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
-        """The unit and the tensor of a parameter name.
-
-        Raises:
-            KeyError: the store has no such parameter.
-        """
+        """The unit and the tensor of a parameter name; KeyError where the store has none."""
         return self._by_name[name]
 
     def tensors(self) -> Iterator[tuple[UnitLayout, TensorLayout]]:

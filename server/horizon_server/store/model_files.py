@@ -50,7 +50,7 @@ def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
     """
     try:
         config = json.loads(content)
-    except (ValueError, RecursionError) as error:  # nested deeper than the parser's stack
+    except (ValueError, RecursionError) as error:
         raise InvalidModel(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise InvalidModel(f"{file} must hold a JSON object, not a {type(config).__name__}")
@@ -100,7 +100,7 @@ def config_size(config: Mapping[str, Any], *names: str, default: int | None = No
 
 def _checked(name: str, value: object, first_name: str) -> int:
     limit = _SIZE_LIMITS.get(first_name, MAX_SIZE)
-    # True is an int to isinstance, and a size of 1 to every sum.
+    # `type`, because isinstance takes True for a whole number.
     if type(value) is not int or not 1 <= value <= limit:
         # In ASCII, because some characters cannot be sent on.
         shown = ascii(value)

@@ -27,14 +27,7 @@ def create_memory_file(name: str, size_bytes: int) -> int:
 
 
 def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map a memory file for reading and writing, shared with every process that maps it.
-
-    Raises:
-        ValueError: the file is smaller than `size_bytes`.
-    """
-    actual_bytes = os.fstat(fd).st_size
-    if actual_bytes < size_bytes:
-        raise ValueError(f"the memory file holds {actual_bytes} bytes, {size_bytes} are needed")
+    """Map a memory file for reading and writing, shared with every process that maps it."""
     mapping = mmap.mmap(fd, size_bytes)
     advise_huge_pages(mapping)
     return mapping

@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,15 +67,15 @@ class DocumentPlanes:
         self.num_tokens = 0
         self.num_targets = 0
         self.longest_document = 0
-        self._raw["document_starts"].write(_little_endian(array.array("q", [0])))
+        self._raw["document_starts"].write(array.array("q", [0]))
 
     def add(self, documents: DocumentColumns) -> None:
         """Append documents."""
         if not documents.lengths:
             return
         starts = array.array("q", accumulate(documents.lengths, initial=self.num_tokens))[1:]
-        self._raw["document_starts"].write(_little_endian(starts))
-        self._raw["input_ids"].write(_little_endian(documents.ids))
+        self._raw["document_starts"].write(starts)
+        self._raw["input_ids"].write(documents.ids)
         self._raw["trained"].write(documents.trained)
         self.num_documents += len(documents.lengths)
         self.num_tokens = starts[-1]
@@ -193,10 +192,3 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             return {name: tensors.get_tensor(name).numpy() for name in PLANES}, report
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
-
-
-def _little_endian(elements: array.array[int]) -> bytes:
-    if sys.byteorder == "big":
-        elements = elements[:]
-        elements.byteswap()
-    return elements.tobytes()

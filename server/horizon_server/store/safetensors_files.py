@@ -244,7 +244,7 @@ def _sizes(values: object) -> tuple[int, ...] | None:
     # Multiplied step by step, because the product of numbers from a file may itself be too long to compute.
     product = 1
     for value in values:
-        if type(value) is not int or value < 0:  # True is an int to isinstance
+        if type(value) is not int or value < 0:  # isinstance takes True for a number
             return None
         product *= max(1, value)
         if product >= _MAX_ELEMENTS:
