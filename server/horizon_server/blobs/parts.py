@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -154,7 +154,7 @@ class PartWriter:
         self._write_held()
         if self._part.size_bytes - self._part.committed_bytes >= SYNC_EVERY_BYTES:
             await _ended(self._syncing)
-            self._syncing = _start(self._part.sync)
+            self._syncing = asyncio.get_running_loop().run_in_executor(None, self._part.sync)
 
     async def finish(self) -> None:
         """Write what is held, and make everything durable. Where that fails, the part ends at what is.
@@ -179,11 +179,7 @@ class PartWriter:
     def _write_held(self) -> None:
         if data := self._held:
             self._held = b""
-            self._writing = _start(lambda: self._part.append(data))
-
-
-def _start(call: Callable[[], None]) -> asyncio.Future[None]:
-    return asyncio.get_running_loop().run_in_executor(None, call)
+            self._writing = asyncio.get_running_loop().run_in_executor(None, self._part.append, data)
 
 
 async def _ended(work: asyncio.Future[None] | None) -> None:

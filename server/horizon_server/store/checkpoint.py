@@ -101,7 +101,7 @@ def save_checkpoint(
     with durable_folder(target, needed_bytes=needed_bytes) as folder:
 
         def write_group(stem: str) -> dict[str, FileRecord]:
-            prefix = _prefix_of(stem)
+            prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
             written = write_sharded(folder / prefix, stem, groups[stem], shard_bytes=shard_bytes)
             return {f"{prefix}{name}": record for name, record in written.items()}
 
@@ -180,10 +180,6 @@ def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[s
     return config | {"dtype": _CONFIG_NAMES[sizes.most_common(1)[0][0]]}
 
 
-def _prefix_of(stem: str) -> str:
-    return "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
-
-
 def _tensor_bytes(store: HostStore, stem: str, dtypes: Mapping[str, str]) -> list[TensorBytes]:
     """The tensors of the files of a stem, which may be none."""
     tensors = []
@@ -241,7 +237,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     contents: dict[str, tuple[str, list[TensorHeader]]] = {}
     dtypes: dict[str, str] = {}
     for stem in _STEMS:
-        prefix = _prefix_of(stem)
+        prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
         is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
         if stem == _ROUNDING and not is_there:
             continue  # Format 1 exported `hi` itself.

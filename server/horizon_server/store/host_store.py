@@ -147,11 +147,10 @@ def merge_master(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, num_t
     Shapes: hi bfloat16 [N], lo int16 [N], out float32 [N]; contiguous, on the CPU.
     """
     _check(hi, lo, out)
-    kernel = native.library()
-    if kernel is None:
+    if (kernel := native.library()) is None:
         reference.merge(hi.view(torch.uint16).numpy(), lo.numpy(), out.numpy())
-        return
-    kernel.hz_merge(hi.data_ptr(), lo.data_ptr(), out.data_ptr(), out.numel(), num_threads)
+    else:
+        kernel.hz_merge(hi.data_ptr(), lo.data_ptr(), out.data_ptr(), out.numel(), num_threads)
 
 
 def split_master(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, num_threads: int = 1) -> None:
@@ -160,11 +159,10 @@ def split_master(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, nu
     Shapes: master float32 [N], hi bfloat16 [N], lo int16 [N]; contiguous, on the CPU.
     """
     _check(hi, lo, master)
-    kernel = native.library()
-    if kernel is None:
+    if (kernel := native.library()) is None:
         reference.split(master.numpy(), hi.view(torch.uint16).numpy(), lo.numpy())
-        return
-    kernel.hz_split(master.data_ptr(), hi.data_ptr(), lo.data_ptr(), master.numel(), num_threads)
+    else:
+        kernel.hz_split(master.data_ptr(), hi.data_ptr(), lo.data_ptr(), master.numel(), num_threads)
 
 
 def _check(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:

@@ -246,9 +246,5 @@ def _place(
         num_elements = math.prod(shape)
         decay = _decays(name, shape, kind, "trainer")
         tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
-        offset += _round_up(num_elements, TENSOR_ALIGN_ELEMENTS)
-    return tuple(tensors), _round_up(offset, UNIT_ALIGN_ELEMENTS)
-
-
-def _round_up(value: int, grain: int) -> int:
-    return -(-value // grain) * grain
+        offset += -(-num_elements // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
+    return tuple(tensors), -(-offset // UNIT_ALIGN_ELEMENTS) * UNIT_ALIGN_ELEMENTS

@@ -1,4 +1,7 @@
-"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the folder."""
+"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the folder.
+
+Raises: InvalidModel, which names the file or the field, wherever a value cannot be that of a model.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,7 @@ _SIZE_LIMITS: Mapping[str, int] = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json.
-
-    Raises:
-        InvalidModel: the file is missing, too large or no JSON object.
-    """
+    """The object in a folder's config.json."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
@@ -43,11 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
-    """The object in the content of a config.json; `file` names it in messages.
-
-    Raises:
-        InvalidModel: it is not a JSON object.
-    """
+    """The object in the content of a config.json; `file` names it in messages."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -64,32 +59,20 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def num_decoder_layers(config: Mapping[str, Any]) -> int:
-    """The number of decoder layers, which some configs give as a list of their kinds.
-
-    Raises:
-        InvalidModel: it is missing or not a positive integer.
-    """
+    """The number of decoder layers, which some configs give as a list of their kinds."""
     kinds = config.get("layers_block_type")
     default = len(kinds) if isinstance(kinds, list) and kinds else None
     return config_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default)
 
 
 def config_count(config: Mapping[str, Any], *names: str) -> int:
-    """The first positive integer under one of these names, 0 where none is.
-
-    Raises:
-        InvalidModel: it is larger than any model's.
-    """
+    """The first positive integer under one of these names, 0 where none is."""
     name = next((name for name in names if type(config.get(name)) is int and config[name] > 0), None)
     return 0 if name is None else _checked(name, config[name], names[0])
 
 
 def config_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The number under the first of these names that the config has.
-
-    Raises:
-        InvalidModel: it is not a positive integer, is larger than any model's, or is missing and has no default.
-    """
+    """The number under the first of these names that the config has; a missing one is refused where there is no default."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None:
         return _checked(name, config[name], names[0])

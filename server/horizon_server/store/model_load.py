@@ -95,9 +95,9 @@ def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> N
                 _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
             return
         lo = store.flat(header.name, "lo")
-        for offset in range(0, header.num_elements, STAGING_ELEMENTS):
-            part = slice(offset, min(offset + STAGING_ELEMENTS, header.num_elements))
-            num_elements = part.stop - offset
+        for offset in range(0, len(hi), STAGING_ELEMENTS):
+            part = slice(offset, offset + STAGING_ELEMENTS)
+            num_elements = len(hi[part])
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
             _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
             values = torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)

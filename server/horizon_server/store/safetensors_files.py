@@ -60,11 +60,6 @@ class TensorHeader:
     start: int
     end: int
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor; a scalar has one."""
-        return math.prod(self.shape)
-
 
 def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, TensorHeader]:
     """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
