@@ -85,21 +85,17 @@ class Turn:
     def __init__(self, scope: asyncio.Timeout, clock: Callable[[], float]) -> None:
         self._scope = scope
         self._clock = clock
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
         self.ended = asyncio.Event()
 
     @contextmanager
     def waiting_for_client(self) -> Iterator[None]:
         """Count the block as the client's silence; all else is the writer's own work, such as a slow disk."""
-        self._waiting_since = self._clock()
+        self.waiting_since = self._clock()
         try:
             yield
         finally:
-            self._waiting_since = None
-
-    def silent_s(self) -> float:
-        """For how long the client has sent nothing."""
-        return 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
+            self.waiting_since = None
 
     def cut(self) -> None:
         """End the writer: its turn is over as soon as it has put its file down."""
@@ -174,7 +170,8 @@ class Turns:
                     "another connection is sending this content right now; wait until it is done, or stop it",
                     retry_after_s=self._wait_s,
                 )
-            patience_s = self._silence_s - holder.silent_s()
+            silent_s = 0.0 if holder.waiting_since is None else self._clock() - holder.waiting_since
+            patience_s = self._silence_s - silent_s
             if patience_s <= 0:
                 holder.cut()
                 patience_s = left_s

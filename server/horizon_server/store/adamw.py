@@ -72,19 +72,11 @@ def update_unit(
     )
     scalars = _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
-    kernel = native.library()
-    if kernel is None:
+    if (kernel := native.library()) is None:
         _update_by_reference(views, grads, segments, scalars)
         return
-    kernel.hz_adamw(
-        *(view.data_ptr() for view in views),
-        grads.data_ptr(),
-        grads.dtype == torch.bfloat16,
-        segments,
-        len(segments),
-        scalars,
-        num_threads,
-    )
+    pointers = [view.data_ptr() for view in (*views, grads)]
+    kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
 
 
 def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:

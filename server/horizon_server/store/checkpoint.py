@@ -32,7 +32,6 @@ from horizon_server.errors import InvalidModel
 from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import TensorLayout
 from horizon_server.store.manifest import (
-    PIECE_BYTES,
     TRAINER_FOLDER,
     FileRecord,
     Manifest,
@@ -44,6 +43,7 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import (
     DEFAULT_SHARD_BYTES,
     DTYPE_BYTES,
+    PIECE_BYTES,
     TensorBytes,
     TensorHeader,
     read_safetensors_headers,

@@ -168,12 +168,8 @@ def split_master(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, nu
 def _check(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:
     assert hi.dtype == torch.bfloat16 and lo.dtype == torch.int16 and master.dtype == torch.float32
     for tensor in (hi, lo, master):
-        assert tensor.dim() == 1 and tensor.shape == master.shape, (
-            "a master and its halves are flat tensors of one length"
-        )
-        assert tensor.is_contiguous() and tensor.device.type == "cpu", (
-            "a master and its halves are contiguous CPU memory"
-        )
+        assert tensor.dim() == 1 and tensor.shape == master.shape, "a master and its halves are flat, of one length"
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", "a master and its halves are contiguous, on CPU"
 
 
 def _sizes(layout: StoreLayout, grad_dtype: torch.dtype | None) -> dict[str, int]:

@@ -19,8 +19,6 @@ TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
 # Format 1 stored `hi` itself in the model's own files; it is still read.
 FORMAT_VERSION = 2
-# Files are read and written in pieces of this size: never a whole tensor.
-PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
-    # Names are joined to the folder and opened; a manifest can come from another machine.
+    # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
     return Manifest(files=files, versions=versions)
@@ -94,10 +92,6 @@ def is_complete(folder: Path) -> bool:
 
 def record_file(file: Path) -> FileRecord:
     """Size and sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    size_bytes = 0
     with file.open("rb") as stream:
-        while piece := stream.read(PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(size_bytes=stream.tell(), sha256=sha256)

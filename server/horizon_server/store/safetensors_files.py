@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.manifest import PIECE_BYTES, FileRecord
+from horizon_server.store.manifest import FileRecord
 
 # What users push is read here, so everything that a header can make large is bounded.
 # Of all files of a folder together; the index is bounded by it too.
@@ -34,6 +34,8 @@ _COMMAS_PER_TENSOR = 20
 _MAX_FILE_NAME_BYTES = 255
 
 _LENGTH_BYTES = 8
+# Tensors are written and restored in pieces of this size: never one as a whole.
+PIECE_BYTES = 16 << 20
 DEFAULT_SHARD_BYTES = 4 << 30
 _COPY_AGAIN = "the file is damaged: copy or download it again"
 
