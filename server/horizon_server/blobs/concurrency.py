@@ -83,7 +83,7 @@ class Turn:
     """The right to write one upload."""
 
     def __init__(self, scope: asyncio.Timeout, clock: Callable[[], float]) -> None:
-        self._scope = scope
+        self.scope = scope
         self._clock = clock
         self.waiting_since: float | None = None
         self.ended = asyncio.Event()
@@ -97,18 +97,12 @@ class Turn:
         finally:
             self.waiting_since = None
 
-    def cut(self) -> None:
-        """End the writer: its turn is over as soon as it has put its file down."""
-        # A timeout that expires now ends the writer wherever it waits, and tells it from a caller who cancels.
-        if not self.ended.is_set() and self._scope.when() is None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
-
 
 class Turns:
     """One writer at a time for each upload, without letting a dead connection block the laptop that came back.
 
     A second writer waits for the first. It gets the turn when the first ends, or when the first has waited too long for its client:
-    then that client is considered gone, and the first is cut.
+    then that client is considered gone, and the first is cut. `holders` are the uploads that have a writer now.
     """
 
     def __init__(
@@ -117,19 +111,15 @@ class Turns:
         self._silence_s = silence_s
         self._wait_s = wait_s
         self._clock = clock
-        self._holders: dict[UploadKey, Turn] = {}
+        self.holders: dict[UploadKey, Turn] = {}
 
     async def is_free(self, key: UploadKey, wait_s: float) -> bool:
         """Whether the turn is free, or its holder gives it back within `wait_s`."""
-        if (holder := self._holders.get(key)) is not None:
+        if (holder := self.holders.get(key)) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await holder.ended.wait()
-        return key not in self._holders
-
-    def held(self) -> tuple[UploadKey, ...]:
-        """Return all uploads that have a writer now."""
-        return tuple(self._holders)
+        return key not in self.holders
 
     @asynccontextmanager
     async def take(self, key: UploadKey) -> AsyncIterator[Turn]:
@@ -139,12 +129,12 @@ class Turns:
             UploadInProgress: when another writer keeps receiving data, when this one was cut, or when the user sends too many at once.
         """
         await self._wait_for(key)
-        if sum(owner == key[0] for owner, _ in self._holders) >= MAX_TURNS_EACH:
+        if sum(owner == key[0] for owner, _ in self.holders) >= MAX_TURNS_EACH:
             raise UploadInProgress(
                 f"{MAX_TURNS_EACH} uploads of yours are under way; wait until one has ended", retry_after_s=1.0
             )
         scope = asyncio.timeout(None)
-        turn = self._holders[key] = Turn(scope, self._clock)
+        turn = self.holders[key] = Turn(scope, self._clock)
         try:
             async with scope:
                 yield turn
@@ -157,13 +147,13 @@ class Turns:
                 retry_after_s=self._wait_s,
             ) from error
         finally:
-            del self._holders[key]
+            del self.holders[key]
             turn.ended.set()
 
     async def _wait_for(self, key: UploadKey) -> None:
         deadline = self._clock() + self._wait_s
         # In a loop: of several that wait, another may have taken the turn before this one continues.
-        while (holder := self._holders.get(key)) is not None:
+        while (holder := self.holders.get(key)) is not None:
             left_s = deadline - self._clock()
             if left_s <= 0:
                 raise UploadInProgress(
@@ -173,7 +163,10 @@ class Turns:
             silent_s = 0.0 if holder.waiting_since is None else self._clock() - holder.waiting_since
             patience_s = self._silence_s - silent_s
             if patience_s <= 0:
-                holder.cut()
+                # A timeout that expires now ends the writer wherever it waits, and tells a cut from a caller who cancels. Its turn is
+                # over when it has put its file down.
+                if holder.scope.when() is None:
+                    holder.scope.reschedule(asyncio.get_running_loop().time())
                 patience_s = left_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, patience_s)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,10 +30,6 @@ class Disk:
     def sync(self, descriptor: int) -> None:
         """Make what was written durable."""
         os.fsync(descriptor)
-
-    def free_bytes(self, folder: Path) -> int:
-        """Return what can still be written below `folder`."""
-        return shutil.disk_usage(folder).free
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class BlobStore:
             if self.proved_by(owner, ref):
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
-                needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
+                needed, free = ref.size_bytes - max(0, offset), shutil.disk_usage(self._uploads).free
                 if needed > free:
                     raise DiskFull(
                         f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
@@ -130,11 +130,12 @@ class BlobStore:
 
         def remove_old() -> int:
             before = time.time() - max_age_s
-            held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.held()}
             old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
             _unlink(old)
             return len(old)
 
+        # Here and not in the thread, because the loop changes the turns meanwhile.
+        held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.holders}
         return await in_thread(remove_old)
 
     async def remove_unreferenced(self, referenced: frozenset[str], among: Iterable[str]) -> int:

@@ -206,7 +206,7 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
 def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memoryview]:
     """The bytes of a tensor in the files of a stem; each piece is valid until the next is asked for."""
     if stem in _DTYPE_OF_PLANE:
-        yield _memory_of(store, name, stem)
+        yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
     hi, lo = store.flat(name, "hi"), store.flat(name, "lo")
     is_merged = dtype in ("F32", "F16")
@@ -226,10 +226,6 @@ def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memo
         else:
             # Hardly any piece has a tie, so the plane's own memory is written.
             yield (bits - down if down.any() else bits).view(np.uint8).data
-
-
-def _memory_of(store: HostStore, name: str, plane: str) -> memoryview:
-    return store.flat(name, plane).view(torch.uint8).numpy().data
 
 
 def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str, tuple[str, list[TensorHeader]]]:
@@ -279,7 +275,9 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
             hi, lo = store.flat(tensor.name, "hi"), store.flat(tensor.name, "lo")
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == _MODEL and tensor.dtype == "BF16" else stem
-            in_place = _memory_of(store, tensor.name, plane) if plane in _DTYPE_OF_PLANE else None
+            in_place = None
+            if plane in _DTYPE_OF_PLANE:
+                in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
             for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
                 size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                 piece = staging[:size] if in_place is None else in_place[start : start + size]

@@ -25,7 +25,7 @@ _COMPONENTS = {"hi": "weights", "lo": "weights", "exp_avg": "moments", "exp_avg_
 class HostStore:
     """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), and `grad` where updates are deferred.
 
-    `fds` are the planes' descriptors, to attach another store to the same memory.
+    `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold zeros only.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HostStore:
         self._planes: dict[str, torch.Tensor] = {}
         sizes = _sizes(layout, grad_dtype)
         # A memory file that has no block yet was never written, so its plane is zero without anybody writing zeros.
-        self._blank = {name for name in sizes if os.fstat(fds[name]).st_blocks == 0}
+        self.blank = {name for name in sizes if os.fstat(fds[name]).st_blocks == 0}
         for name, size_bytes in sizes.items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
             # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
@@ -93,12 +93,8 @@ class HostStore:
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements]."""
         # Whoever has a view may write to it.
-        self._blank.discard(name)
+        self.blank.discard(name)
         return self._planes[name]
-
-    def is_blank(self, name: str) -> bool:
-        """Whether a plane is known to hold zeros only: fresh memory that has not been used yet."""
-        return name in self._blank
 
     def unit(self, index: int, plane: str) -> torch.Tensor:
         """One unit's block of a plane, with its padding. Shapes: [unit.num_elements]."""

@@ -41,7 +41,7 @@ def load_model(store: HostStore, folder: Path) -> None:
     tensors = [headers[place.name] for _, place in store.layout.tensors()]
     staging = _Staging()
     # A plane that was never touched is zero already: each byte of the store is written once.
-    to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if not store.is_blank(plane)]
+    to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if plane not in store.blank]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(lambda plane: store.plane(plane).zero_(), to_zero))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
