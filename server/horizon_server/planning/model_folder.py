@@ -27,7 +27,7 @@ from horizon_server.store.model_files import (
     read_config,
     text_config,
 )
-from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
