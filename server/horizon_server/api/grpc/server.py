@@ -14,8 +14,7 @@ from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
 from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
-from horizon_server.network import is_loopback, parse_address
-from horizon_server.tls import ServerCertificate
+from horizon_server.network import ServerCertificate, is_loopback, parse_address
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 # At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each.

@@ -23,8 +23,8 @@ from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddle
 from horizon_server.api.http.routes import router
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
+from horizon_server.network import ServerCertificate
 from horizon_server.telemetry.metrics import Metrics
-from horizon_server.tls import ServerCertificate
 from horizon_server.version import VERSION
 
 _GRACE_S = 5

@@ -19,7 +19,7 @@ from horizon_server.api.grpc.interceptor import CallInterceptor, Trailers, clip,
 from horizon_server.api.grpc.server import SERVICE_NAMES, start_grpc_server
 from horizon_server.errors import BadSetting, Draining, FieldViolation, InvalidData, UploadInProgress
 from horizon_server.events import EvalDone
-from horizon_server.tls import ServerCertificate, own_certificate
+from horizon_server.network import ServerCertificate, own_certificate
 
 GET_NODE = node_pb2.GetNodeRequest()
 
