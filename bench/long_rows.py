@@ -84,8 +84,8 @@ def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
     from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
     from horizon_server.engine.template import Template
     from horizon_server.engine.trainer import TrainConfig, Trainer
-    from horizon_server.store.model_load import load_model
     from horizon_server.store.host_store import HostStore
+    from horizon_server.store.model_load import load_model
 
     template = Template.from_folder(folder)
     store = HostStore.allocate(template.layout, grad_dtype=torch.float32)
