@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from horizon_client.endpoint import Endpoint
-from horizon_client.errors import BadConfig, BadEndpoint, HorizonClientError, Unavailable
-from horizon_client.rpc_errors import OTHER_HOST, from_rpc
-from horizon_client.transfer.reporter import Reporter
+from horizon_client.errors import BadEndpoint, HorizonClientError, Unavailable
+from horizon_client.profiles import Endpoint
+from horizon_client.reporter import Reporter
+from horizon_client.rpc_errors import explained
 from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
 from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
 from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
     from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
 
-ItemT = TypeVar("ItemT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
@@ -160,25 +157,23 @@ class Connection:
             try:
                 return await call(request, timeout=deadline_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                problem = await self._explained(error)
+                problem = await explained(error, self.endpoint)
             wait_s = backoff.wait_s(problem) if idempotent and isinstance(problem, Unavailable) else None
             if wait_s is None:
                 raise problem
             await asyncio.sleep(wait_s)
 
-    async def all_pages(
-        self, call: Any, request: Any, items_of: Callable[[Any], Iterable[ItemT]], limit: int | None
-    ) -> list[ItemT]:
-        """Return the items of all pages, or the first `limit`; `items_of` returns the items of one answer."""
-        items: list[ItemT] = []
-        while limit is None or len(items) < limit:
-            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
+    async def all_pages(self, call: Any, request: Any, *, items: str, limit: int | None) -> list[Any]:
+        """Return the messages of all pages, or the first `limit`; `items` is the field of an answer that holds them."""
+        found: list[Any] = []
+        while limit is None or len(found) < limit:
+            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(found))
             answer: Any = await self.unary(call, request)
-            items += items_of(answer)
+            found += getattr(answer, items)
             request.page_token = answer.next_page_token
             if not request.page_token:
                 break
-        return items[:limit]
+        return found[:limit]
 
     async def stream(
         self,
@@ -203,7 +198,7 @@ class Connection:
                     return
                 yield answer
         except grpc.aio.AioRpcError as error:
-            raise await self._explained(error) from None
+            raise await explained(error, self.endpoint) from None
         except TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
@@ -244,16 +239,6 @@ class Connection:
             await self._channel.close(None)
         self._channel = self._calls = None
 
-    async def _explained(self, error: grpc.aio.AioRpcError) -> HorizonClientError:
-        """Return the error for a failed call; where the certificate holds other host names, with those names."""
-        problem = from_rpc(error, self.endpoint.server)
-        if problem.reason != OTHER_HOST:
-            return problem
-        names = await asyncio.to_thread(certificate_names, self.endpoint)
-        held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
-        add = f"add {self.endpoint.host!r} to tls_names in the settings of horizond and restart it"
-        return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
-
 
 async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
     """Wait before the next attempt and say so.
@@ -285,22 +270,3 @@ def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
         # a company proxy cannot reach this machine's loopback
         ("grpc.enable_http_proxy", 0 if endpoint.is_loopback else 1),
     ]
-
-
-def certificate_names(endpoint: Endpoint) -> list[str]:
-    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
-    context = ssl.create_default_context()
-    context.check_hostname = False  # the name is known to be wrong; the CA is still checked
-    context.set_alpn_protocols(["h2"])
-    host, _, port = endpoint.server.rpartition(":")
-    try:
-        if (pem := endpoint.root_certificates()) is not None:
-            context.load_verify_locations(cadata=pem.decode("ascii"))
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
-            context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
-        ):
-            held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
-    except (OSError, ValueError, BadConfig):
-        return []
-    return [str(name) for _, name in held]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 from google.protobuf.message import Message
 
 from horizon_client.connection import Connection
-from horizon_client.conversion import event_from_message, from_message
-from horizon_client.datasets import AsyncDatasets
-from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound, suggested
-from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
-from horizon_client.local_inputs import LocalInputs, load_job_spec
-from horizon_client.models import AsyncModels
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, MemoryPlan, PlannedJob, StateEvent
-from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.conversion import enum_choices, event_from_message, from_message
+from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
+from horizon_client.job_spec import SpecLike, spec_to_send
+from horizon_client.pushed import AsyncDatasets, AsyncModels
+from horizon_client.reporter import SILENT, Reporter
+from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, StateEvent
 from horizon_proto.v1 import job_pb2
-
-SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
-"""A job spec as a mapping, or the path of a YAML or JSON file."""
 
 _SEARCHED_JOBS = 1000
 
@@ -35,7 +29,6 @@ class AsyncJobs:
         self._connection = connection
         self._datasets = datasets
         self._models = models
-        self._inputs = LocalInputs(connection, datasets, models)
 
     async def submit(
         self,
@@ -73,7 +66,7 @@ class AsyncJobs:
             )
         except NotFound as problem:
             raise await self._missing_input(problem, wire_spec) from None
-        return PlannedJob(plan=from_message(MemoryPlan, answer.plan), spec=spec_to_mapping(answer.spec))
+        return from_message(PlannedJob, answer)
 
     async def get(self, job: str) -> Job:
         """Return one job.
@@ -194,11 +187,10 @@ class AsyncJobs:
         states = list(states)
         for state in states:
             if state.lower() not in choices:
-                problem = f"state is {state!r}; it must be one of {', '.join(choices)}"
-                raise InvalidRequest(problem, violations=[FieldViolation(field="states", description=problem)])
+                raise InvalidRequest.of("states", f"state is {state!r}; it must be one of {', '.join(choices)}")
         numbers = [job_pb2.JobState.ValueType(choices[state.lower()]) for state in states]
         call, request = self._connection.calls.jobs.ListJobs, job_pb2.ListJobsRequest(states=numbers)
-        found = await self._connection.all_pages(call, request, lambda answer: answer.jobs, limit)
+        found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
         return [from_message(Job, item) for item in found]
 
     async def _answered(self, call: Any, request: Message, *, idempotent: bool = True) -> Job:
@@ -221,8 +213,5 @@ class AsyncJobs:
     async def _wire_spec(
         self, spec: SpecLike, overrides: Sequence[str], push: bool, reporter: Reporter
     ) -> job_pb2.JobSpec:
-        loaded = load_job_spec(spec, overrides)
-        if push:
-            spec_to_proto(self._inputs.with_placeholders(loaded))  # refuse a malformed spec before anything is uploaded
-            return spec_to_proto(await self._inputs.pushed(loaded, reporter))
-        return spec_to_proto(loaded.mapping)
+        push_to = (self._models, self._datasets) if push else None
+        return await spec_to_send(spec, overrides, push_to=push_to, reporter=reporter)

@@ -11,10 +11,11 @@ from types import TracebackType
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
-from horizon_client.datasets import AsyncDatasets
 from horizon_client.event_loop import LoopThread
-from horizon_client.jobs import AsyncJobs, SpecLike
-from horizon_client.models import AsyncModels
+from horizon_client.job_spec import SpecLike
+from horizon_client.jobs import AsyncJobs
+from horizon_client.pushed import AsyncDatasets, AsyncModels
+from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
     Checkpoint,
     CheckpointPull,
@@ -28,7 +29,6 @@ from horizon_client.resources import (
     Node,
     PlannedJob,
 )
-from horizon_client.transfer.reporter import SILENT, Reporter
 
 
 class Client:
@@ -112,18 +112,6 @@ class Datasets:
             )
         )
 
-    def get(self, name: str) -> Dataset:
-        """Return one dataset by name or id.
-
-        Raises:
-            NotFound: with similar names, when there is no such dataset.
-        """
-        return self._loop.run(self._inner.get(name))
-
-    def delete(self, name: str) -> None:
-        """Delete a dataset that no active job needs."""
-        self._loop.run(self._inner.delete(name))
-
     def preview(
         self,
         name: str,
@@ -156,13 +144,25 @@ class Datasets:
             )
         )
 
-    def list(self, *, limit: int | None = None) -> list[Dataset]:
-        """Return the caller's datasets, newest first; all of them, or at most `limit`."""
-        return self._loop.run(self._inner.list(limit=limit))
+    def get(self, name: str) -> Dataset:
+        """Return one by name or id.
+
+        Raises:
+            NotFound: with similar names, when there is none.
+        """
+        return self._loop.run(self._inner.get(name))
+
+    def delete(self, name: str) -> None:
+        """Delete one that no active job needs."""
+        self._loop.run(self._inner.delete(name))
 
     def names(self) -> Iterable[str]:
-        """Return the names of the caller's datasets, newest first."""
+        """Return all names, newest first."""
         return self._loop.run(self._inner.names())
+
+    def list(self, *, limit: int | None = None) -> list[Dataset]:
+        """Return all of them, newest first, or at most `limit`."""
+        return self._loop.run(self._inner.list(limit=limit))
 
 
 class Models:
@@ -183,24 +183,24 @@ class Models:
         return self._loop.run(self._inner.push(folder, name=name, request_id=request_id, reporter=reporter))
 
     def get(self, name: str) -> Model:
-        """Return one model by name or id.
+        """Return one by name or id.
 
         Raises:
-            NotFound: with similar names, when there is no such model.
+            NotFound: with similar names, when there is none.
         """
         return self._loop.run(self._inner.get(name))
 
     def delete(self, name: str) -> None:
-        """Delete a model that no active job needs."""
+        """Delete one that no active job needs."""
         self._loop.run(self._inner.delete(name))
 
-    def list(self, *, limit: int | None = None) -> list[Model]:
-        """Return the caller's models, newest first; all of them, or at most `limit`."""
-        return self._loop.run(self._inner.list(limit=limit))
-
     def names(self) -> Iterable[str]:
-        """Return the names of the caller's models, newest first."""
+        """Return all names, newest first."""
         return self._loop.run(self._inner.names())
+
+    def list(self, *, limit: int | None = None) -> list[Model]:
+        """Return all of them, newest first, or at most `limit`."""
+        return self._loop.run(self._inner.list(limit=limit))
 
 
 class Jobs:

@@ -9,9 +9,8 @@ import click
 
 from horizon_client.cli.output import View, clean, output_option, print_list, print_one
 from horizon_client.cli.root import Commands
-from horizon_client.endpoint import SYSTEM_CA, Endpoint, read_token_file
 from horizon_client.errors import BadConfig
-from horizon_client.profiles import Profile, ProfileFile, ProfileSummary
+from horizon_client.profiles import SYSTEM_CA, Endpoint, Profile, ProfileFile, ProfileSummary, read_token_file
 
 _VIEW: View[ProfileSummary] = View(
     columns=[

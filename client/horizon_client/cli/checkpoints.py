@@ -17,9 +17,8 @@ from horizon_client.cli.output import (
     print_plain,
     time_text,
 )
-from horizon_client.cli.reporter import TransferReporter
 from horizon_client.cli.root import Commands
-from horizon_client.cli.session import connected, find_job
+from horizon_client.cli.session import TransferReporter, connected, find_job
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint

@@ -56,7 +56,7 @@ model_names = _completer(lambda client: client.models.names())
 
 def spec_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the fields that `--set` can change."""
-    from horizon_client.cli.spec_commands import spec_fields
+    from horizon_client.cli.jobs import spec_fields
 
     return [CompletionItem(f"{path}=") for path, _ in spec_fields() if path.startswith(incomplete)]
 

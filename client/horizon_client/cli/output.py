@@ -5,13 +5,14 @@ Also numbers, times and untrusted text in the form that people read.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
@@ -84,8 +85,6 @@ def print_one(item: ItemT, view: View[ItemT], output: str, *, plain: object = No
 
 def print_plain(value: object, output: str) -> None:
     """Print a resource, or a list of them, as JSON or YAML."""
-    from horizon_client.conversion import to_plain
-
     plain = to_plain(value)
     if output == "json":
         click.echo(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
@@ -93,6 +92,21 @@ def print_plain(value: object, output: str) -> None:
         import yaml
 
         click.echo(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def to_plain(value: Any) -> Any:
+    """Return plain data that JSON and YAML can write: datetimes as ISO text, numbers that are not finite as None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {attribute.name: to_plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
+        kind = getattr(value, "kind", None)
+        return {"event": kind, **plain} if kind and plain.get("sequence") else plain
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(inner) for inner in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:

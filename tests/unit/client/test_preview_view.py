@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from horizon_client import Client, InvalidRequest
-from horizon_client.cli.preview_view import print_preview
+from horizon_client.cli.pushed import print_preview
 from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
 
 

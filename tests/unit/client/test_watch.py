@@ -9,8 +9,9 @@ import pytest
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import AsyncClient, Client, DeadlineExceeded, NotFound, Unavailable
+from horizon_client.cli.output import to_plain
 from horizon_client.connection import RetryPolicy
-from horizon_client.conversion import from_message, to_plain
+from horizon_client.conversion import from_message
 from horizon_client.resources import JobEvent, MessageEvent, StateEvent, StepEvent
 from horizon_proto.v1 import job_pb2
 from horizon_server.records.job import JobRecord, JobState
