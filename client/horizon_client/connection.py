@@ -39,15 +39,13 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 UNARY_DEADLINE_S = 30.0
-FINALIZE_DEADLINE_S = 1800.0
-"""Finalizing reads every row of a dataset, or every header of a model."""
-PREVIEW_DEADLINE_S = 120.0
-"""Rendering may load a large tokenizer first, and one preview is rendered at a time."""
+FINALIZE_DEADLINE_S = 1800.0  # finalizing reads every row of a dataset, or every header of a model
+PREVIEW_DEADLINE_S = 120.0  # rendering may load a large tokenizer first, and one preview is rendered at a time
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
+# room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server
 MAX_METADATA_BYTES = 128 * 1024
-"""Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server."""
 
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
 _PAGE_SIZE = 200
@@ -68,8 +66,10 @@ class RetryPolicy:
 
 
 UNARY_RETRY = RetryPolicy()
+# a change may have happened although its answer was lost, and must not happen twice
+ONCE = RetryPolicy(max_attempts=1)
+# for watching and for transfers: long enough for a restart of the daemon or a change of networks
 STREAM_RETRY = RetryPolicy(max_attempts=40, max_elapsed_s=300.0)
-"""For watching and for transfers: long enough for a restart of the daemon or a change of networks."""
 
 
 class Backoff:
@@ -86,7 +86,7 @@ class Backoff:
 
     def wait_s(self, problem: HorizonClientError) -> float | None:
         """Return how long to wait before the next attempt, or None when it is time to give up."""
-        if isinstance(problem, BadEndpoint):
+        if isinstance(problem, BadEndpoint):  # the same address would give the same answer
             return None
         now = time.monotonic()
         if self._failures == 0:
@@ -94,6 +94,7 @@ class Backoff:
         self._failures += 1
         # the jitter keeps clients from returning all at once when a daemon has restarted
         wait_s = min(self._policy.first_wait_s * 2 ** (self._failures - 1), self._policy.longest_wait_s)
+        # what the server asks for is the least
         wait_s = max(wait_s * random.uniform(0.75, 1.25), problem.retry_after_s or 0.0)
         out_of_time = now - self._first_failure_at + wait_s > self._policy.max_elapsed_s
         return None if self._failures >= self._policy.max_attempts or out_of_time else wait_s
@@ -120,6 +121,7 @@ class Connection:
         self.stream_retry = stream_retry
         token = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
         self.metadata = (*token, (_METADATA_BYTES_KEY, str(MAX_METADATA_BYTES)))
+        # read now, so that a bad file is an error of the constructor, not of the first call
         self._root_certificates = endpoint.root_certificates()
         self._channel: grpc.aio.Channel | None = None
         self._calls: Calls | None = None
@@ -144,10 +146,9 @@ class Connection:
         request: RequestT,
         *,
         deadline_s: float = UNARY_DEADLINE_S,
-        idempotent: bool = True,
         retry: RetryPolicy | None = None,
     ) -> ResponseT:
-        """Make one call; retry an idempotent one while the server is unavailable.
+        """Make one call; retry it while the server is unavailable.
 
         Raises:
             HorizonClientError: what the server answered, or that it cannot be reached.
@@ -158,7 +159,7 @@ class Connection:
                 return await call(request, timeout=deadline_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
                 problem = await explained(error, self.endpoint)
-            wait_s = backoff.wait_s(problem) if idempotent and isinstance(problem, Unavailable) else None
+            wait_s = backoff.wait_s(problem) if isinstance(problem, Unavailable) else None
             if wait_s is None:
                 raise problem
             await asyncio.sleep(wait_s)
@@ -222,6 +223,7 @@ class Connection:
         backoff = Backoff(self.stream_retry)
         while True:
             try:
+                # closed here, or the call would live on until the garbage collector comes by
                 async with aclosing(reopen()) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         backoff.succeeded()

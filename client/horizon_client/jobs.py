@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from horizon_client.connection import Connection
+from horizon_client.connection import ONCE, Connection, RetryPolicy
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import SpecLike, spec_to_send
@@ -49,6 +49,7 @@ class AsyncJobs:
             DoesNotFit: when the node does not have enough memory.
         """
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
+        # with an id, a retry after a lost answer gives the same job
         request = job_pb2.SubmitJobRequest(request_id=request_id or str(uuid.uuid4()), spec=wire_spec)
         try:
             return await self._answered(self._connection.calls.jobs.SubmitJob, request)
@@ -83,17 +84,17 @@ class AsyncJobs:
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
         request = job_pb2.CancelJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.CancelJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.CancelJob, request, retry=ONCE)
 
     async def pause(self, job: str) -> Job:
         """Checkpoint a job after its current step and free the device."""
         request = job_pb2.PauseJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.PauseJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.PauseJob, request, retry=ONCE)
 
     async def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         request = job_pb2.ResumeJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.ResumeJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.ResumeJob, request, retry=ONCE)
 
     async def set_priority(self, job: str, priority: int) -> Job:
         """Change a job's priority; higher first.
@@ -111,11 +112,13 @@ class AsyncJobs:
             NotFound: when there is no such job.
             Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
+        # the id, because after a cut the name may mean a newer job
         stub, job_id = self._connection.calls.jobs, (await self.get(job)).job_id
         last_sequence, ended = after_sequence, False
 
         def reopen() -> AsyncIterator[job_pb2.WatchJobResponse]:
             request = job_pb2.WatchJobRequest(job_id=job_id, after_sequence=last_sequence)
+            # no limit between two events: a step may take minutes, and keepalive notices a dead connection
             return self._connection.stream(stub.WatchJob, request, stall_s=None)
 
         async def is_over() -> bool:
@@ -125,7 +128,7 @@ class AsyncJobs:
         async for answer in self._connection.followed(
             reopen, is_over, reporter=reporter, what=f"the watch of {job_id}"
         ):
-            if answer.event.sequence <= last_sequence:
+            if answer.event.sequence <= last_sequence:  # sent again after a cut
                 continue
             last_sequence = answer.event.sequence
             event = event_from_message(answer.event)
@@ -147,7 +150,7 @@ class AsyncJobs:
                         pass
                 return await self.get(current.job_id)
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceeded):  # is a TimeoutError too: a single call was late, not the job
                 raise
             raise DeadlineExceeded(f"job {job} has not ended after {timeout_s:g} s; it continues") from None
 
@@ -165,7 +168,7 @@ class AsyncJobs:
         if attempt > current.attempt:
             had = f"{current.attempt} attempt{'s' if current.attempt != 1 else ''}" if current.attempt else "no attempt"
             raise NotFound(f"job {job} has no attempt {attempt}; it has had {had} so far")
-        number = attempt or current.attempt
+        number = attempt or current.attempt  # fixed, because a resume would make 0 another attempt
         at = offset
 
         def reopen() -> AsyncIterator[job_pb2.GetJobLogsResponse]:
@@ -173,7 +176,7 @@ class AsyncJobs:
             return self._connection.stream(stub.GetJobLogs, request, stall_s=None)
 
         async def is_over() -> bool:
-            return True
+            return True  # without `follow` it ends at the last byte, with it when the attempt has ended
 
         async for answer in self._connection.followed(reopen, is_over, reporter=reporter, what="the log"):
             new = answer.data[max(at - answer.offset, 0) :]
@@ -193,8 +196,8 @@ class AsyncJobs:
         found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
         return [from_message(Job, item) for item in found]
 
-    async def _answered(self, call: Any, request: Message, *, idempotent: bool = True) -> Job:
-        answer: Any = await self._connection.unary(call, request, idempotent=idempotent)
+    async def _answered(self, call: Any, request: Message, *, retry: RetryPolicy | None = None) -> Job:
+        answer: Any = await self._connection.unary(call, request, retry=retry)
         return from_message(Job, answer.job)
 
     async def _names(self) -> Iterable[str]:

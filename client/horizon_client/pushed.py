@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection
+from horizon_client.connection import FINALIZE_DEADLINE_S, ONCE, PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import enum_number, from_message
 from horizon_client.errors import AlreadyExists, InvalidRequest, NotFound, suggested
 from horizon_client.local_files import (
@@ -57,8 +57,7 @@ class AsyncPushed(Generic[ItemT]):
 
     async def delete(self, name: str) -> None:
         """Delete one that no active job needs."""
-        # not repeated: after a lost answer the second call would say that there is none
-        await self._connection.unary(*self._rpc("Delete", name=name), idempotent=False)
+        await self._connection.unary(*self._rpc("Delete", name=name), retry=ONCE)
 
     async def names(self) -> Iterable[str]:
         """Return all names, newest first."""
@@ -151,7 +150,7 @@ class AsyncDatasets(AsyncPushed[Dataset]):
 
     _kind = Dataset
     _messages = dataset_pb2
-    _digest_head = ("auto",)
+    _digest_head = ("auto",)  # the format is part of what a dataset is
 
     async def push(
         self,

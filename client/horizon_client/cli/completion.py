@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Completer: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 _SHELLS = ["bash", "zsh", "fish"]
-_PATIENCE_S = 3.0
+_PATIENCE_S = 3.0  # a shell shows nothing while it waits for a completion
 _MOST_NAMES = 200
 
 
@@ -38,7 +38,8 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
         try:
             names = asyncio.run(asyncio.wait_for(ask(), _PATIENCE_S))
         except (HorizonClientError, TimeoutError):
-            return []
+            return []  # a message here would be written into the command line
+        # several jobs may have one name
         return [CompletionItem(name) for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
     return complete

@@ -6,11 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
-
-import click
 
 from horizon_client.cli.output import (
     View,
@@ -20,10 +17,10 @@ from horizon_client.cli.output import (
     count_text,
     duration_text,
     table,
-    terminal_width,
     time_text,
     to_plain,
 )
+from horizon_client.cli.session import Notices
 from horizon_client.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -41,12 +38,13 @@ def state_text(job: Job) -> str:
     """Return the state with what a person asks next: the place in the queue, or why the job is stopping."""
     if job.queue_position:
         return f"{job.state} #{job.queue_position}"
+    # a drain is a reason only; what a user has asked for before it stays
     wanted = clean(job.wanted or job.reason).lower() if job.state == "STOPPING" else ""
     return f"{job.state} (to {wanted})" if wanted else job.state
 
 
 def has_device(job: Job) -> bool:
-    """Whether layers are computed on a device, so that transfers to it and its memory mean something."""
+    """Whether layers are computed on a device; else transfers to it and its memory mean nothing."""
     return job.plan is None or job.plan.device != "host"
 
 
@@ -73,6 +71,7 @@ def data_text(report: Mapping[str, int]) -> str:
     ]
     rest = (("truncated_rows", "truncated"), ("error_rows", "skipped"), ("eval_rows", "held out"))
     parts += [f"{count_text(report[name])} {word}" for name, word in rest if report.get(name)]
+    # tokens in the rows that an epoch is packed into
     room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
     if room:
         parts.append(f"packed to {report.get('tokens', 0) / room:.1%}")
@@ -81,12 +80,13 @@ def data_text(report: Mapping[str, int]) -> str:
 
 def job_list_view(jobs: Sequence[Job]) -> View[Job]:
     """Return the view for a list; OWNER is a column only where the owners differ."""
+    # an admin sees the jobs of all
     many_owners = len({job.owner for job in jobs}) > 1
     return replace(JOB_VIEW, columns=[c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners])
 
 
-def print_plan(plan: MemoryPlan) -> None:
-    """Print the memory by component, whether the job fits, and its predicted speed."""
+def plan_page(plan: MemoryPlan) -> str:
+    """Return the memory by component, whether the job fits, and its predicted speed."""
     # on the host the device's memory is part of the host's, and the host column counts it
     on_device = plan.device != "host"
     headers = ["COMPONENT", "HOST", *(["DEVICE"] if on_device else [])]
@@ -94,18 +94,17 @@ def print_plan(plan: MemoryPlan) -> None:
     rows = [[c, _amount(plan.host_bytes.get(c)), _amount(plan.device_bytes.get(c))] for c in components]
     rows.append(["total", bytes_text(plan.host_total_bytes), bytes_text(plan.device_total_bytes)])
     rows.append(["limit", bytes_text(plan.host_limit_bytes), _amount(plan.device_limit_bytes or None)])
-    click.echo(table(headers, [row[: len(headers)] for row in rows], terminal_width()))
+    amounts = table(headers, [row[: len(headers)] for row in rows])
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message else ""
     where = clean(plan.device) or "the node"
-    click.echo(f"\n{count_text(plan.num_parameters)} parameters, computed on {where}: {fits}{message}")
+    fits = f"{count_text(plan.num_parameters)} parameters, computed on {where}: {fits}{message}"
     if plan.prediction is None:
-        click.echo("no prediction yet: the node measures its speed when no job is running")
-        return
+        return f"{amounts}\n\n{fits}\nno prediction yet: the node measures its speed when no job is running"
     step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
     total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
-    click.echo(f"predicted: {speed_text(plan)}, {step} per step{total}")
+    return f"{amounts}\n\n{fits}\npredicted: {speed_text(plan)}, {step} per step{total}"
 
 
 def _steps(job: Job) -> str:
@@ -136,7 +135,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     if job.last_step is not None:
         step = job.last_step
         facts += [("loss", f"{step.loss:.4f}"), ("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
-        if has_device(job):
+        if has_device(job):  # on the host nothing is transferred
             facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
         if step.host_memory_bytes:
             facts.append(("memory used", host_memory_text(step.host_memory_bytes)))
@@ -169,7 +168,7 @@ JOB_VIEW: View[Job] = View(
 )
 
 
-class PlainView(Reporter):
+class PlainView(Notices):
     """One line per event; of quick steps about one per second, and always the last."""
 
     def __init__(self, stream: IO[str], *, on_device: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -181,21 +180,16 @@ class PlainView(Reporter):
 
     def show(self, event: JobEvent) -> None:
         """Print the event, or hold a step back until the next event shows whether it was the last step."""
-        if event.kind != "step":
-            self._release()
-            self._print(event_line(event, on_device=self._on_device))
-            return
         # a line for each of ten steps a second would only hide the other events
-        if event.skipped or self._clock() >= self._next_at:
+        if event.kind == "step" and not event.skipped and self._clock() < self._next_at:
+            self._held = event
+            return
+        if event.kind == "step":
             self._held = None
             self._next_at = self._clock() + _PLAIN_INTERVAL_S
-            self._print(event_line(event, on_device=self._on_device))
         else:
-            self._held = event
-
-    def notice(self, message: str) -> None:
-        """Print a message on stderr."""
-        print(clean(message), file=sys.stderr, flush=True)
+            self._release()  # first, so that events stay in order
+        self._print(event)
 
     def __enter__(self) -> PlainView:
         return self
@@ -205,11 +199,12 @@ class PlainView(Reporter):
 
     def _release(self) -> None:
         if self._held is not None:
-            self._print(event_line(self._held, on_device=self._on_device))
+            self._print(self._held)
             self._held = None
 
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+    def _print(self, event: JobEvent) -> None:
+        # flushed, because a pipe would keep minutes of events back
+        print(event_line(event, on_device=self._on_device), file=self._stream, flush=True)
 
 
 class DataView(PlainView):
@@ -222,17 +217,19 @@ class DataView(PlainView):
     def show(self, event: JobEvent) -> None:
         """Print the event."""
         if self._output == "json":
-            self._print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False))
+            print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False), file=self._stream, flush=True)
         elif self._output == "yaml":
             import yaml
 
-            self._print("---\n" + yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True).rstrip())
+            text = yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True)
+            print(f"---\n{text.rstrip()}", file=self._stream, flush=True)
 
 
 class LiveView(Reporter):
     """The figures of the newest step in place, with all other events scrolling above them."""
 
     def __init__(self, job: Job, *, stderr: bool) -> None:
+        # only here, because `horizon job --help` imports this module
         from rich.console import Console
         from rich.live import Live
 
@@ -242,7 +239,6 @@ class LiveView(Reporter):
         self._on_device = has_device(job)
         self._console = Console(stderr=stderr)
         self._live: Live = Live(console=self._console, refresh_per_second=8, get_renderable=self._figures)
-        self._exit = ExitStack()
 
     def show(self, event: JobEvent) -> None:
         """Update the figures from a step, print anything else."""
@@ -250,6 +246,7 @@ class LiveView(Reporter):
             self._step = event
         elif event.kind == "state":
             self._state = event.state
+        # a skipped step would be overwritten by the next one
         if event.kind != "step" or event.skipped:
             self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
 
@@ -258,11 +255,11 @@ class LiveView(Reporter):
         self._console.print(clean(message), markup=False, highlight=False)
 
     def __enter__(self) -> LiveView:
-        self._exit.enter_context(self._live)
+        self._live.start()
         return self
 
     def __exit__(self, *leaving: object) -> None:
-        self._exit.close()
+        self._live.stop()
 
     def _figures(self) -> Table:
         from rich.progress_bar import ProgressBar
@@ -274,6 +271,7 @@ class LiveView(Reporter):
         if step is None:
             grid.add_row(Text(f"{clean(self._name)}  {self._state}"))
             return grid
+        # texts, because rich reads [brackets] in a plain string as markup
         head = Text(f"{clean(self._name)}  {self._state}  step {step.step}/{step.num_steps or '?'}")
         grid.add_row(head, ProgressBar(total=max(step.num_steps, 1), completed=step.step, width=24))
         outer = Table.grid()
@@ -312,6 +310,7 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
             return f"data prepared: {data_text(event.report)}"
         of_total = f" of {count_text(event.total_rows)}" if event.total_rows else ""
         return f"preparing data: {count_text(event.done_rows)}{of_total} rows"
+    # the lines of a quoted log stay lines, each without control characters
     level = "" if event.level == "info" else f"{clean(event.level)}: "
     return level + "\n  ".join(map(clean, event.text.splitlines()))
 

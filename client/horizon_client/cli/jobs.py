@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
-from horizon_client.cli.job_views import JOB_VIEW, job_list_view, open_view, print_plan, speed_text, state_text
-from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_plain
+from horizon_client.cli.job_views import JOB_VIEW, job_list_view, open_view, plan_page, speed_text, state_text
+from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
 from horizon_client.errors import BadFile, InvalidRequest
@@ -68,12 +68,8 @@ def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, o
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
-    if output in ("json", "yaml"):
-        print_plain(planned, output)
-    elif output == "name":
-        click.echo("fits" if planned.plan.fits else "does-not-fit")
-    else:
-        print_plan(planned.plan)
+    names = ["fits" if planned.plan.fits else "does-not-fit"]
+    print_result(planned, output, names=names, page=lambda: plan_page(planned.plan))
     return 0 if planned.plan.fits else 1
 
 
@@ -118,7 +114,7 @@ def submit(
     print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:
         return 0
-    sys.stdout.flush()
+    sys.stdout.flush()  # `JOB=$(... -o name)` may read the id while the job runs
     return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout)
 
 
@@ -196,7 +192,7 @@ def cancel(client: Client, job_id: str, output: str) -> None:
     found = find_job(client, job_id)
     if found.ended:
         Notices().notice(f"{found.name} ({found.job_id}) has already ended ({found.state}); nothing to cancel")
-        if output != "table":
+        if output != "table":  # programs get the job as after any other change
             print_one(found, JOB_VIEW, output)
         return
     _print_changed(client.jobs.cancel(found.job_id), output)
@@ -226,7 +222,7 @@ def resume(client: Client, job_id: str, output: str) -> None:
 @job.command(
     name="set-priority",
     short_help="Change a job's priority (not available yet).",
-    context_settings={"ignore_unknown_options": True},
+    context_settings={"ignore_unknown_options": True},  # a negative priority looks like an option
     epilog="\b\nExample:\n  horizon job set-priority JOB 10",
 )
 @_JOB
@@ -253,6 +249,7 @@ def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
         ended = client.jobs.get(job.job_id)
     except KeyboardInterrupt:
         raise Interrupted(_continues(job.job_id, "watch")) from None
+    # with json or yaml the last event has said it, as data
     if output == "table":
         steps = f" after {ended.step} of {ended.num_steps} steps" if ended.num_steps else ""
         why = f": {ended.message}" if ended.message else ""
@@ -266,9 +263,10 @@ def _spec(text: str) -> str | dict[str, object]:
     """Return the path, or the mapping on stdin."""
     if text != "-":
         return text
-    from horizon_client.job_spec import parse_spec
+    from horizon_client.job_spec import parse_spec  # only here, because it loads grpc
 
     try:
+        # YAML, which JSON is a part of
         return parse_spec(sys.stdin.read(), name="stdin")
     except UnicodeDecodeError as error:
         raise InvalidRequest("stdin is not UTF-8 text") from error

@@ -23,7 +23,7 @@ from horizon_client.cli.output import (
     output_option,
     print_list,
     print_one,
-    print_plain,
+    print_result,
     time_text,
 )
 from horizon_client.cli.root import Commands
@@ -265,44 +265,37 @@ between [[ and ]]."""
 def preview(client: Client, name: str, output: str, **options: Any) -> None:
     """Show rows as the model sees them, with the trained part marked."""
     shown = client.datasets.preview(name, **options)
-    if output in ("json", "yaml"):
-        print_plain(shown, output)
-    elif output == "name":
-        for row in shown.rows:
-            click.echo(_place(row))
-    else:
-        print_preview(name, shown)
+    print_result(shown, output, names=map(_place, shown.rows), page=lambda: preview_page(name, shown))
 
 
-def print_preview(name: str, preview: DatasetPreview) -> None:
-    """Print the rows of dataset `name`, with the trained part in colour, or between [[ and ]] without colour."""
+def preview_page(name: str, preview: DatasetPreview) -> str:
+    """Return the rows of dataset `name`, with the trained part in colour, or between [[ and ]] without colour."""
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    click.echo(
+    lines = [
         f"{clean(name)}: {count_text(preview.num_rows)} rows, {clean(preview.format)}; "
-        f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}"
-    )
-    click.echo("trained text is green" if in_colour else "trained text is between [[ and ]]")
+        f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}",
+        "trained text is green" if in_colour else "trained text is between [[ and ]]",
+    ]
     for row in preview.rows:
         counts = f"{count_text(row.num_tokens)} tokens, {count_text(row.num_trained_tokens)} trained"
         if row.num_documents > 1:
             counts += f", in {row.num_documents} documents"
-        click.echo(f"\n--- {clean(_place(row))}: {counts} ---")
-        pieces = []
+        text = ""
         for span in row.spans:
-            text = clean_block(span.text)
+            piece = clean_block(span.text)
             if span.trained:
-                text = click.style(text, fg="green") if in_colour else f"[[{text}]]"
-            pieces.append(text)
-        click.echo("".join(pieces), color=in_colour)
+                piece = click.style(piece, fg="green") if in_colour else f"[[{piece}]]"
+            text += piece
+        lines += ["", f"--- {clean(_place(row))}: {counts} ---", text]
         if row.clipped:
-            click.echo("... the row is longer; only its beginning is shown")
+            lines.append("... the row is longer; only its beginning is shown")
         if row.num_cut_tokens:
             cut = count_text(row.num_cut_tokens)
-            click.echo(f"... {cut} more tokens are beyond the sequence length: not trained, not shown")
-        for problem in row.problems:
-            click.echo(clean(f"not trained: {problem}"))
+            lines.append(f"... {cut} more tokens are beyond the sequence length: not trained, not shown")
+        lines += [clean(f"not trained: {problem}") for problem in row.problems]
     if not preview.rows:
-        click.echo("no rows: the offset is after the last row")
+        lines.append("no rows: the offset is after the last row")
+    return "\n".join(lines)
 
 
 def _place(row: PreviewRow) -> str:

@@ -43,6 +43,7 @@ _SHORTEST_FOR_A_RATE_S = 0.5
 def connected(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the connection options to a command, and pass it an open client as its first argument."""
 
+    # the decorator next to the function, so that help lists these options last
     @connection_options
     @functools.wraps(command)
     def run(**values: Any) -> Any:
@@ -69,13 +70,14 @@ def open_client(ctx: click.Context) -> Client:
     Raises:
         BadConfig: when no daemon is configured, or the configuration is unusable.
     """
-    from horizon_client.sync_client import Client
+    from horizon_client.sync_client import Client  # only here, because it loads grpc
 
     return Client(**client_arguments(ctx))
 
 
 def client_arguments(ctx: click.Context) -> dict[str, Any]:
     """Return the arguments of `Client` for the options of a command, or those before the command."""
+    # `horizon --server A job list` and `horizon job list --server A` mean the same
     chosen = {name: ctx.params.get(name) or ctx.find_root().params.get(name) for name in _OPTIONS}
     token_file, ca = chosen["token_file"], chosen["ca"]
     return {
@@ -118,7 +120,7 @@ class TransferReporter(Reporter):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.stop()  # first, or the message would be drawn over
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(self._interrupted) from None
 
@@ -127,13 +129,14 @@ class TransferReporter(Reporter):
         if self._bar is None:
             self._print_if_due(progress)
             return
-        total = progress.total_bytes or None
+        total = progress.total_bytes or None  # None makes the bar move to and fro, for the server's work
         if self._task is not None and self._phase == progress.phase:
             self._bar.update(self._task, completed=progress.done_bytes, total=total)
             return
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._phase = progress.phase
+        # several files are sent at once, so the name of one would say little
         text = f"{_VERBS[progress.phase]} {clean(progress.name) if progress.phase == 'finalize' else ''}".rstrip()
         self._task = self._bar.add_task(text, total=total, completed=progress.done_bytes)
 
@@ -145,7 +148,7 @@ class TransferReporter(Reporter):
             self._bar.console.print(clean(message), markup=False, highlight=False)
 
     def _print_if_due(self, progress: Progress) -> None:
-        """Print at once for uploads, downloads and the server's work; for local reading only when it takes long."""
+        """Print at once for uploads, downloads and the server's work."""
         now = time.monotonic()
         is_new_phase = progress.phase != self._phase
         if is_new_phase:
@@ -153,6 +156,7 @@ class TransferReporter(Reporter):
             self._phase_began = (now, progress.done_bytes)
         is_due = now - self._last_line_at >= _PLAIN_INTERVAL_S
         is_end = 0 < progress.total_bytes == progress.done_bytes
+        # local reading is worth a line only when it takes long
         if is_due or (progress.phase not in ("check", "hash") and (is_new_phase or is_end)):
             self._last_line_at = now
             began_at, began_bytes = self._phase_began
@@ -165,6 +169,7 @@ def progress_line(progress: Progress, moved_bytes: int, elapsed_s: float) -> str
     if not progress.total_bytes:
         return line
     line += f": {100 * progress.done_bytes // progress.total_bytes}% of {bytes_text(progress.total_bytes)}"
+    # a rate over less time says little, and the ETA would jump
     if moved_bytes <= 0 or elapsed_s < _SHORTEST_FOR_A_RATE_S:
         return line
     rate = moved_bytes / elapsed_s
@@ -177,8 +182,9 @@ def _rich_bar() -> RichProgress:
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
+    # rich's own column counts rates in units of 1000, sizes everywhere else here in 1024
     class Amount(ProgressColumn):
-        """Sizes as everywhere in the command; rich's own column counts rates in units of 1000."""
+        """What has moved, of how much, and the rate."""
 
         def render(self, task: Task) -> Text:
             if not task.total:
