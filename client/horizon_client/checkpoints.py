@@ -115,17 +115,12 @@ class _Download:
         self._total_bytes = 0
 
     async def fetch(self, files: Sequence[FileEntry], *, force: bool) -> int:
-        """Download all files and return the number of bytes received; identical files that exist already are skipped.
-
-        Raises:
-            FileConflict: when different files are in the way and `force` is not given; nothing is fetched then.
-            CorruptDownload: when a file does not have the listed sha256.
-            BadFile: when the folder cannot be written.
-        """
+        """Download all files and return the number of bytes received; identical files that exist already are skipped."""
         targets = {entry.path: self._target(entry.path) for entry in files}
         self._total_bytes = sum(entry.size_bytes for entry in files)
         try:
             wanted = [entry for entry in files if not await self._is_complete(entry, targets[entry.path])]
+            # before anything is fetched; a dangling link does not exist, but is in the way
             taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
             if taken and not force:
                 raise FileConflict(
@@ -134,16 +129,12 @@ class _Download:
                 )
             return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
         except OSError as error:
-            if isinstance(error, HorizonClientError):
+            if isinstance(error, HorizonClientError):  # some of ours are OSErrors too: Unavailable is a ConnectionError
                 raise
             raise BadFile(f"cannot write to {self.folder}: {error.strerror} ({error.filename})") from error
 
     def _target(self, listed: str) -> Path:
-        """Return the local path of a listed one.
-
-        Raises:
-            ServerFailed: when it would be outside the folder.
-        """
+        """Return the local path of a listed one; ServerFailed when it would be outside the folder."""
         # the same on every system: a Windows path is refused on Linux too, and the other way round
         pure = PurePosixPath(listed)
         parts = listed.split("/")
@@ -182,7 +173,7 @@ class _Download:
             raise CorruptDownload(
                 f"{entry.path} arrived damaged: its sha256 is {digest[:12]}, not {entry.sha256[:12]}; pull it again"
             )
-        part.replace(target)
+        part.replace(target)  # complete or not there at all, also for a program that reads the folder meanwhile
         return received
 
     async def _fill_part(self, entry: FileEntry, part: Path) -> tuple[int, str]:
@@ -202,6 +193,7 @@ class _Download:
                         if piece.offset != offset or end > entry.size_bytes:
                             sent = f"bytes {piece.offset}..{end} of {entry.path}"
                             raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
+                        # in a thread, so that a slow disk does not block the event loop
                         await asyncio.to_thread(file.write, piece.data)
                         await asyncio.to_thread(digest.update, piece.data)
                         offset = end
@@ -216,6 +208,7 @@ class _Download:
                 if offset < entry.size_bytes:
                     await pause_after(problem, backoff, self._reporter, f"the download of {entry.path}")
             file.flush()
+            # before the rename, or a crash may leave the final name with missing bytes
             await asyncio.to_thread(os.fsync, file.fileno())
         return offset - start, digest.hexdigest()
 
@@ -233,7 +226,8 @@ class _Download:
 
 
 def _file_size(path: Path) -> int | None:
-    """Return the size of a plain file; None for anything else, links among them."""
+    """Return the size of a plain file; None for anything else."""
+    # a `.part` that is a link would be written through, to a place outside the folder
     return path.stat().st_size if path.is_file() and not path.is_symlink() else None
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -20,20 +20,14 @@ from horizon_client.errors import BadEndpoint, HorizonClientError, Unavailable
 from horizon_client.profiles import Endpoint
 from horizon_client.reporter import Reporter
 from horizon_client.rpc_errors import explained
-from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
-from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
-from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
-from horizon_proto.v1.job_pb2_grpc import JobServiceStub
-from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
-from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
-
-if TYPE_CHECKING:
-    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
-    from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceAsyncStub
-    from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceAsyncStub
-    from horizon_proto.v1.job_pb2_grpc import JobServiceAsyncStub
-    from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
-    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
+from horizon_proto.v1 import (
+    blob_pb2_grpc,
+    checkpoint_pb2_grpc,
+    dataset_pb2_grpc,
+    job_pb2_grpc,
+    model_pb2_grpc,
+    node_pb2_grpc,
+)
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -104,12 +98,15 @@ class Calls:
     """The services of the daemon on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.blobs = cast("BlobServiceAsyncStub", BlobServiceStub(channel))
-        self.checkpoints = cast("CheckpointServiceAsyncStub", CheckpointServiceStub(channel))
-        self.datasets = cast("DatasetServiceAsyncStub", DatasetServiceStub(channel))
-        self.jobs = cast("JobServiceAsyncStub", JobServiceStub(channel))
-        self.models = cast("ModelServiceAsyncStub", ModelServiceStub(channel))
-        self.node = cast("NodeServiceAsyncStub", NodeServiceStub(channel))
+        # on a channel of grpc.aio the stubs are asynchronous; the classes of that type exist for type checkers only
+        self.blobs = cast("blob_pb2_grpc.BlobServiceAsyncStub", blob_pb2_grpc.BlobServiceStub(channel))
+        self.checkpoints = cast(
+            "checkpoint_pb2_grpc.CheckpointServiceAsyncStub", checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        )
+        self.datasets = cast("dataset_pb2_grpc.DatasetServiceAsyncStub", dataset_pb2_grpc.DatasetServiceStub(channel))
+        self.jobs = cast("job_pb2_grpc.JobServiceAsyncStub", job_pb2_grpc.JobServiceStub(channel))
+        self.models = cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
+        self.node = cast("node_pb2_grpc.NodeServiceAsyncStub", node_pb2_grpc.NodeServiceStub(channel))
 
 
 class Connection:
@@ -148,11 +145,7 @@ class Connection:
         deadline_s: float = UNARY_DEADLINE_S,
         retry: RetryPolicy | None = None,
     ) -> ResponseT:
-        """Make one call; retry it while the server is unavailable.
-
-        Raises:
-            HorizonClientError: what the server answered, or that it cannot be reached.
-        """
+        """Make one call; retry it while the server is unavailable."""
         backoff = Backoff(retry or self.unary_retry)
         while True:
             try:
@@ -183,12 +176,7 @@ class Connection:
         *,
         stall_s: float | None = STALL_DEADLINE_S,
     ) -> AsyncIterator[ResponseT]:
-        """Yield the answers of one streaming call; `stall_s` limits the time between two of them, None does not.
-
-        Raises:
-            Unavailable: when the stream was cut or stalled; `followed` reopens it.
-            HorizonClientError: what else the server answered.
-        """
+        """Yield the answers of one streaming call; `stall_s` limits the time between two of them, None does not."""
         running = call(request, metadata=self.metadata)
         answers = aiter(running)
         try:
@@ -216,9 +204,6 @@ class Connection:
         """Yield the answers of the stream that `reopen` opens; after a cut open it again, with growing waits.
 
         `reopen` continues where the last answer ended. A stream that ends before `is_over` (the daemon is draining) counts as cut.
-
-        Raises:
-            Unavailable: when nothing arrived for as long as the retry policy allows.
         """
         backoff = Backoff(self.stream_retry)
         while True:
@@ -243,11 +228,7 @@ class Connection:
 
 
 async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
-    """Wait before the next attempt and say so.
-
-    Raises:
-        HorizonClientError: `problem`, when it is time to give up.
-    """
+    """Wait before the next attempt and say so; raise `problem` when it is time to give up."""
     wait_s = backoff.wait_s(problem)
     if wait_s is None:
         raise problem

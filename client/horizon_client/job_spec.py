@@ -34,12 +34,7 @@ async def spec_to_send(
     push_to: tuple[AsyncModels, AsyncDatasets] | None,
     reporter: Reporter,
 ) -> job_pb2.JobSpec:
-    """Return the wire form of a spec; local files that it names are pushed, unless there is nothing to push them to.
-
-    Raises:
-        BadFile: when the file is unusable.
-        InvalidRequest: naming the fields; nothing is pushed when the spec itself is malformed.
-    """
+    """Return the wire form of a spec; local files that it names are pushed, unless there is nothing to push them to."""
     written, folders = _loaded(spec)
     mapping = with_overrides(written, overrides)
     if push_to is None:
@@ -106,12 +101,9 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_spec_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML or JSON file.
-
-    Raises:
-        BadFile: when it cannot be read or is not one mapping; names the line.
-    """
+    """Return the mapping in a YAML or JSON file; BadFile with the line when it holds anything else."""
     try:
+        # a mistyped path may name a data file
         if path.stat().st_size > MAX_SPEC_BYTES:
             raise BadFile(f"{path} is larger than 1 MiB; is it a job spec?")
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte order mark before the text
@@ -123,11 +115,7 @@ def load_spec_file(path: Path) -> dict[str, Any]:
 
 
 def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]:
-    """Return the mapping that `text` holds; `name` is the file's name in messages.
-
-    Raises:
-        BadFile: when it is not one mapping; names the line.
-    """
+    """Return the mapping that `text` holds; `name` is the file's name in messages."""
     try:
         content = json.loads(text) if as_json else yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except json.JSONDecodeError as error:
@@ -137,7 +125,7 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
         raise BadFile(f"{name}{line}: not YAML: {error.problem or error.context}") from error
     except yaml.YAMLError as error:
         raise BadFile(f"{name}: not YAML: {error}".splitlines()[0]) from error
-    except RecursionError as error:
+    except RecursionError as error:  # both parsers recurse
         raise BadFile(f"{name} is nested too deeply") from error
     if not isinstance(content, dict):
         raise BadFile(f"{name} must contain a mapping of fields such as name, model and dataset")
@@ -145,11 +133,7 @@ def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]
 
 
 def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `mapping` with each `path.to.field=value` applied; values are read as YAML.
-
-    Raises:
-        InvalidRequest: when an override has no '=', or one of its parents is not a section.
-    """
+    """Return a copy of `mapping` with each `path.to.field=value` applied; values are read as YAML."""
     result = _copied(mapping)
     for override in overrides:
         path, separator, text = override.partition("=")

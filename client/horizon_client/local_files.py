@@ -30,13 +30,11 @@ from horizon_formats.problems import FormatError, InvalidOption, ServerOnly
 Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """One file or folder, or several."""
 
-PIECE_BYTES = 4 * 2**20
-"""Local files are read in pieces of this size, so that an interrupt is noticed between two of them."""
+PIECE_BYTES = 4 * 2**20  # files are read in pieces, so that an interrupt is noticed between two of them
 MAX_NAME = 63
 
 _MOST_NAMED = 5
-_NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")
-"""Binary files, and texts that no program reads."""
+_NOT_CHECKED = ("*.model", "LICENSE*", "NOTICE*", "README.md")  # binary files, and texts that no program reads
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TEXT_BYTES = 256 * 2**20
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
@@ -45,11 +43,7 @@ _BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8}
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the file.
-
-    Raises:
-        BadFile: when the file cannot be read.
-    """
+    """Turn an error of the operating system into a BadFile that names the file."""
     try:
         yield
     except OSError as error:
@@ -67,11 +61,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, source: Path, path: str) -> SourceFile:
-        """Return the file at `source`, which will be `path` on the server.
-
-        Raises:
-            BadFile: when it cannot be read or is empty.
-        """
+        """Return the file at `source`, which will be `path` on the server; BadFile when it cannot be read or is empty."""
         # stat works without the right to read, and that should be noticed before the first file is sent
         with reading(source), source.open("rb"):
             status = source.stat()
@@ -80,11 +70,7 @@ class SourceFile:
         return cls(source=source, path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def require_unchanged(self) -> None:
-        """Refuse a file that was written to in the meantime.
-
-        Raises:
-            BadFile: when its size or modification time differs.
-        """
+        """Refuse a file that was written to in the meantime."""
         with reading(self.source):
             status = self.source.stat()
         if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
@@ -104,11 +90,7 @@ async def read_through(
     phase: Phase,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    """Read all files; `read` yields the bytes that it has processed of one, and each of its steps runs in a thread.
-
-    Raises:
-        BadFile: naming the first file that cannot be read.
-    """
+    """Read all files; `read` yields the bytes that it has processed of one, and each of its steps runs in a thread."""
     total = sum(file.size_bytes for file in files)
     done = 0
     for file in files:
@@ -133,7 +115,7 @@ async def hash_files(files: Sequence[SourceFile], reporter: Reporter) -> list[Ha
             while piece := content.read(PIECE_BYTES):
                 digest.update(piece)
                 yield len(piece)
-        file.require_unchanged()
+        file.require_unchanged()  # or the hash would be of neither version
         hashed.append(HashedFile(**vars(file), sha256=digest.hexdigest()))
 
     await read_through(files, read, "hash", reporter.progress)
@@ -142,13 +124,14 @@ async def hash_files(files: Sequence[SourceFile], reporter: Reporter) -> list[Ha
 
 def content_digest(files: Sequence[HashedFile], *qualifiers: str) -> str:
     """Return one hash over the paths and contents of all files."""
-    lines = [f"{file.path}\0{file.sha256}" for file in files]
+    lines = [f"{file.path}\0{file.sha256}" for file in files]  # no path contains a NUL
     return hashlib.sha256("\n".join([*qualifiers, *sorted(lines)]).encode()).hexdigest()
 
 
 def valid_name(source: Path) -> str:
     """Return the name under which a local file (without its endings) or folder is pushed."""
     resolved = source.resolve()
+    # of `train.jsonl.gz` both endings go; a folder may well be called `Qwen2.5-7B`
     text = resolved.name if resolved.is_dir() else resolved.name.split(".")[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:MAX_NAME] or "data"
 
@@ -246,11 +229,7 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
-    """Return the files of a model folder that are pushed, checked.
-
-    Raises:
-        BadFile: naming the file, when the folder is not a complete model in safetensors.
-    """
+    """Return the files of a model folder that are pushed; BadFile when they are not a complete model in safetensors."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise BadFile(
@@ -269,7 +248,7 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
             "then push that folder"
         )
     files = [SourceFile.of(root / name, name) for name in chosen]
-    for file in files:
+    for file in files:  # what would be refused after hours of upload
         _check(file, set(chosen))
     return files
 
@@ -350,6 +329,7 @@ def _span(file: SourceFile, name: str, entry: object) -> tuple[int, int]:
     if offsets is None or shape is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise BadFile(f"{file.source}: the header's entry of tensor {name!r:.80} is malformed")
     bits = _BITS.get(str(fields.get("dtype")))
+    # of a dtype that this client does not know, the server judges the size
     if bits is not None and offsets[1] - offsets[0] != math.prod(shape) * bits // 8:
         raise BadFile(f"{file.source}: tensor {name!r:.80} has another size than its shape {shape} and dtype need")
     return offsets[0], offsets[1]

@@ -43,10 +43,12 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "server", normal_address(self.server))
+        # the message does not quote the token: it may end up in a log
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise BadConfig(
                 "the token is not one line of printable characters; pass the file that `horizond token create` wrote"
             )
+        # in plain text anybody on the way could read the token and the data
         if self.ca_file is None and not self.is_loopback:
             raise BadConfig(
                 f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with --ca "
@@ -61,7 +63,7 @@ class Endpoint:
     @property
     def is_loopback(self) -> bool:
         """Whether the traffic never leaves this machine."""
-        if self.host == "localhost":
+        if self.host == "localhost":  # no other name is resolved, because an answer of DNS can be forged
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -69,22 +71,15 @@ class Endpoint:
             return False
 
     def root_certificates(self) -> bytes | None:
-        """Return the PEM to trust, or None for gRPC's own.
-
-        Raises:
-            BadConfig: when the file cannot be read or contains no certificate.
-        """
+        """Return the PEM to trust, or None for gRPC's own; BadConfig when the file is unusable."""
         if self.ca_file is None or str(self.ca_file) == SYSTEM_CA:
             return None
         return read_ca_file(self.ca_file)
 
 
 def normal_address(text: str) -> str:
-    """Return `text` as HOST:PORT, IPv6 in brackets, the default port filled in.
-
-    Raises:
-        BadConfig: when it is not an address.
-    """
+    """Return an address as HOST:PORT, IPv6 in brackets, the default port filled in; BadConfig for anything else."""
+    # the colons of a bare IPv6 address are not those of a port
     bare_six = text.count(":") > 1 and not text.startswith("[")
     match = _ADDRESS.fullmatch(f"[{text}]" if bare_six else text)
     port = int(match["port"] or DEFAULT_PORT) if match else 0
@@ -94,11 +89,7 @@ def normal_address(text: str) -> str:
 
 
 def read_ca_file(path: Path) -> bytes:
-    """Return the content of a CA file.
-
-    Raises:
-        BadConfig: when it cannot be read or contains no certificate.
-    """
+    """Return the content of a CA file; BadConfig when it cannot be read or contains no certificate."""
     try:
         pem = path.read_bytes()
     except OSError as error:
@@ -109,11 +100,7 @@ def read_ca_file(path: Path) -> bytes:
 
 
 def read_token_file(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        BadConfig: when it cannot be read, or is not one line of text.
-    """
+    """Return the token in a file; BadConfig when it cannot be read, or is not one line of text."""
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
@@ -186,11 +173,7 @@ class ProfileFile:
         return str(current) if current else None
 
     def get(self, name: str) -> Profile:
-        """Return one profile.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
+        """Return one profile; NotFound with similar names when there is none of that name."""
         by_name = {profile.name: profile for profile in self.profiles()}
         if name in by_name:
             return by_name[name]
@@ -206,33 +189,27 @@ class ProfileFile:
         ca_file = profile.ca_file
         if ca_file is not None and str(ca_file) != SYSTEM_CA:
             # a copy, because the original is often in a download folder
-            ca_file = self.folder / f"ca-{profile.name}.pem"
-            _write_private(ca_file, read_ca_file(profile.ca_file or ca_file))
+            copy = self.folder / f"ca-{profile.name}.pem"
+            _write_private(copy, read_ca_file(ca_file))
+            ca_file = copy
         entry = {"server": profile.server, "token": profile.token, "ca_file": str(ca_file) if ca_file else None}
         content["profiles"][profile.name] = {key: value for key, value in entry.items() if value is not None}
         content["current"] = profile.name
         self._write(content)
 
     def use(self, name: str) -> None:
-        """Make `name` the current profile.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
-        self.get(name)
+        """Make `name` the current profile."""
+        self.get(name)  # refuses an unknown name
         self._write({**self._read(), "current": name})
 
     def remove(self, name: str) -> None:
-        """Remove one profile with its token and CA file.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
+        """Remove one profile with its token and CA file."""
         profile = self.get(name)
         content = self._read()
         del content["profiles"][name]
         current = None if content["current"] == name else content["current"]
         self._write({**content, "current": current})
+        # only the copy that `save` made, never a file of the user's
         if profile.ca_file == self.folder / f"ca-{name}.pem":
             profile.ca_file.unlink(missing_ok=True)
 
@@ -292,6 +269,7 @@ def resolve_endpoint(
             "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER",
             reason=NO_SERVER,
         )
+    # a profile's token is never sent to a server that was named in another way
     if chosen is not None and normal_address(chosen.server) == normal_address(address):
         given_token = given_token or chosen.token
         given_ca = given_ca or (str(chosen.ca_file) if chosen.ca_file else None)
@@ -307,7 +285,7 @@ def _write_private(path: Path, content: bytes) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # or a crash may leave the new name with no content
             Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)

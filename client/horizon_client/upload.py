@@ -21,9 +21,8 @@ from horizon_client.reporter import Progress, Reporter
 from horizon_client.rpc_errors import from_rpc, is_lost_status
 from horizon_proto.v1 import blob_pb2
 
-CHUNK_BYTES = 2**20
-"""The most that is sent twice after a cut."""
-STREAMS_AT_ONCE = 4
+CHUNK_BYTES = 2**20  # the most that is sent twice after a cut
+STREAMS_AT_ONCE = 4  # each moves about one piece per round trip (ADR 0007)
 _BLOBS_PER_QUERY = 500
 _LONGEST_LISTEN_S = 1.0
 
@@ -43,12 +42,8 @@ class BlobUpload:
         self._total_bytes = self._done_bytes = self._sent_bytes = 0
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
-        """Send what the server does not have and return the number of bytes sent.
-
-        Raises:
-            HorizonClientError: when the server refuses a content, or cannot be reached for too long.
-            BadFile: when a file changes in the meantime.
-        """
+        """Send what the server does not have and return the number of bytes sent."""
+        # two files of one content are sent once
         by_sha = {file.sha256: file for file in files}
         refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.size_bytes) for sha, file in by_sha.items()]
         missing: list[blob_pb2.BlobStatus] = []
@@ -129,7 +124,7 @@ class BlobUpload:
         return answer
 
     async def _feed(self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, listen_s: float) -> None:
-        """Write all chunks, or stop early when the server has ended the call: its answer says why."""
+        """Write all chunks, or stop early when the server has ended the call."""
         offset = status.committed_bytes
         request = blob_pb2.WriteBlobRequest()
         request.chunk.blob.CopyFrom(status.blob)
@@ -148,7 +143,7 @@ class BlobUpload:
                 try:
                     async with asyncio.timeout(self._connection.stream_retry.stall_s):
                         await call.write(request)
-                except asyncio.InvalidStateError:
+                except asyncio.InvalidStateError:  # the server has ended the call, and the answer says why
                     return
                 request = blob_pb2.WriteBlobRequest()
                 sent_to += len(data)

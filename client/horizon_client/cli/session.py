@@ -65,11 +65,7 @@ def find_job(client: Client, text: str) -> Job:
 
 
 def open_client(ctx: click.Context) -> Client:
-    """Return the client for the options of `ctx`.
-
-    Raises:
-        BadConfig: when no daemon is configured, or the configuration is unusable.
-    """
+    """Return the client for the options of `ctx`."""
     from horizon_client.sync_client import Client  # only here, because it loads grpc
 
     return Client(**client_arguments(ctx))
