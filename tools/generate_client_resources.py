@@ -110,7 +110,7 @@ class Contract:
     """The messages of the contract by name, the values of its enumerations, and the comments on both."""
 
     def __init__(self) -> None:
-        build = [BIN / "buf", "build", "--as-file-descriptor-set", "-o", "-"]
+        build = [str(BIN / "buf"), "build", "--as-file-descriptor-set", "-o", "-"]
         image = subprocess.run(build, cwd=ROOT / "proto", capture_output=True, check=True).stdout
         self.messages: dict[str, DescriptorProto] = {}
         self.enums: dict[str, EnumDescriptorProto] = {}
@@ -206,7 +206,7 @@ def _docstring(text: str) -> list[str]:
 
 
 def _formatted(text: str) -> str:
-    command = [BIN / "ruff", "format", "--stdin-filename", TARGET, "-"]
+    command = [str(BIN / "ruff"), "format", "--stdin-filename", str(TARGET), "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 

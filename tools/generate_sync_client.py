@@ -147,9 +147,9 @@ def _methods(face: ast.ClassDef, module: SourceModule) -> Iterator[ast.AsyncFunc
                 assert isinstance(generic, ast.Subscript), "the base is a Generic[...]"
                 variable = ast.unparse(generic.slice)
                 for method in map(copy.deepcopy, _methods(module.classes[name], module)):
-                    for node in ast.walk(method):
-                        if isinstance(node, ast.Name) and node.id == variable:
-                            node.id = kind
+                    for part in ast.walk(method):
+                        if isinstance(part, ast.Name) and part.id == variable:
+                            part.id = kind
                     yield method
 
 

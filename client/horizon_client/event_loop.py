@@ -22,7 +22,13 @@ class LoopThread:
 
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
-        loop.set_exception_handler(_ignore_shared_poller)
+
+        def ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            # grpc logs it when two event loops of one process share its wake-up socket; it is harmless
+            if not isinstance(context.get("exception"), BlockingIOError):
+                loop.default_exception_handler(context)
+
+        loop.set_exception_handler(ignore_shared_poller)
 
         def run_loop() -> None:  # without `self`, or the thread would keep this object alive
             asyncio.set_event_loop(loop)
@@ -105,9 +111,3 @@ def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> Non
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=_UNWIND_S)
     loop.close()
-
-
-def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Ignore the error that grpc logs when two event loops of one process share its wake-up socket; it is harmless."""
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)

@@ -122,12 +122,6 @@ async def hash_files(files: Sequence[SourceFile], reporter: Reporter) -> list[Ha
     return hashed
 
 
-def content_digest(files: Sequence[HashedFile], *qualifiers: str) -> str:
-    """Return one hash over the paths and contents of all files."""
-    lines = [f"{file.path}\0{file.sha256}" for file in files]  # no path contains a NUL
-    return hashlib.sha256("\n".join([*qualifiers, *sorted(lines)]).encode()).hexdigest()
-
-
 def valid_name(source: Path) -> str:
     """Return the name under which a local file (without its endings) or folder is pushed."""
     resolved = source.resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ from horizon_client.local_files import (
     MAX_NAME,
     HashedFile,
     check_dataset_files,
-    content_digest,
     dataset_sources,
     hash_files,
     model_files,
@@ -111,7 +111,9 @@ async def push_under_free_name(kind: AsyncPushed[Any], sources: Sequence[Path], 
         # the same content under this name is not an error, it is the same dataset or model
         item, _ = await kind._push(files, reporter, name=name, **announced)
     except AlreadyExists:
-        digest = content_digest(files, *kind._digest_head)
+        # over the paths and contents, so that another push of the same files gets the same name
+        lines = sorted(f"{file.path}\0{file.sha256}" for file in files)
+        digest = hashlib.sha256("\n".join([*kind._digest_head, *lines]).encode()).hexdigest()
         item, _ = await kind._push(files, reporter, name=f"{name[: MAX_NAME - 9]}-{digest[:8]}", **announced)
     return str(item.name)
 

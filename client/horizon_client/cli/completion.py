@@ -28,11 +28,11 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
 
         from horizon_client.async_client import AsyncClient
         from horizon_client.cli.session import client_arguments
-        from horizon_client.connection import RetryPolicy
+        from horizon_client.connection import ONCE
 
         async def ask() -> Iterable[str]:
             # one attempt per call, because a user waits at the TAB key
-            async with AsyncClient(**client_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1)) as client:
+            async with AsyncClient(**client_arguments(ctx), unary_retry=ONCE) as client:
                 return await list_names(client)
 
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
 from horizon_client.cli.output import (
@@ -14,7 +12,6 @@ from horizon_client.cli.output import (
     age_text,
     bytes_text,
     clean,
-    count_text,
     duration_text,
     table,
     time_text,
@@ -24,7 +21,7 @@ from horizon_client.cli.session import Notices
 from horizon_client.reporter import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from rich.live import Live
     from rich.table import Table
@@ -66,23 +63,16 @@ def data_text(report: Mapping[str, int]) -> str:
     if not report:
         return ""
     parts = [
-        f"{count_text(report.get('rows', 0))} rows",
-        f"{count_text(report.get('tokens', 0))} tokens ({count_text(report.get('trained_tokens', 0))} trained)",
+        f"{report.get('rows', 0):,} rows",
+        f"{report.get('tokens', 0):,} tokens ({report.get('trained_tokens', 0):,} trained)",
     ]
     rest = (("truncated_rows", "truncated"), ("error_rows", "skipped"), ("eval_rows", "held out"))
-    parts += [f"{count_text(report[name])} {word}" for name, word in rest if report.get(name)]
+    parts += [f"{report[name]:,} {word}" for name, word in rest if report.get(name)]
     # tokens in the rows that an epoch is packed into
     room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
     if room:
         parts.append(f"packed to {report.get('tokens', 0) / room:.1%}")
     return ", ".join(parts)
-
-
-def job_list_view(jobs: Sequence[Job]) -> View[Job]:
-    """Return the view for a list; OWNER is a column only where the owners differ."""
-    # an admin sees the jobs of all
-    many_owners = len({job.owner for job in jobs}) > 1
-    return replace(JOB_VIEW, columns=[c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners])
 
 
 def plan_page(plan: MemoryPlan) -> str:
@@ -98,7 +88,7 @@ def plan_page(plan: MemoryPlan) -> str:
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message else ""
     where = clean(plan.device) or "the node"
-    fits = f"{count_text(plan.num_parameters)} parameters, computed on {where}: {fits}{message}"
+    fits = f"{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
     if plan.prediction is None:
         return f"{amounts}\n\n{fits}\nno prediction yet: the node measures its speed when no job is running"
     step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
@@ -171,33 +161,27 @@ JOB_VIEW: View[Job] = View(
 class PlainView(Notices):
     """One line per event; of quick steps about one per second, and always the last."""
 
-    def __init__(self, stream: IO[str], *, on_device: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: IO[str], *, on_device: bool = True) -> None:
         self._stream = stream
         self._on_device = on_device
-        self._clock = clock
         self._held: StepEvent | None = None
         self._next_at = float("-inf")
 
     def show(self, event: JobEvent) -> None:
         """Print the event, or hold a step back until the next event shows whether it was the last step."""
         # a line for each of ten steps a second would only hide the other events
-        if event.kind == "step" and not event.skipped and self._clock() < self._next_at:
+        if event.kind == "step" and not event.skipped and time.monotonic() < self._next_at:
             self._held = event
             return
         if event.kind == "step":
             self._held = None
-            self._next_at = self._clock() + _PLAIN_INTERVAL_S
+            self._next_at = time.monotonic() + _PLAIN_INTERVAL_S
         else:
-            self._release()  # first, so that events stay in order
+            self.close()  # first, so that events stay in order
         self._print(event)
 
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(self, *leaving: object) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def close(self) -> None:
+        """Print the step that is held back, if there is one."""
         if self._held is not None:
             self._print(self._held)
             self._held = None
@@ -239,6 +223,7 @@ class LiveView(Reporter):
         self._on_device = has_device(job)
         self._console = Console(stderr=stderr)
         self._live: Live = Live(console=self._console, refresh_per_second=8, get_renderable=self._figures)
+        self._live.start()
 
     def show(self, event: JobEvent) -> None:
         """Update the figures from a step, print anything else."""
@@ -254,11 +239,8 @@ class LiveView(Reporter):
         """Print a message above the figures."""
         self._console.print(clean(message), markup=False, highlight=False)
 
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *leaving: object) -> None:
+    def close(self) -> None:
+        """Leave the newest figures on the screen."""
         self._live.stop()
 
     def _figures(self) -> Table:
@@ -282,7 +264,7 @@ class LiveView(Reporter):
 
 
 def open_view(job: Job, output: str, stream: IO[str]) -> PlainView | LiveView:
-    """Return the view for an output format on a stream."""
+    """Return the view for an output format on a stream; the caller closes it."""
     # `-o name` on stdout is the id alone, so the events of `submit --watch -o name` are on stderr
     if output in ("json", "yaml") or (output == "name" and stream is sys.stdout):
         return DataView(stream, output)
@@ -302,14 +284,14 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
         return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
     if event.kind == "eval":
         took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
-        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {count_text(event.num_targets)} tokens{took}"
+        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {event.num_targets:,} tokens{took}"
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":
         if event.report:
             return f"data prepared: {data_text(event.report)}"
-        of_total = f" of {count_text(event.total_rows)}" if event.total_rows else ""
-        return f"preparing data: {count_text(event.done_rows)}{of_total} rows"
+        of_total = f" of {event.total_rows:,}" if event.total_rows else ""
+        return f"preparing data: {event.done_rows:,}{of_total} rows"
     # the lines of a quoted log stay lines, each without control characters
     level = "" if event.level == "info" else f"{clean(event.level)}: "
     return level + "\n  ".join(map(clean, event.text.splitlines()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
-from horizon_client.cli.job_views import JOB_VIEW, job_list_view, open_view, plan_page, speed_text, state_text
+from horizon_client.cli.job_views import JOB_VIEW, open_view, plan_page, speed_text, state_text
 from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
@@ -132,7 +134,10 @@ def submit(
 def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) -> None:
     """List your jobs, newest first."""
     jobs = client.jobs.list(states=states, limit=limit)
-    print_list(jobs, job_list_view(jobs), output)
+    # an admin sees the jobs of all; for everybody else OWNER would be the same name in every row
+    many_owners = len({job.owner for job in jobs}) > 1
+    columns = [c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners]
+    print_list(jobs, replace(JOB_VIEW, columns=columns), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job get JOB -o yaml")
@@ -243,7 +248,7 @@ def _print_changed(changed: Job, output: str) -> None:
 def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
     """Show events until the job has ended; return 0 when it has succeeded, else 1."""
     try:
-        with open_view(job, output, stream) as view:
+        with closing(open_view(job, output, stream)) as view:
             for event in client.jobs.watch(job.job_id, reporter=view):
                 view.show(event)
         ended = client.jobs.get(job.job_id)

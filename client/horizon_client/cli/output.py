@@ -166,22 +166,12 @@ def clean(text: str) -> str:
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
 
 
-def clean_block(text: str) -> str:
-    """Return `text` without control characters other than line breaks and tabs."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-
-
 def bytes_text(num_bytes: float) -> str:
     """Return a size with a binary unit."""
     from rich.filesize import pick_unit_and_suffix
 
     unit, suffix = pick_unit_and_suffix(int(abs(num_bytes)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], 1024)
     return f"{num_bytes:.0f} B" if unit == 1 else f"{num_bytes / unit:.1f} {suffix}"
-
-
-def count_text(number: int) -> str:
-    """Return a whole number with separators."""
-    return f"{number:,}"
 
 
 def duration_text(seconds: float | None) -> str:

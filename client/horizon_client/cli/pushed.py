@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ from horizon_client.cli.output import (
     age_text,
     bytes_text,
     clean,
-    clean_block,
-    count_text,
     limit_option,
     output_option,
     print_list,
@@ -77,7 +76,7 @@ def _view(
 
 
 def _count(item: Any, number: int) -> str:
-    return count_text(number) if item.state == "READY" else "-"
+    return f"{number:,}" if item.state == "READY" else "-"
 
 
 _DATASET_VIEW = _view(
@@ -272,17 +271,18 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
     """Return the rows of dataset `name`, with the trained part in colour, or between [[ and ]] without colour."""
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     lines = [
-        f"{clean(name)}: {count_text(preview.num_rows)} rows, {clean(preview.format)}; "
+        f"{clean(name)}: {preview.num_rows:,} rows, {clean(preview.format)}; "
         f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}",
         "trained text is green" if in_colour else "trained text is between [[ and ]]",
     ]
     for row in preview.rows:
-        counts = f"{count_text(row.num_tokens)} tokens, {count_text(row.num_trained_tokens)} trained"
+        counts = f"{row.num_tokens:,} tokens, {row.num_trained_tokens:,} trained"
         if row.num_documents > 1:
             counts += f", in {row.num_documents} documents"
         text = ""
         for span in row.spans:
-            piece = clean_block(span.text)
+            # without control characters, so that a row cannot control the terminal; line breaks and tabs are part of its text
+            piece = "".join(c for c in span.text if c in "\n\t" or unicodedata.category(c) != "Cc")
             if span.trained:
                 piece = click.style(piece, fg="green") if in_colour else f"[[{piece}]]"
             text += piece
@@ -290,8 +290,9 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
         if row.clipped:
             lines.append("... the row is longer; only its beginning is shown")
         if row.num_cut_tokens:
-            cut = count_text(row.num_cut_tokens)
-            lines.append(f"... {cut} more tokens are beyond the sequence length: not trained, not shown")
+            lines.append(
+                f"... {row.num_cut_tokens:,} more tokens are beyond the sequence length: not trained, not shown"
+            )
         lines += [clean(f"not trained: {problem}") for problem in row.problems]
     if not preview.rows:
         lines.append("no rows: the offset is after the last row")
