@@ -143,8 +143,7 @@ def _methods(face: ast.ClassDef, module: SourceModule) -> Iterator[ast.AsyncFunc
     for base in face.bases:
         match base:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id=kind)) if name in module.classes:
-                generic = module.classes[name].bases[0]
-                assert isinstance(generic, ast.Subscript), "the base is a Generic[...]"
+                generic = next(base for base in module.classes[name].bases if isinstance(base, ast.Subscript))
                 variable = ast.unparse(generic.slice)
                 for method in map(copy.deepcopy, _methods(module.classes[name], module)):
                     for part in ast.walk(method):

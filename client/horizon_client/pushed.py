@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +34,7 @@ ItemT = TypeVar("ItemT", Dataset, Model)
 _MAX_ANNOUNCED_CONFIG_BYTES = 2**20
 
 
-class AsyncPushed(Generic[ItemT]):
+class AsyncPushed(ABC, Generic[ItemT]):
     """What `client.datasets` and `client.models` share: the calls of their services differ in the noun only."""
 
     _kind: type[ItemT]
@@ -77,9 +78,9 @@ class AsyncPushed(Generic[ItemT]):
     def _item(self, answer: Any) -> ItemT:
         return from_message(self._kind, getattr(answer, self._noun))
 
+    @abstractmethod
     async def _read(self, sources: Any, reporter: Reporter) -> tuple[Sequence[HashedFile], dict[str, Any]]:
         """Check and hash local files; return them, and what is announced with them."""
-        raise NotImplementedError
 
     async def _push(self, files: Sequence[HashedFile], reporter: Reporter, **announced: Any) -> tuple[ItemT, int]:
         """Announce the files, send what is missing, finalize; return what they have become and the number of bytes sent."""
