@@ -50,7 +50,7 @@ class Client:
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
         if self._loop.is_open:
-            self._loop.run(self._inner.close())
+            self._loop.run(self._inner.close)
             self._loop.close()
 
     def __enter__(self) -> Client:
@@ -156,14 +156,15 @@ def _method(method: ast.AsyncFunctionDef) -> str:
     """Return the blocking twin of an async method; an async generator becomes a generator."""
     assert method.returns is not None
     answer = ast.unparse(method.returns)
-    is_generator = answer.startswith("AsyncIterator[")
-    runner = "iterate" if is_generator else "run"
+    call = f"self._inner.{method.name}({_arguments(method)})"
+    # a coroutine is made in the loop's thread, a generator is not started before
+    run = f"iterate({call})" if answer.startswith("AsyncIterator[") else f"run(lambda: {call})"
     returns = "" if answer == "None" else "return "
     docstring = ast.get_docstring(method, clean=False)
     return (
         f"    def {method.name}({_parameters(method)}) -> {answer.removeprefix('Async')}:\n"
         f'        """{docstring}"""\n'
-        f"        {returns}self._loop.{runner}(self._inner.{method.name}({_arguments(method)}))\n"
+        f"        {returns}self._loop.{run}\n"
     )
 
 
