@@ -208,7 +208,7 @@ class Connection:
         backoff = Backoff(self.stream_retry)
         while True:
             try:
-                # closed here, or the call would live on until the garbage collector comes by
+                # closed here, or the call would stay open until the garbage collection
                 async with aclosing(reopen()) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         backoff.succeeded()

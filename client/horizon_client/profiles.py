@@ -214,7 +214,7 @@ class ProfileFile:
             profile.ca_file.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
-        import yaml  # only here, because `horizon --help` imports this module
+        import yaml  # only here, because `horizon job --help` imports this module
 
         try:
             text = self.path.read_text(encoding="utf-8")

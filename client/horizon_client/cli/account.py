@@ -126,6 +126,6 @@ def _read_token(token_file: str | None) -> str:
         return sys.stdin.read().strip()
     if token_file is not None:
         return read_token_file(Path(token_file).expanduser())
-    if not sys.stdin.isatty():  # a prompt would wait for ever in a script
+    if not sys.stdin.isatty():  # a prompt would block a script
         raise BadConfig("pass the file that contains your token with --token-file FILE")
     return str(click.prompt("token", hide_input=True)).strip()

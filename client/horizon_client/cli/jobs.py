@@ -116,7 +116,7 @@ def submit(
     print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:
         return 0
-    sys.stdout.flush()  # `JOB=$(... -o name)` may read the id while the job runs
+    sys.stdout.flush()  # a program that reads the id need not wait for the job's end
     return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout)
 
 

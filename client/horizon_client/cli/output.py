@@ -125,7 +125,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     is_rigid = [
         i == 0 or widest <= _SHORT_COLUMN or all(map(_is_figure, columns[i][1:])) for i, widest in enumerate(widths)
     ]
-    # no table is wider than it must be, but a narrow terminal gets one space between columns before a cell is cut
+    # a narrow terminal gets one space between columns before a cell is shortened
     least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
     gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")

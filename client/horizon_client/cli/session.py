@@ -125,7 +125,7 @@ class TransferReporter(Reporter):
         if self._bar is None:
             self._print_if_due(progress)
             return
-        total = progress.total_bytes or None  # None makes the bar move to and fro, for the server's work
+        total = progress.total_bytes or None  # with None the bar pulses: the server's work has no size
         if self._task is not None and self._phase == progress.phase:
             self._bar.update(self._task, completed=progress.done_bytes, total=total)
             return
