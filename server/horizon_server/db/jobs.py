@@ -18,8 +18,7 @@ from horizon_server.db.requests import Requests
 from horizon_server.db.tables import EventRow, JobRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted, may_move
-from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.job import ENDED, JobPlan, JobRecord, JobState, MOVES, StepPrediction, Wanted
 from horizon_server.spec import JobSpec, parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
@@ -145,7 +144,7 @@ class JobStore:
         async with self._database.session() as session:
             row = await _row(session, job_id)
             before = JobState(row.job_state)
-            if not may_move(before, JobState(change.job_state)):
+            if change.job_state not in MOVES.get(before, ()):
                 raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
             if requeue:

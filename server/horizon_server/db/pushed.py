@@ -19,8 +19,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.requests import Requests
 from horizon_server.db.tables import BlobReferenceRow, DatasetRow, ModelRow
 from horizon_server.errors import AlreadyExists, InvalidSpec, NotFound
-from horizon_server.records.blob import MAX_FILES, BlobFile
-from horizon_server.records.pushed import DatasetRecord, ModelRecord, PushedRecord
+from horizon_server.records.blob import MAX_FILES, BlobFile, DatasetRecord, ModelRecord, PushedRecord
 
 RowT = TypeVar("RowT", DatasetRow, ModelRow)
 RecordT = TypeVar("RecordT", bound=PushedRecord)

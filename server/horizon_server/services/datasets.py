@@ -14,8 +14,7 @@ from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.db.pushed import DatasetStore
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.pushed import DatasetRecord
+from horizon_server.records.blob import BlobFile, DatasetRecord, digest
 from horizon_server.services.access import require_create
 from horizon_server.services.pushed import FindUser, PushedService, check_name
 from horizon_server.services.uploads import Uploads

@@ -19,8 +19,8 @@ from horizon_server.datasets.recipe import (
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.preparation import DatasetFiles, JobInputs, PreparationCall
 from horizon_server.records.account import Principal
+from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
-from horizon_server.records.pushed import DatasetRecord
 from horizon_server.services.datasets import DatasetService
 from horizon_server.services.models import ModelService
 from horizon_server.spec import JobSpec

@@ -15,8 +15,7 @@ from horizon_server.children.child import Limits, run_child
 from horizon_server.db.pushed import ModelStore
 from horizon_server.errors import InvalidModel, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import BlobFile, digest
-from horizon_server.records.pushed import ModelRecord
+from horizon_server.records.blob import BlobFile, ModelRecord, digest
 from horizon_server.services.access import require_create
 from horizon_server.services.model_check import ModelFacts, check_config, check_names
 from horizon_server.services.pushed import FindUser, PushedService, check_name

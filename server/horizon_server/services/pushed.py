@@ -16,8 +16,7 @@ from horizon_server.blobs.shared_calls import SharedCalls
 from horizon_server.db.pushed import PushedStore
 from horizon_server.errors import InUse, InvalidSpec, NotFound
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import BlobFile, check_files
-from horizon_server.records.pushed import PushedRecord
+from horizon_server.records.blob import BlobFile, PushedRecord, check_files
 from horizon_server.services.access import may_see, require_change
 from horizon_server.services.uploads import Uploads
 from horizon_server.spec import NAME_PATTERN, NAME_RULE

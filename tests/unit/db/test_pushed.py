@@ -21,8 +21,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.pushed import DatasetStore, ModelStore
 from horizon_server.db.requests import Requests
 from horizon_server.errors import AlreadyExists
-from horizon_server.records.blob import BlobFile
-from horizon_server.records.pushed import DatasetRecord, ModelRecord
+from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord
 
 
 @pytest.fixture
