@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import JobPlan
+from horizon_server.records.plan import JobPlan
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.safetensors_writer import file_header
 

@@ -22,12 +22,10 @@ from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
-from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
-from horizon_server.db.pushed import DatasetStore, ModelStore
-from horizon_server.db.requests import Requests
+from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
@@ -145,8 +143,7 @@ async def wire(
     """
     metrics = Metrics()
     environment = child_environment() | dict(more_environment)
-    requests = Requests()
-    store = JobStore(database, requests)
+    store = JobStore(database)
     lifecycle = Lifecycle()
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
@@ -161,14 +158,14 @@ async def wire(
     )
     prepared_root = settings.state_dir / "prepared"
     datasets = DatasetService(
-        DatasetStore(database, requests),
+        DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         in_use=store.user_of,
         remove_prepared=partial(remove_prepared, prepared_root),
     )
     models = ModelService(
-        ModelStore(database, requests),
+        ModelStore(database),
         uploads,
         root=settings.state_dir / "models",
         max_bytes=settings.max_model_bytes,

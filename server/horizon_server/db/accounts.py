@@ -1,11 +1,11 @@
-"""Users and tokens in the database. The columns of their tables are the fields of their records."""
+"""Users and tokens in the database."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from horizon_server.db.database import Database
 from horizon_server.db.tables import TokenRow, UserRow
@@ -40,12 +40,9 @@ class AccountStore:
             row = await session.get(UserRow, name)
             if row is None:
                 raise NotFound(f"user {name} does not exist; see: horizond user list")
-            tokens = (await session.scalars(select(TokenRow).where(TokenRow.user == name))).all()
-            for token in tokens:
-                await session.delete(token)
-            await session.flush()
+            tokens = await session.execute(delete(TokenRow).where(TokenRow.user == name).returning(TokenRow.token_id))
             await session.delete(row)
-            return len(tokens)
+            return len(tokens.all())
 
     async def add_token(self, token: Token, sha256: str) -> None:
         """Store a token by its hash."""
@@ -63,12 +60,12 @@ class AccountStore:
             return [_record(Token, row) for row in rows]
 
     async def revoke(self, token_id: str, now_s: float) -> None:
-        """Make a token useless from now on; doing so twice changes nothing."""
+        """Make a token useless from now on."""
         async with self._database.session() as session:
             row = await session.get(TokenRow, token_id)
             if row is None:
                 raise NotFound(f"token {token_id} does not exist; see: horizond token list")
-            row.revoked_s = row.revoked_s or now_s
+            row.revoked_s = row.revoked_s or now_s  # the first time counts
 
     async def find(self, sha256: str) -> tuple[Token, User] | None:
         """Return the token with this hash and its user."""

@@ -14,11 +14,11 @@ from sqlalchemy import ColumnElement, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database
-from horizon_server.db.requests import Requests
-from horizon_server.db.tables import EventRow, JobRow
+from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, JobPlan, JobRecord, JobState, MOVES, StepPrediction, Wanted
+from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec, parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
@@ -29,26 +29,25 @@ _PLAIN = (
     "created_s", "started_s", "ended_s", "last_sequence",
 )  # fmt: skip
 _ALIVE = [state.value for state in JobState if state not in ENDED]
+# More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
 
 
 class JobStore:
     """The table of jobs and that of their events. Each call is one transaction."""
 
-    def __init__(self, database: Database, requests: Requests) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._requests = requests
 
     async def create(self, job: JobRecord, *, request_id: str) -> tuple[JobRecord, bool]:
         """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
         and False."""
         body = job.spec.to_mapping()
         async with self._database.session() as session:
-            earlier = await self._requests.once(
-                session, user=job.owner, request_id=request_id, method="SubmitJob", body=body
-            )
-            if earlier is not None:
-                return await _placed(session, await _row(session, earlier)), False
+            request = await RequestRow.of(session, user=job.owner, request_id=request_id, method="SubmitJob", body=body)
+            if request.resource_id:
+                return await _placed(session, await _row(session, request.resource_id)), False
+            request.resource_id = job.job_id
             row = JobRow(
                 **{name: getattr(job, name) for name in _PLAIN},
                 name=job.spec.name,
@@ -63,9 +62,6 @@ class JobStore:
             session.add(row)
             await session.flush()
             _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
-            await self._requests.record(
-                session, user=job.owner, request_id=request_id, method="SubmitJob", body=body, resource_id=job.job_id
-            )
             return await _placed(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -179,11 +175,9 @@ class JobStore:
             ]
 
     async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
-        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order.
-
-        SQLite takes them out of the stored events: a tenth of the work of reading those whole.
-        """
+        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order."""
         body = EventRow.body
+        # SQLite takes the figures out of the stored events: a tenth of the work of reading those whole.
         taken_out = func.json_extract(body, "$.kind", *(f"$.{name}" for name in names))
         query = (
             select(EventRow.sequence, case((func.json_valid(body) == 1, taken_out), else_=body))
@@ -258,7 +252,7 @@ def _plan_document(plan: JobPlan | None) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _spec(text: str) -> JobSpec:
-    """A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon."""
+    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon.
     return parse_job_spec(json.loads(text))
 
 

@@ -1,8 +1,7 @@
-"""Whether the database is the one that belongs to the state folder. Every sweep asks this first.
+"""Whether the database is the one that belongs to the state folder. Every sweep asks this first: a wrong one would name everything unused.
 
-A wrong database would name everything in the folder unused. The database and the file `state-id` carry the same id, and a number that both
-raise at each check, the database first. So a database that was created again has another id, and one that was put back from a backup has a
-lower number than the folder has seen.
+The database and the file `state-id` carry the same id, and a number that both raise at each check. So a database that was created again
+has another id, and one that was put back from a backup has a lower number than the folder has seen.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import ModelFolder
-from horizon_server.records.job import Bound, StepPrediction
+from horizon_server.records.plan import Bound, StepPrediction
 
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 """Of a weight on its way up, and of a hidden state: the host device computes in fp32."""

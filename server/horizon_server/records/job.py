@@ -1,17 +1,13 @@
-"""A job: its states and the moves between them, its plan, its checkpoints, and the record that the server passes around."""
+"""A job: its states and the moves between them, its checkpoints, and the record that the server passes around."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
 
 from horizon_server.events import StepDone
-from horizon_server.sizes import size_text
+from horizon_server.records.plan import JobPlan
 from horizon_server.spec import JobSpec
-
-Bound = Literal["compute", "h2d", "d2h", "host memory"]
 
 
 class JobState(StrEnum):
@@ -61,68 +57,6 @@ MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.FAILED: frozenset({JobState.QUEUED}),
 }
 """The state table: the states that a job may move to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPrediction:
-    """What a step is expected to take. `bound` is what takes the most of it; `total_s` is the whole job, where its steps are known.
-
-    `peak_flops_per_s` is the device's measured matrix product, which model FLOPs utilisation refers to.
-    """
-
-    step_s: float
-    tokens_per_second: float
-    bound: Bound
-    peak_flops_per_s: float
-    total_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobPlan:
-    """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
-
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
-    host_limit_bytes: int
-    device_limit_bytes: int
-    num_parameters: int
-    device: str
-    message: str = ""
-    """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise its user, or nothing."""
-    prediction: StepPrediction | None = None
-    """None while the machine's speed has not been measured."""
-
-    @property
-    def host_total_bytes(self) -> int:
-        """Sum over the host's components."""
-        return sum(self.host_bytes.values())
-
-    @property
-    def device_total_bytes(self) -> int:
-        """Sum over the device's components."""
-        return sum(self.device_bytes.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether its memory is within both limits; slowness never counts."""
-        return self.host_total_bytes <= self.host_limit_bytes and self.device_total_bytes <= self.device_limit_bytes
-
-    def with_steps(self, num_steps: int) -> JobPlan:
-        """The plan of a job whose number of steps has become known."""
-        if self.prediction is None:
-            return self
-        total_s = num_steps * self.prediction.step_s
-        return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, total_s=total_s))
-
-    @property
-    def summary(self) -> str:
-        """One sentence for people."""
-        on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
-        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}"
-        if self.prediction is None:
-            return planned
-        speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"
-        return f"{planned}, predicted {speed}"
 
 
 @dataclass(frozen=True, kw_only=True)

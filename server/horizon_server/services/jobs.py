@@ -27,11 +27,11 @@ from horizon_server.records.job import (
     PAUSED,
     PAUSED_MESSAGE,
     CheckpointRecord,
-    JobPlan,
     JobRecord,
     JobState,
     Wanted,
 )
+from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import require_change, require_create, require_visible
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from horizon_server.blobs.store import BlobStore
-from horizon_server.db.blobs import BlobReferences
+from horizon_server.db.pushed import BlobReferences
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, check_ref
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from horizon_server.events import CheckpointWritten, EvalDone, StepDone
 from horizon_server.figures import TransferFigures, overlap_ratio
-from horizon_server.records.job import JobPlan, JobRecord
+from horizon_server.records.job import JobRecord
+from horizon_server.records.plan import JobPlan
 from horizon_server.telemetry.families import Families
 
 OVERLAP_WINDOW_STEPS = 20

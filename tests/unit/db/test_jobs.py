@@ -12,10 +12,10 @@ import pytest
 
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.requests import Requests
 from horizon_server.errors import WrongJobState
 from horizon_server.events import EvalDone, Message, StateChanged, StepDone
-from horizon_server.records.job import JobPlan, JobRecord, JobState, StepPrediction
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
@@ -44,7 +44,7 @@ def job(job_id: str, owner: str = "ada") -> JobRecord:
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[JobStore]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield JobStore(database, Requests())
+    yield JobStore(database)
     await database.close()
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from horizon_server.events import StepDone
-from horizon_server.records.job import JobPlan, JobRecord, JobState, StepPrediction
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 GIB = 1 << 30

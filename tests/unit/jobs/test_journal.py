@@ -11,7 +11,6 @@ import pytest
 
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.requests import Requests
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.journal import Journal
@@ -26,7 +25,7 @@ SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d"})
 @pytest.fixture
 async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield Journal(JobStore(database, Requests()), Metrics(), Lifecycle())
+    yield Journal(JobStore(database), Metrics(), Lifecycle())
     await database.close()
 
 

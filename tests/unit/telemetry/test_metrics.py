@@ -9,7 +9,8 @@ import pytest
 
 from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import TransferFigures
-from horizon_server.records.job import JobPlan, JobRecord, JobState, StepPrediction
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 

@@ -24,7 +24,8 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, c
 from horizon_server.datasets.preview.request import DatasetPreview
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord, ModelRecord
-from horizon_server.records.job import CheckpointRecord, JobPlan, JobRecord
+from horizon_server.records.job import CheckpointRecord, JobRecord
+from horizon_server.records.plan import JobPlan
 from horizon_server.services.access import may_see
 from horizon_server.services.node import NodeStatus
 

@@ -19,7 +19,8 @@ from horizon_server.api.http.bodies import JobBody
 from horizon_server.errors import Draining
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile
-from horizon_server.records.job import JobPlan, JobRecord, JobState, StepPrediction
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 _OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]

@@ -116,18 +116,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("token_id"),
         sa.UniqueConstraint("sha256"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("tokens")
-    op.drop_table("events")
-    op.drop_table("users")
-    op.drop_table("requests")
-    op.drop_table("models")
-    with op.batch_alter_table("jobs", schema=None) as batch_op:
-        batch_op.drop_index("jobs_by_state")
-        batch_op.drop_index("jobs_by_owner")
-
-    op.drop_table("jobs")
-    op.drop_table("datasets")
