@@ -29,8 +29,7 @@ from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
@@ -39,18 +38,16 @@ from horizon_server.planning.machine import Accelerator, find_accelerators, host
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.records.job import JobRecord
-from horizon_server.services.accounts import Accounts
-from horizon_server.services.datasets import DatasetService
-from horizon_server.services.inputs import NodeResources, PreparationRecipes
+from horizon_server.services.accounts import Accounts, UserTurns
 from horizon_server.services.jobs import JobService
-from horizon_server.services.models import ModelService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
-from horizon_server.services.turns import UserTurns
+from horizon_server.services.pushed import DatasetService, ModelService, NodeResources
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.prepared import remove_all_partial
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
@@ -157,6 +154,7 @@ async def wire(
         on_upload=metrics.on_upload,
     )
     prepared_root = settings.state_dir / "prepared"
+    remove_all_partial(prepared_root)  # of preparations that ran when the last daemon was killed
     datasets = DatasetService(
         DatasetStore(database),
         uploads,
@@ -188,7 +186,6 @@ async def wire(
     options = WorkerOptions(
         module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
     )
-    recipes = PreparationRecipes(prepared_root)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
@@ -197,7 +194,7 @@ async def wire(
             find_inputs=resources.of_job,
             folders=folders,
             planner=planner,
-            preparation=Preparation(recipes),
+            preparation=Preparation(prepared_root),
             options=options,
         )
 

@@ -18,24 +18,82 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.lines import Answer, Failure, Line, encode_line
-from horizon_server.errors import HorizonError, IoFailed, OutOfMemory, WorkerFailed
-from horizon_server.events import PrepareProgress, StepDone, encode
+from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
+from horizon_server.events import PrepareProgress, StepDone, WorkerLine, decode, encode
 
 log = logging.getLogger(__name__)
 
+# Longest line a child may write. A preview's rows take the most: up to 12 bytes for each of its half a million characters.
+MAX_LINE_BYTES = 16 * 2**20
+# Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
-"""Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all."""
 
 _STANDARD_INPUT, _STANDARD_OUTPUT = 0, 1
 _PR_SET_PDEATHSIG = 1
 
+# Takes the request and returns the answer, both plain data.
 Work = Callable[[Any, "EventWriter"], Any]
-"""Takes the request and returns the answer, both plain data."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the child was asked for, as plain data."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the child cannot answer."""
+
+    error: HorizonError
+
+
+Line = WorkerLine | Answer | Failure
+
+
+def encode_line(line: Line) -> bytes:
+    """Return one line of JSON with its newline."""
+    match line:
+        case Answer(value):
+            text = json.dumps({"answer": value}, separators=(",", ":"))
+        case Failure(error):
+            plain = {
+                "reason": error.reason,
+                "message": error.message,
+                "violations": [[violation.field, violation.description] for violation in error.violations],
+                "retry_after_s": error.retry_after_s,
+            }
+            text = json.dumps({"error": plain}, separators=(",", ":"))
+        case event:
+            text = encode(event)
+    return text.encode("ascii") + b"\n"
+
+
+def decode_line(line: bytes) -> Line:
+    """Return what a line says. An error has the class of the one error tree whose `reason` it names.
+
+    Raises:
+        WorkerFailed: when the line is not one that `encode_line` writes.
+    """
+    try:
+        plain = json.loads(line)
+        if "answer" in plain:
+            return Answer(plain["answer"])
+        if "error" not in plain:
+            event: WorkerLine = decode(line)
+            return event
+        error = plain["error"]
+        kind = next((kind for kind in HorizonError.__subclasses__() if kind.reason == error["reason"]), WorkerFailed)
+        violations = [FieldViolation(field=field, description=text) for field, text in error["violations"]]
+        return Failure(kind(str(error["message"]), violations=violations, retry_after_s=error["retry_after_s"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
 class Order(Enum):
@@ -72,10 +130,8 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
-
-    The parent's end must not need this process's help: it may be inside a template that never ends. To be called in the main thread.
-    """
+    """Have the kernel kill this process when the one that started it ends, however it ends. To be called in the main thread."""
+    # By the kernel, as this process cannot help: it may be inside a template that never ends.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that was gone before this call: the other end of the standard input has closed with it.
     poll = select.poll()

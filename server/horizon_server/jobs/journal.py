@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ import structlog
 from horizon_server.db.jobs import JobStore
 from horizon_server.errors import DatabaseUnavailable, DiskFull, Draining
 from horizon_server.events import JobEvent, Payload, StateChanged
-from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.records.job import ENDED, JobRecord, JobState
 from horizon_server.telemetry.metrics import Metrics
 
@@ -25,6 +25,41 @@ _BATCH = 500
 
 RETRY_S = 5.0
 """How long a write of an attempt waits before it is tried again."""
+
+
+class Lifecycle:
+    """Serving, then draining, then closed; never back.
+
+    Thread: belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._draining = asyncio.Event()
+        self._closed = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused: the daemon is about to end."""
+        return self._draining.is_set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the last attempt has ended too, so that watches have nothing more to wait for."""
+        return self._closed
+
+    def drain(self) -> None:
+        """Take no new work from now on."""
+        self._draining.set()
+
+    def close(self) -> None:
+        """Nothing will happen to any job any more."""
+        self._draining.set()
+        self._closed = True
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until draining begins."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._draining.wait(), seconds)
 
 
 class Journal:

@@ -20,8 +20,7 @@ from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, W
 from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.records.job import (
     CANCELLED,
     CANCELLED_MESSAGE,

@@ -14,8 +14,7 @@ from horizon_server.db.jobs import Figures
 from horizon_server.errors import DoesNotFit, Draining, InvalidSpec, NotAllowed, NotFound, WrongJobState
 from horizon_server.events import JobEvent
 from horizon_server.jobs.folders import JobFolders, read_log
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
@@ -32,10 +31,8 @@ from horizon_server.records.job import (
     Wanted,
 )
 from horizon_server.records.plan import JobPlan
-from horizon_server.services.access import require_change, require_create, require_visible
-from horizon_server.services.inputs import NodeResources
-from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
-from horizon_server.services.turns import UserTurns
+from horizon_server.services.accounts import UserTurns, require_change, require_create, require_visible
+from horizon_server.services.pushed import MAX_PAGE_SIZE, NodeResources, page_limit
 from horizon_server.spec import JobSpec
 
 _ID_PREFIX = "job_"
@@ -100,8 +97,8 @@ class JobService:
                 owner=principal.name,
                 spec=spec,
                 model_id=model_id,
-                dataset_id=dataset.dataset_id,
-                eval_dataset_id=evaluation.dataset_id if evaluation else "",
+                dataset_id=dataset.record.dataset_id,
+                eval_dataset_id=evaluation.record.dataset_id if evaluation else "",
                 job_state=JobState.QUEUED,
                 created_s=time.time(),
                 plan=plan,

@@ -11,8 +11,7 @@ from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.errors import AlreadyExists, BadSetting, NotAllowed, NotFound, Unauthenticated
 from horizon_server.records.account import Principal
-from horizon_server.services.access import may_see, require_change, require_create
-from horizon_server.services.accounts import Accounts
+from horizon_server.services.accounts import Accounts, may_see, require_change, require_create
 
 
 class Clock:

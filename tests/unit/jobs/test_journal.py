@@ -13,8 +13,7 @@ from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent, Message
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
 from horizon_server.telemetry.metrics import Metrics

@@ -17,7 +17,7 @@ from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.services.model_check import ModelFacts
-from horizon_server.services.models import LIMITS, check_model
+from horizon_server.services.pushed import LIMITS, check_model
 from horizon_server.store.safetensors_header import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {

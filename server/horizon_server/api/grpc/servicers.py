@@ -27,13 +27,11 @@ from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.job import JobState
-from horizon_server.services.access import require_create
-from horizon_server.services.datasets import DatasetService
+from horizon_server.services.accounts import require_create
 from horizon_server.services.jobs import JobService
-from horizon_server.services.models import ModelService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
-from horizon_server.services.pushed import page_limit
+from horizon_server.services.pushed import DatasetService, ModelService, page_limit
 from horizon_server.services.uploads import Uploads
 from horizon_server.spec import parse_job_spec
 

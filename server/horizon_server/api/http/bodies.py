@@ -26,7 +26,7 @@ from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
-from horizon_server.services.access import may_see
+from horizon_server.services.accounts import may_see
 from horizon_server.services.node import NodeStatus
 
 PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
