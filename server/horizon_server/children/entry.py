@@ -78,8 +78,7 @@ def encode_line(line: Line) -> bytes:
 def decode_line(line: bytes) -> Line:
     """Return what a line says. An error has the class of the one error tree whose `reason` it names.
 
-    Raises:
-        WorkerFailed: when the line is not one that `encode_line` writes.
+    Raises WorkerFailed when the line is not one that `encode_line` writes.
     """
     try:
         plain = json.loads(line)

@@ -94,8 +94,7 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A read transaction: a consistent view that blocks no writer.
 
-        Raises:
-            DiskFull, DatabaseUnavailable: when the file cannot be read; a full disk has no room for the index that readers share.
+        Raises DiskFull or DatabaseUnavailable when the file cannot be read; a full disk has no room for the index that readers share.
         """
         with _explained():
             async with self._reading, self._read_sessions() as session, session.begin():

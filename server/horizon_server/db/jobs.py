@@ -131,10 +131,10 @@ class JobStore:
         """Change the state and store the event. Return the job, and the state it was in before.
 
         Args:
-            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place.
+            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place. What a user has
+                wanted is over with each move, and the time of the end set or cleared.
 
-        Raises:
-            WrongJobState: when the state machine does not allow the move.
+        Raises WrongJobState when the state machine does not allow the move.
         """
         requeue = fields.pop("requeue", False)
         async with self._database.session() as session:
@@ -143,6 +143,7 @@ class JobStore:
             if change.job_state not in MOVES.get(before, ()):
                 raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
+            row.wanted, row.ended_s = Wanted.NOTHING.value, time.time() if change.job_state in ENDED else 0.0
             if requeue:
                 row.queue_order = await _end_of_queue(session)
             _set(row, fields)

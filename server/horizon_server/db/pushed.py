@@ -132,11 +132,7 @@ class PushedStore(Generic[RowT, RecordT]):
             return frozenset(await session.scalars(select(self._id)))
 
     async def make_ready(self, resource_id: str, **fields: Any) -> RecordT:
-        """Set `fields` and make it READY.
-
-        Raises:
-            NotFound: when it was deleted meanwhile.
-        """
+        """Set `fields` and make it READY. Raises NotFound when it was deleted meanwhile."""
         async with self._database.session() as session:
             row = await session.get(self.row_type, resource_id)
             if row is None:

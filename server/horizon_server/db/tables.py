@@ -55,9 +55,7 @@ class RequestRow(Table):
     async def of(cls, session: AsyncSession, *, user: str, request_id: str, method: str, body: object) -> RequestRow:
         """Return the row of a call: of the same earlier one, or a new row whose empty `resource_id` the caller sets in this transaction.
 
-        Raises:
-            RequestIdReused: when the id was used for another method or body.
-            InvalidSpec: when the id is not a UUID.
+        Raises RequestIdReused when the id was used for another method or body; InvalidSpec when the id is not a UUID.
         """
         try:
             uuid.UUID(request_id)

@@ -27,18 +27,12 @@ class JobFolders:
         self._state_dir = state_dir
         self._jobs = state_dir / "jobs"
 
-    def attempt(self, job_id: str, attempt: int) -> Path:
-        """Return the folder of one attempt, made when missing."""
-        folder = self._jobs / job_id / f"attempt-{attempt}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def without_state_dir(self, message: str) -> str:
         """Return a message without the path of the state folder, which a job's owner need not know."""
         return message.replace(f"{self._state_dir}/", "")
 
     def log(self, job_id: str, attempt: int) -> Path:
-        """Return where an attempt logs, whether or not it has begun."""
+        """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
         return self._jobs / job_id / f"attempt-{attempt}" / "worker.log"
 
     def checkpoints(self, job_id: str) -> CheckpointFolder:
@@ -74,8 +68,7 @@ class CheckpointFolder:
     def file(self, step: int, path: str) -> Path:
         """Return one file of a checkpoint; only files that its manifest lists can be reached.
 
-        Raises:
-            NotFound: when there is no such checkpoint or file.
+        Raises NotFound when there is no such checkpoint or file.
         """
         self._require(step)
         if path not in read_manifest(self.of_step(step)).files:
@@ -85,8 +78,7 @@ class CheckpointFolder:
     def delete(self, step: int) -> None:
         """Remove one checkpoint: first its name, so that a cut leaves nothing that looks complete.
 
-        Raises:
-            NotFound: when there is no such checkpoint.
+        Raises NotFound when there is no such checkpoint.
         """
         self._require(step)
         self._remove(step)

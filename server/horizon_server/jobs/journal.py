@@ -20,11 +20,10 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
+# Events read at a time: a watcher that starts late costs no more memory than this.
 _BATCH = 500
-"""Events read at a time: a watcher that starts late costs no more memory than this."""
-
+# How long a write of an attempt waits before it is tried again.
 RETRY_S = 5.0
-"""How long a write of an attempt waits before it is tried again."""
 
 
 class Lifecycle:
@@ -35,17 +34,13 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self._draining = asyncio.Event()
-        self._closed = False
+        # Whether the last attempt has ended too, so that watches have nothing more to wait for.
+        self.closed = False
 
     @property
     def draining(self) -> bool:
         """Whether new work is refused: the daemon is about to end."""
         return self._draining.is_set()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the last attempt has ended too, so that watches have nothing more to wait for."""
-        return self._closed
 
     def drain(self) -> None:
         """Take no new work from now on."""
@@ -54,7 +49,7 @@ class Lifecycle:
     def close(self) -> None:
         """Nothing will happen to any job any more."""
         self._draining.set()
-        self._closed = True
+        self.closed = True
 
     async def pause(self, seconds: float) -> None:
         """Wait, but no longer than until draining begins."""
@@ -87,8 +82,7 @@ class Journal:
     ) -> JobRecord:
         """Change the job's state; `fields` as for `JobStore.move`.
 
-        Raises:
-            WrongJobState: when the state machine does not allow it.
+        Raises WrongJobState when the state machine does not allow it.
         """
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
@@ -106,12 +100,10 @@ class Journal:
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat `call` while the database cannot be used, until draining begins.
 
-        A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
-        process costs a training run time, never its steps.
-
-        Raises:
-            DiskFull, DatabaseUnavailable: when draining begins meanwhile; the next daemon settles the job.
+        Raises DiskFull or DatabaseUnavailable when draining begins meanwhile; the next daemon settles the job.
         """
+        # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
+        # process costs a training run time, never its steps.
         while True:
             try:
                 return await call()
@@ -124,15 +116,14 @@ class Journal:
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
         """Yield events with a greater number as they come, and end after the last one of an ended job.
 
-        Raises:
-            Draining: when the daemon shuts down meanwhile; the caller reconnects and continues from the last number.
+        Raises Draining when the daemon shuts down meanwhile; the caller reconnects and continues from the last number.
         """
         news = asyncio.Event()
         self._watchers[job_id].add(news)
         may_have_ended = True
         try:
             while True:
-                news.clear()
+                news.clear()  # before the read, so that what is stored during it is read in the next turn
                 events = await self.store.events_after(job_id, after, _BATCH)
                 for event in events:
                     yield event

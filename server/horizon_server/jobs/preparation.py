@@ -78,8 +78,8 @@ class Preparation:
     async def run(
         self,
         spec: JobSpec,
-        dataset: DatasetFiles,
         model: Path,
+        dataset: DatasetFiles,
         *,
         log: Path,
         environment: Mapping[str, str],

@@ -1,8 +1,5 @@
-"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain.
-
-Also settles what the last daemon left: a job that was on the device when it died is queued again, at its old place, so that no training is
-lost; after `max_attempts` such deaths without progress it fails, so that a job that kills its daemon cannot do so forever.
-"""
+"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain. Also settles what the last
+daemon left."""
 
 from __future__ import annotations
 
@@ -21,17 +18,7 @@ from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
-from horizon_server.records.job import (
-    CANCELLED,
-    CANCELLED_MESSAGE,
-    ENDED,
-    ON_DEVICE,
-    PAUSED,
-    PAUSED_MESSAGE,
-    JobRecord,
-    JobState,
-    Wanted,
-)
+from horizon_server.records.job import ON_DEVICE, ORDERED, JobRecord, JobState, Wanted
 from horizon_server.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -126,14 +113,12 @@ class Scheduler:
             await self._idle.wait()
 
     async def recover(self) -> None:
-        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them.
-
-        A worker whose daemon died sees the end of its control pipe, checkpoints and stops; only when it takes too long is it killed.
-        So a job is never run twice at the same time, and continues from its newest checkpoint.
-        """
+        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them."""
         try:
             for job in await self._journal.patiently(lambda: self._journal.store.in_states(sorted(ON_DEVICE))):
-                folder = self._folders.attempt(job.job_id, job.attempt)
+                folder = self._folders.log(job.job_id, job.attempt).parent
+                # A worker whose daemon died sees the end of its order pipe, checkpoints and stops; only when it takes too long is it
+                # killed. So a job is never run twice at the same time, and continues from its newest checkpoint.
                 deadline = time.monotonic() + self._orphan_grace_s
                 while (pid := orphan_pid(folder)) is not None:
                     if time.monotonic() >= deadline:
@@ -150,27 +135,22 @@ class Scheduler:
         job = await self._journal.store.get(job_id)  # again: a user may have asked for a stop since
         assert job is not None, job_id
         log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
-        if job.job_state is JobState.STOPPING and job.wanted is Wanted.CANCEL:
-            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
-        elif job.job_state is JobState.STOPPING and job.wanted is Wanted.PAUSE:
-            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
-        elif await self._deaths(job_id) + 1 >= self._max_attempts:
+        if job.job_state is JobState.STOPPING and job.wanted in ORDERED:
+            target, reason, message = ORDERED[job.wanted]
+        elif await self._deaths(job_id) + 1 >= self._max_attempts:  # a job that kills its daemon must not do so forever
             target, reason = JobState.FAILED, DAEMON_DIED
             times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
             message = f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
         else:
             target, reason = JobState.QUEUED, DAEMON_DIED
             message = "the daemon died and is back; the job continues from its newest checkpoint"
-        end = {"ended_s": time.time()} if target in ENDED else {}
-        await self._journal.move(job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        await self._journal.move(job, target, reason=reason, message=message)
         if target is JobState.QUEUED:
             self._metrics.on_worker_restart(DAEMON_DIED)
 
     async def _deaths(self, job_id: str) -> int:
-        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever.
-
-        A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
-        """
+        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever."""
+        # A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
         deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
         while events := await self._journal.store.events_after(job_id, after, 1000):
             after = events[-1].sequence
@@ -187,17 +167,16 @@ class Scheduler:
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""
+        if isinstance(error, HorizonError):
+            reason, message = error.reason, error.message
+        else:
+            reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
 
         async def move() -> None:
             job = await self._journal.store.get(job_id)
             if job is not None and job.job_state in ON_DEVICE:
-                await self._journal.move(
-                    job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted=Wanted.NOTHING
-                )
+                await self._journal.move(job, JobState.FAILED, reason=reason, message=message)
 
-        reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
-        if isinstance(error, HorizonError):
-            reason, message = error.reason, error.message
         try:
             await self._journal.patiently(move)
         except (DiskFull, DatabaseUnavailable):

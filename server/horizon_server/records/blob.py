@@ -64,9 +64,7 @@ class BlobStatus:
 def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
     """Refuse what cannot name a content.
 
-    Raises:
-        InvalidSpec: for an impossible sha256 or size.
-        TooLarge: above `max_bytes`.
+    Raises InvalidSpec for an impossible sha256 or size; TooLarge above `max_bytes`.
     """
     if problems := _ref_problems(ref, field):
         raise InvalidSpec(problems[0].description, violations=problems)
@@ -77,9 +75,7 @@ def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
 def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None:
     """Refuse an announcement that no upload could fulfil, or that would leave its folder; `what` is dataset or model.
 
-    Raises:
-        InvalidSpec: with one violation per offending file.
-        TooLarge: too many files, or more than `max_bytes` in all.
+    Raises InvalidSpec with one violation per offending file; TooLarge: too many files, or more than `max_bytes` in all.
     """
     if not files:
         raise InvalidSpec.of("files", f"files is empty; a {what} needs at least one file")

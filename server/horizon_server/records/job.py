@@ -34,9 +34,11 @@ class Wanted(StrEnum):
     DRAIN = "drain"
 
 
-# Reasons of the states that users ask for, whether or not an attempt was running.
-CANCELLED, CANCELLED_MESSAGE = "CANCELLED", "cancelled by a user"
-PAUSED, PAUSED_MESSAGE = "PAUSED", "paused by a user; resume it with: horizon job resume"
+# Where a user's order leads a job, whether or not an attempt was running: state, reason and message.
+ORDERED = {
+    Wanted.CANCEL: (JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
+    Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"),
+}
 
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})

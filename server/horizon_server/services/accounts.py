@@ -35,9 +35,7 @@ class Accounts:
     async def add_user(self, name: str, *, role: str = "user", project: str | None = None) -> User:
         """Make a user; the project defaults to one of their own.
 
-        Raises:
-            BadSetting: when name, role or project is malformed.
-            AlreadyExists: when the name is taken.
+        Raises BadSetting when name, role or project is malformed; AlreadyExists when the name is taken.
         """
         for what, value in (("user name", name), ("project", project or name)):
             if not NAME_PATTERN.fullmatch(value):
@@ -55,16 +53,14 @@ class Accounts:
     async def remove_user(self, name: str) -> int:
         """Remove a user and all their tokens; what they own stays. Return how many tokens they had.
 
-        Raises:
-            NotFound: when there is no such user.
+        Raises NotFound when there is no such user.
         """
         return await self._store.remove_user(name)
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
         """Make a token for `user` and return it with its secret, which cannot be shown again.
 
-        Raises:
-            NotFound: when the user does not exist.
+        Raises NotFound when the user does not exist.
         """
         secret = TOKEN_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
         now_s = self._clock()
@@ -83,19 +79,11 @@ class Accounts:
         return await self._store.tokens()
 
     async def revoke_token(self, token_id: str) -> None:
-        """Make a token useless from now on.
-
-        Raises:
-            NotFound: when there is no such token.
-        """
+        """Make a token useless from now on. Raises NotFound when there is no such token."""
         await self._store.revoke(token_id, self._clock())
 
     async def authenticate(self, secret: str) -> Principal:
-        """Return who presents `secret`.
-
-        Raises:
-            Unauthenticated: when it is unknown, expired or revoked.
-        """
+        """Return who presents `secret`. Raises Unauthenticated when it is unknown, expired or revoked."""
         # A caller chooses the length of what is hashed here, before anything is known of them.
         found = await self._store.find(_hash(secret)) if secret and len(secret) <= _MAX_TOKEN_LENGTH else None
         if found is None:
@@ -119,11 +107,7 @@ def may_see(principal: Principal, owner: str) -> bool:
 
 
 def require_visible(principal: Principal, owner: str, what: str) -> None:
-    """Allow a look at a resource of `owner`.
-
-    Raises:
-        NotFound: when the caller may not see resources of `owner`.
-    """
+    """Allow a look at a resource of `owner`. Raises NotFound when the caller may not see resources of `owner`."""
     # Never NotAllowed: other users must not learn which names exist.
     if not may_see(principal, owner):
         raise NotFound(f"{what} does not exist, or is not yours")
@@ -132,9 +116,7 @@ def require_visible(principal: Principal, owner: str, what: str) -> None:
 def require_change(principal: Principal, owner: str, what: str) -> None:
     """Allow a change of a resource of `owner`.
 
-    Raises:
-        NotFound: when the caller may not even see it.
-        NotAllowed: when the caller may see but not change it.
+    Raises NotFound when the caller may not even see it; NotAllowed when the caller may see but not change it.
     """
     require_visible(principal, owner, what)
     require_create(principal)
@@ -143,11 +125,7 @@ def require_change(principal: Principal, owner: str, what: str) -> None:
 
 
 def require_create(principal: Principal) -> None:
-    """Allow making something new.
-
-    Raises:
-        NotAllowed: for viewers.
-    """
+    """Allow making something new. Raises NotAllowed for viewers."""
     if principal.role == "viewer":
         raise NotAllowed(
             f"{principal.name} has the role viewer and may look but not change; ask an admin for the role user"
@@ -173,11 +151,7 @@ class UserTurns:
 
     @asynccontextmanager
     async def of(self, name: str) -> AsyncIterator[None]:
-        """Hold one turn of that user for the block.
-
-        Raises:
-            TooManyCalls: when too many of their calls are under way already.
-        """
+        """Hold one turn of that user for the block. Raises TooManyCalls when too many of their calls are under way already."""
         user = self._users.setdefault(name, _User(asyncio.Semaphore(self._at_once)))
         if user.num_calls >= self._max_calls:
             raise TooManyCalls(

@@ -18,18 +18,7 @@ from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
-from horizon_server.records.job import (
-    CANCELLED,
-    CANCELLED_MESSAGE,
-    ENDED,
-    ON_DEVICE,
-    PAUSED,
-    PAUSED_MESSAGE,
-    CheckpointRecord,
-    JobRecord,
-    JobState,
-    Wanted,
-)
+from horizon_server.records.job import ENDED, ON_DEVICE, ORDERED, CheckpointRecord, JobRecord, JobState, Wanted
 from horizon_server.records.plan import JobPlan
 from horizon_server.services.accounts import UserTurns, require_change, require_create, require_visible
 from horizon_server.services.pushed import MAX_PAGE_SIZE, NodeResources, page_limit
@@ -110,8 +99,7 @@ class JobService:
     async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
         """Return the spec with defaults and its memory plan; fitting or not, nothing is changed.
 
-        Raises:
-            NotFound: when model or dataset do not exist for the caller.
+        Raises NotFound when model or dataset do not exist for the caller.
         """
         spec = self._owned(principal, spec)
         async with self._turns.of(principal.name):
@@ -121,8 +109,7 @@ class JobService:
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by its id, by the start of it where only one id starts so, or by name: the newest of that name.
 
-        Raises:
-            NotFound: when there is none, or it is not the caller's.
+        Raises NotFound when there is none, or it is not the caller's.
         """
         async with self._turns.of(principal.name):
             return await self._find(principal, key)
@@ -156,37 +143,24 @@ class JobService:
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is.
 
-        Raises:
-            NotFound: when there is none, or it is not the caller's.
-            NotAllowed: when the caller may not change it.
+        Raises NotFound when there is none, or it is not the caller's; NotAllowed when the caller may not change it.
         """
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
-        if job.job_state in ON_DEVICE:
-            return await self._stop(job, Wanted.CANCEL)
-        return await self._journal.move(
-            job, JobState.CANCELLED, reason=CANCELLED, message=CANCELLED_MESSAGE, ended_s=time.time()
-        )
+        return await self._stop(job, Wanted.CANCEL)
 
     async def pause(self, principal: Principal, key: str) -> JobRecord:
-        """Checkpoint a job and take it off the device, or out of the queue.
-
-        Raises:
-            WrongJobState: when it has ended.
-        """
+        """Checkpoint a job and take it off the device, or out of the queue. Raises WrongJobState when it has ended."""
         job = await self._change(principal, key)
         if job.job_state is JobState.PAUSED:
             return job
-        if job.job_state in ON_DEVICE:
-            return await self._stop(job, Wanted.PAUSE)
-        return await self._journal.move(job, JobState.PAUSED, reason=PAUSED, message=PAUSED_MESSAGE)
+        return await self._stop(job, Wanted.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
         """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
 
-        Raises:
-            WrongJobState: when it is neither paused nor failed.
+        Raises WrongJobState when it is neither paused nor failed.
         """
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
@@ -198,8 +172,6 @@ class JobService:
             reason=RESUMED,
             message="resumed by a user",
             requeue=True,
-            wanted=Wanted.NOTHING,
-            ended_s=0.0,
         )
         self._scheduler.wake()
         return job
@@ -207,8 +179,7 @@ class JobService:
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
         """Yield a job's events from a number on, and end after the last one of an ended job.
 
-        Raises:
-            Draining: when the daemon shuts down meanwhile.
+        Raises Draining when the daemon shuts down meanwhile.
         """
         job = await self.get(principal, key)
         async for event in self._journal.follow(job.job_id, after_sequence):
@@ -223,8 +194,7 @@ class JobService:
     ) -> AsyncIterator[tuple[int, bytes]]:
         """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt has ended.
 
-        Raises:
-            InvalidSpec: when `offset` is beyond every file.
+        Raises InvalidSpec when `offset` is beyond every file.
         """
         if not 0 <= offset <= _MAX_OFFSET:
             raise InvalidSpec.of("offset", f"offset is {offset}; it must be from 0 to {_MAX_OFFSET}")
@@ -245,20 +215,12 @@ class JobService:
         return await asyncio.to_thread(self._folders.checkpoints(job.job_id).all)
 
     async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
-        """Return the path of one file of a checkpoint.
-
-        Raises:
-            NotFound: when the checkpoint or the file does not exist.
-        """
+        """Return the path of one file of a checkpoint. Raises NotFound when the checkpoint or the file does not exist."""
         job = await self.get(principal, key)
         return await asyncio.to_thread(self._folders.checkpoints(job.job_id).file, step, path)
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
-        """Remove one checkpoint.
-
-        Raises:
-            WrongJobState: when a job that has not ended would resume from it.
-        """
+        """Remove one checkpoint. Raises WrongJobState when a job that has not ended would resume from it."""
         job = await self._change(principal, key)
         checkpoints = self._folders.checkpoints(job.job_id)
         newest = await asyncio.to_thread(checkpoints.newest)
@@ -310,8 +272,12 @@ class JobService:
         return job
 
     async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
-        """Ask the attempt of a job on the device to stop. Without one the daemon that ran it has died and the job is not settled yet:
-        the recovery then carries out what is stored here."""
+        """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
+        if job.job_state not in ON_DEVICE:
+            state, reason, message = ORDERED[wanted]
+            return await self._journal.move(job, state, reason=reason, message=message)
+        # Without an attempt the daemon that ran it has died and the job is not settled yet: the recovery then carries out what is
+        # stored here.
         attempt = self._scheduler.current
         with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
             if attempt is not None and attempt.job.job_id == job.job_id:

@@ -51,8 +51,7 @@ class ModelFacts:
 def check_names(files: Sequence[BlobFile]) -> None:
     """Refuse a folder by the names of its files.
 
-    Raises:
-        InvalidModel: with one violation per pickle or code file, or when config or weights are missing.
+    Raises InvalidModel with one violation per pickle or code file, or when config or weights are missing.
     """
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
@@ -72,8 +71,7 @@ def check_names(files: Sequence[BlobFile]) -> None:
 def check_config(config: Mapping[str, Any]) -> str:
     """Refuse what config.json alone rules out; returns its model_type.
 
-    Raises:
-        InvalidModel: with the field and what is wrong with it.
+    Raises InvalidModel with the field and what is wrong with it.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
@@ -100,8 +98,7 @@ def check_config(config: Mapping[str, Any]) -> str:
 def check_folder(folder: Path) -> ModelFacts:
     """Return what the folder holds, having read its config and every weight header as a job's plan does.
 
-    Raises:
-        InvalidModel: with the file and what is wrong with it.
+    Raises InvalidModel with the file and what is wrong with it.
     """
     try:
         model_type = check_config(read_config(folder))

@@ -68,8 +68,7 @@ _TOO_MUCH = (
 def page_limit(page_size: int) -> int:
     """Return how many items a page may have: 0 means the default, and more than the maximum means the maximum.
 
-    Raises:
-        InvalidSpec: for a negative size.
+    Raises InvalidSpec for a negative size.
     """
     if page_size < 0:
         raise InvalidSpec.of("page_size", f"page_size is {page_size}; it must be 0 or more")
@@ -111,9 +110,7 @@ class PushedService(ABC, Generic[RecordT]):
     async def get(self, principal: Principal, key: str) -> RecordT:
         """Return what `key` means to the caller: by id, else their own of that name, else the only one they may see.
 
-        Raises:
-            NotFound: when there is none that they may see.
-            InvalidSpec: when several users have one of that name.
+        Raises NotFound when there is none that they may see; InvalidSpec when several users have one of that name.
         """
         # Names of other users are left out before anything is counted: an answer must not depend on what the caller may not see.
         visible = [record for record in await self._store.find(key) if may_see(principal, record.owner)]
@@ -130,8 +127,7 @@ class PushedService(ABC, Generic[RecordT]):
     async def by_id(self, resource_id: str) -> RecordT:
         """Return one resource by id for a job, which was allowed to use it when it was submitted.
 
-        Raises:
-            NotFound: when it was deleted.
+        Raises NotFound when it was deleted.
         """
         found = [record for record in await self._store.find(resource_id) if record.id == resource_id]
         if not found:
@@ -148,8 +144,7 @@ class PushedService(ABC, Generic[RecordT]):
     async def delete(self, principal: Principal, key: str) -> None:
         """Remove a resource and the contents that nothing else is made of.
 
-        Raises:
-            InUse: when a job that has not ended refers to it.
+        Raises InUse when a job that has not ended refers to it.
         """
         record = await self.get(principal, key)
         require_change(principal, record.owner, f"{self._kind} {key}")
@@ -355,8 +350,7 @@ class NodeResources:
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
         """Return a READY dataset by name or id.
 
-        Raises:
-            NotFound: when there is none for the caller, or its upload is not finished.
+        Raises NotFound when there is none for the caller, or its upload is not finished.
         """
         record = await self._datasets.get(principal, name)
         if not record.ready:
@@ -366,8 +360,7 @@ class NodeResources:
     async def of_job(self, job: JobRecord) -> JobInputs:
         """Return the files of a job, which was allowed to use them when it was submitted.
 
-        Raises:
-            NotFound: when a dataset was deleted meanwhile.
+        Raises NotFound when a dataset was deleted meanwhile.
         """
         dataset = await self._datasets.by_id(job.dataset_id)
         evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None

@@ -40,8 +40,7 @@ class Uploads:
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
         """Return how far each content is that `owner` still has to send.
 
-        Raises:
-            InvalidSpec, TooLarge: for what cannot name a content.
+        Raises InvalidSpec or TooLarge for what cannot name a content.
         """
         if len(refs) > MAX_REFS:
             raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
@@ -52,11 +51,7 @@ class Uploads:
         return [status for status in statuses if not status.complete]
 
     async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
-        """Return how far one content is.
-
-        Raises:
-            InvalidSpec, TooLarge: for what cannot name a content.
-        """
+        """Return how far one content is. Raises InvalidSpec or TooLarge for what cannot name a content."""
         check_ref(ref, max_bytes=self._max_blob_bytes)
         return await self._status(owner, ref, await self._references.of_ready(owner, [ref.sha256]))
 
@@ -83,11 +78,7 @@ class Uploads:
         return status
 
     async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
-        """Let pass when `owner` has sent every file.
-
-        Raises:
-            InvalidUpload: with one violation per file that is not there.
-        """
+        """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not there."""
         ready = await self._references.of_ready(owner, {file.sha256 for file in files})
         statuses = {file.ref: await self._status(owner, file.ref, ready) for file in files}
         absent = [(i, file) for i, file in enumerate(files) if not statuses[file.ref].complete]

@@ -32,8 +32,8 @@ async def run(preparation: Preparation, data: Path) -> PreparedData | None:
     spec = parse_job_spec({"name": "j", "model": "m", "dataset": "d"})
     return await preparation.run(
         spec,
-        DatasetFiles(record=record, files=(StoredFile.at(data),)),
         folder / "model",
+        DatasetFiles(record=record, files=(StoredFile.at(data),)),
         log=folder / "log",
         environment=child_environment(),
         publish=publish,
