@@ -207,12 +207,7 @@ class Child:
 
 
 async def run_child(
-    module: str,
-    request: Mapping[str, Any],
-    *,
-    who: str,
-    environment: Mapping[str, str],
-    limits: Limits,
+    module: str, request: Mapping[str, Any], *, who: str, environment: Mapping[str, str], limits: Limits
 ) -> Any:
     """Start a child that leaves no files and return its answer. A caller who is cancelled ends it. Raises: as `Child.answer`."""
     child = await Child.start(module, request, who=who, environment=environment, limits=limits)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, case, func, or_, select
+from sqlalchemy import case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database
@@ -48,17 +48,9 @@ class JobStore:
             if request.resource_id:
                 return await _placed(session, await _row(session, request.resource_id)), False
             request.resource_id = job.job_id
-            row = JobRow(
-                **{name: getattr(job, name) for name in _PLAIN},
-                name=job.spec.name,
-                spec=body,
-                job_state=job.job_state.value,
-                wanted=job.wanted.value,
-                queue_order=await _end_of_queue(session),
-                last_step="",
-                plan=_plan_document(job.plan),
-                data_report=job.data_report or None,
-            )
+            row = JobRow(name=job.spec.name, spec=body, job_state=job.job_state.value)
+            row.queue_order = await _end_of_queue(session)
+            _set(row, {name: getattr(job, name) for name in (*_PLAIN, "plan", "data_report", "last_step", "wanted")})
             session.add(row)
             await session.flush()
             _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
@@ -70,16 +62,11 @@ class JobStore:
             row = await session.scalar(select(JobRow).where(JobRow.job_id == job_id))
             return await _placed(session, row) if row else None
 
-    async def find_by_prefix(self, prefix: str, owner: str | None) -> list[JobRecord]:
-        """Return the first few jobs whose ids start so, of one owner or of all (None)."""
-        # Compared as a range, which the index of the ids serves; LIKE would read every row.
-        return await self._named((JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff"), owner)
-
-    async def find_by_name(self, name: str, owner: str | None) -> list[JobRecord]:
-        """Return the newest few jobs of that name, newest first, of one owner or of all (None)."""
-        return await self._named(JobRow.name == name, owner)
-
-    async def _named(self, which: ColumnElement[bool], owner: str | None) -> list[JobRecord]:
+    async def find(self, owner: str | None, *, name: str | None = None, prefix: str = "") -> list[JobRecord]:
+        """Return the newest few jobs of that name, or whose ids start so, of one owner or of all (None)."""
+        # A prefix is compared as a range, which the index of the ids serves; LIKE would read every row.
+        starts_so = (JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff")
+        which = starts_so if name is None else JobRow.name == name
         query = select(JobRow).where(which).order_by(JobRow.number.desc()).limit(_MAX_NAMED)
         if owner is not None:
             query = query.where(JobRow.owner == owner)
@@ -100,13 +87,11 @@ class JobStore:
         async with self._database.reading() as session:
             rows = (await session.scalars(query)).all()
             queue: Sequence[int] = ()
+            # One read of the whole queue for all rows of the page: counting for each would read it hundreds of times.
             if any(row.job_state == JobState.QUEUED for row in rows):
                 queue = (await session.scalars(_queue(JobRow.queue_order))).all()
-        found = []
-        for row in rows:
-            position = bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
-            found.append((row.number, _record(row, queue_position=position)))
-        return found
+        places = (bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0 for row in rows)
+        return [(row.number, _record(row, queue_position=place)) for row, place in zip(rows, places, strict=True)]
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
@@ -230,9 +215,9 @@ async def _row(session: AsyncSession, job_id: str) -> JobRow:
 def _set(row: JobRow, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name == "plan":
-            row.plan = _plan_document(value)
+            row.plan = None if value is None else dataclasses.asdict(value)
         elif name == "data_report":
-            row.data_report = value
+            row.data_report = value or None
         elif name == "last_step":
             row.last_step = "" if value is None else encode(value)
         elif name == "wanted":
@@ -245,10 +230,6 @@ def _set(row: JobRow, fields: dict[str, Any]) -> None:
 def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
     row.last_sequence += 1
     session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
-
-
-def _plan_document(plan: JobPlan | None) -> dict[str, Any] | None:
-    return None if plan is None else dataclasses.asdict(plan)
 
 
 @functools.lru_cache(maxsize=4096)

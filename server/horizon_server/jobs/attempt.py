@@ -30,12 +30,12 @@ from horizon_server.records.job import ORDERED, JobRecord, JobState, Wanted
 
 log = structlog.get_logger(__name__)
 
-_STOP_MESSAGE = {
-    Wanted.CANCEL: "cancelled by a user",
-    Wanted.PAUSE: "paused by a user",
-    Wanted.DRAIN: "the daemon shuts down",
+# What the worker is sent, and what the job says of it.
+_ORDERS = {
+    Wanted.CANCEL: (CANCEL, "cancelled by a user"),
+    Wanted.PAUSE: (STOP, "paused by a user"),
+    Wanted.DRAIN: (STOP, "the daemon shuts down"),
 }
-_ORDERS = {Wanted.CANCEL: CANCEL, Wanted.PAUSE: STOP, Wanted.DRAIN: STOP}
 WORKER_MODULE = "horizon_server.worker"
 
 # Errors whose cause is in the log of the attempt.
@@ -105,6 +105,7 @@ class Attempt:
 
     async def stop(self, wanted: Wanted) -> None:
         """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt continues then."""
+        order, message = _ORDERS[wanted]
         async with self._moving:
             if self._wanted in (Wanted.CANCEL, wanted) or self._over:
                 return
@@ -113,7 +114,7 @@ class Attempt:
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
                     self.job = await self._journal.move(
-                        self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
+                        self.job, JobState.STOPPING, reason=wanted.name, message=message, **fields
                     )
                 elif fields:
                     self.job = await self._journal.store.set(self.job.job_id, **fields)
@@ -124,7 +125,7 @@ class Attempt:
             self._wanted = wanted
         self._preparation.stop()
         if self._child is not None:
-            self._child.send_order(_ORDERS[wanted])
+            self._child.send_order(order)
             if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
@@ -209,7 +210,7 @@ class Attempt:
                 self._log.with_name("pid").write_text(f"{child.pid} {started}", "utf-8")
             self._child = child
             if self._wanted:  # while the worker was being started
-                child.send_order(_ORDERS[self._wanted])
+                child.send_order(_ORDERS[self._wanted][0])
             return str(await child.answer(self._on_line))
         finally:
             self._child = None

@@ -25,12 +25,10 @@ from horizon_server.services.pushed import MAX_PAGE_SIZE, NodeResources, page_li
 from horizon_server.spec import JobSpec
 
 _ID_PREFIX = "job_"
-_MAX_NUMBER = 2**63 - 1
-"""Largest number that the database can compare with."""
-_MAX_OFFSET = 2**62
-"""No file is as long."""
+_MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
+_MAX_OFFSET = 2**62  # no file is as long
+# Spelled here, as `list` is a method of the service.
 Jobs = list[JobRecord]
-"""Spelled here, as `list` is a method of the service."""
 Checkpoints = list[CheckpointRecord]
 
 
@@ -111,8 +109,31 @@ class JobService:
 
         Raises NotFound when there is none, or it is not the caller's.
         """
+        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
+        if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
+            raise absent
+        store = self._journal.store
         async with self._turns.of(principal.name):
-            return await self._find(principal, key)
+            job = await store.get(key)
+            if job is not None:
+                require_visible(principal, job.owner, f"job {key}")
+                return job
+            named = await store.find(principal.name, name=key)
+            if not named and principal.sees_all:
+                named = await store.find(None, name=key)
+            if named:
+                return named[0]  # of several runs of one spec the newest is meant; the answer carries its id
+            if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
+                raise absent
+            found = await store.find(None if principal.sees_all else principal.name, prefix=key)
+            if not found:
+                raise absent
+            if len(found) > 1:
+                ids = ", ".join(job.job_id for job in found[:5])
+                raise InvalidSpec.of(
+                    "job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}"
+                )
+            return found[0]
 
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
@@ -135,8 +156,8 @@ class JobService:
         return [job for _, job in rows[:size]], token
 
     async def queue(self) -> Jobs:
-        """Return the jobs on the device and then the first of the queue in their order, of all users: the caller hides what
-        other users' jobs are about."""
+        """Return the jobs on the device and then the first of the queue in their order, of all users."""
+        # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self._journal.store
         return await store.in_states(sorted(ON_DEVICE)) + await store.queued(MAX_PAGE_SIZE)
 
@@ -166,13 +187,7 @@ class JobService:
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
         # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
-        job = await self._journal.move(
-            job,
-            JobState.QUEUED,
-            reason=RESUMED,
-            message="resumed by a user",
-            requeue=True,
-        )
+        job = await self._journal.move(job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True)
         self._scheduler.wake()
         return job
 
@@ -228,12 +243,9 @@ class JobService:
             raise WrongJobState(f"job {job.job_id} has not ended and would continue from step {step}; cancel it first")
         await asyncio.to_thread(checkpoints.delete, step)
 
-    async def in_use(self, resource_id: str) -> str | None:
-        """Return the id of a job that has not ended and needs this dataset or model."""
-        return await self._journal.store.user_of(resource_id)
-
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
-        """Fill in the project and refuse what this version cannot carry out, rather than ignore it."""
+        """Return the spec with its project."""
+        # Refused rather than ignored: this version does not carry it out.
         if spec.priority != 0:
             raise InvalidSpec.of(
                 "priority", "priority must be 0: the queue is first come, first served in this version"
@@ -241,30 +253,6 @@ class JobService:
         if spec.project not in ("", principal.project) and principal.role != "admin":
             raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
         return spec.model_copy(update={"project": spec.project or principal.project})
-
-    async def _find(self, principal: Principal, key: str) -> JobRecord:
-        absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
-        if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
-            raise absent
-        store = self._journal.store
-        job = await store.get(key)
-        if job is not None:
-            require_visible(principal, job.owner, f"job {key}")
-            return job
-        named = await store.find_by_name(key, principal.name)
-        if not named and principal.sees_all:
-            named = await store.find_by_name(key, None)
-        if named:
-            return named[0]  # of several runs of one spec the newest is meant; the answer carries its id
-        if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
-            raise absent
-        found = await store.find_by_prefix(key, None if principal.sees_all else principal.name)
-        if not found:
-            raise absent
-        if len(found) > 1:
-            ids = ", ".join(job.job_id for job in found[:5])
-            raise InvalidSpec.of("job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}")
-        return found[0]
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)

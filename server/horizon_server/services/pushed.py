@@ -124,6 +124,13 @@ class PushedService(ABC, Generic[RecordT]):
             raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")
         return found[0]
 
+    async def get_ready(self, principal: Principal, key: str) -> RecordT:
+        """Return what `key` means to the caller, as `get` does. Raises NotFound also when its upload is not finished."""
+        record = await self.get(principal, key)
+        if not record.ready:
+            raise NotFound(f"{self._kind} {key} is not ready: its upload was not finished; push it again")
+        return record
+
     async def by_id(self, resource_id: str) -> RecordT:
         """Return one resource by id for a job, which was allowed to use it when it was submitted.
 
@@ -352,10 +359,7 @@ class NodeResources:
 
         Raises NotFound when there is none for the caller, or its upload is not finished.
         """
-        record = await self._datasets.get(principal, name)
-        if not record.ready:
-            raise NotFound(f"dataset {name} is not ready: its upload was not finished; push it again")
-        return self._files(record)
+        return self._files(await self._datasets.get_ready(principal, name))
 
     async def of_job(self, job: JobRecord) -> JobInputs:
         """Return the files of a job, which was allowed to use them when it was submitted.
@@ -381,9 +385,7 @@ class NodeResources:
         if name.startswith("/"):
             folder = await asyncio.to_thread(self._allowed_folder, name)
             return str(folder), folder
-        record = await self._models.get(principal, name)
-        if not record.ready:
-            raise NotFound(f"model {name} is not ready: its upload was not finished; push it again")
+        record = await self._models.get_ready(principal, name)
         return record.model_id, self._models.folder(record.model_id)
 
     def _allowed_folder(self, name: str) -> Path:

@@ -125,7 +125,7 @@ async def test_submit_and_get_cost_the_same_whatever_waits(
         for call in (
             lambda: jobs.get(ADA, template.job_id),
             lambda: jobs.submit(ADA, request_id=str(uuid.uuid4()), spec=daemon.spec("more")),
-            lambda: jobs.in_use(template.dataset_id),
+            lambda: daemon.parts.journal.store.user_of(template.dataset_id),
             lambda: jobs.list(ADA, page_size=2),
         ):
             statements.taken()

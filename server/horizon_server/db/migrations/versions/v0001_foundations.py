@@ -95,10 +95,7 @@ def upgrade() -> None:
         sa.Column("sequence", sa.BigInteger(), nullable=False),
         sa.Column("time_s", sa.Float(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
-        sa.ForeignKeyConstraint(
-            ["job_id"],
-            ["jobs.job_id"],
-        ),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.job_id"]),
         sa.PrimaryKeyConstraint("job_id", "sequence"),
     )
     op.create_table(
@@ -109,10 +106,7 @@ def upgrade() -> None:
         sa.Column("created_s", sa.Float(), nullable=False),
         sa.Column("expires_s", sa.Float(), nullable=True),
         sa.Column("revoked_s", sa.Float(), nullable=True),
-        sa.ForeignKeyConstraint(
-            ["user"],
-            ["users.name"],
-        ),
+        sa.ForeignKeyConstraint(["user"], ["users.name"]),
         sa.PrimaryKeyConstraint("token_id"),
         sa.UniqueConstraint("sha256"),
     )
