@@ -21,7 +21,6 @@ from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.recipe import remove_prepared
-from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
@@ -218,7 +217,7 @@ async def wire(
         turns=UserTurns(),
     )
     services = Services(
-        accounts=Accounts(AccountStore(database)),
+        accounts=Accounts(database),
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),

@@ -29,9 +29,8 @@ class Pairing:
         """Return why the database may be the wrong one and what to do about it, or None when they belong together."""
         async with self._database.session() as session:
             row = (await session.scalars(select(StateFolderRow))).one()
-            knows = await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
-            why = self._doubt(row, knows_something=bool(knows))
-            if why is not None:
+            is_empty = not await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
+            if why := self._doubt(row, is_empty=is_empty):
                 accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
                 return (
                     f"{why}; put the right horizon.db back and start again, or accept this one, which gives up what it does not know, "
@@ -43,14 +42,14 @@ class Pairing:
         replace_file(self._file, f"{state_id} {num_checks}\n")
         return None
 
-    def _doubt(self, row: StateFolderRow, *, knows_something: bool) -> str | None:
+    def _doubt(self, row: StateFolderRow, *, is_empty: bool) -> str | None:
         try:
             state_id, _, number = self._file.read_text("ascii").strip().partition(" ")
             num_checks = int(number)
-        except FileNotFoundError:
-            if knows_something or not any((self._state_dir / "blobs").glob("*/*")):
-                return None
-            return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
+        except FileNotFoundError:  # a new folder, or one of a version that wrote no such file
+            if is_empty and any((self._state_dir / "blobs").glob("*/*")):
+                return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
+            return None
         except ValueError:
             return f"{self._file} cannot be read"
         if state_id != row.state_id:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from horizon_server.db.accounts import AccountStore
+from horizon_server.db.database import Database
 from horizon_server.errors import BadSetting, NotAllowed, NotFound, TooManyCalls, Unauthenticated
 from horizon_server.records.account import ROLES, Principal, Token, User
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
@@ -25,11 +26,11 @@ AT_ONCE = 2
 MAX_CALLS = 64
 
 
-class Accounts:
-    """Makes users and tokens, and finds the user of a token."""
+class Accounts(AccountStore):
+    """The users and tokens of the database: what they may be called, how long they hold, and who presents a secret."""
 
-    def __init__(self, store: AccountStore, *, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
+    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(database)
         self._clock = clock
 
     async def add_user(self, name: str, *, role: str = "user", project: str | None = None) -> User:
@@ -43,19 +44,8 @@ class Accounts:
         if role not in ROLES:
             raise BadSetting(f"role {role!r} is not allowed: it must be one of {', '.join(ROLES)}")
         user = User(name=name, role=role, project=project or name, created_s=self._clock())
-        await self._store.add_user(user)
+        await self.insert_user(user)
         return user
-
-    async def users(self) -> list[User]:
-        """Return all users by name."""
-        return await self._store.users()
-
-    async def remove_user(self, name: str) -> int:
-        """Remove a user and all their tokens; what they own stays. Return how many tokens they had.
-
-        Raises NotFound when there is no such user.
-        """
-        return await self._store.remove_user(name)
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
         """Make a token for `user` and return it with its secret, which cannot be shown again.
@@ -71,21 +61,17 @@ class Accounts:
             expires_s=None if lifetime_s is None else now_s + lifetime_s,
             revoked_s=None,
         )
-        await self._store.add_token(token, _hash(secret))
+        await self.insert_token(token, _hash(secret))
         return token, secret
-
-    async def tokens(self) -> list[Token]:
-        """Return all tokens, oldest first, without their secrets."""
-        return await self._store.tokens()
 
     async def revoke_token(self, token_id: str) -> None:
         """Make a token useless from now on. Raises NotFound when there is no such token."""
-        await self._store.revoke(token_id, self._clock())
+        await self.revoke(token_id, self._clock())
 
     async def authenticate(self, secret: str) -> Principal:
         """Return who presents `secret`. Raises Unauthenticated when it is unknown, expired or revoked."""
         # A caller chooses the length of what is hashed here, before anything is known of them.
-        found = await self._store.find(_hash(secret)) if secret and len(secret) <= _MAX_TOKEN_LENGTH else None
+        found = await self.find(_hash(secret)) if secret and len(secret) <= _MAX_TOKEN_LENGTH else None
         if found is None:
             raise Unauthenticated("the token is not known here; ask an admin for one: horizond token create USER")
         token, user = found
