@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import sdnotify
@@ -20,7 +19,6 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.disk import disk_full_reported
 from horizon_server.blobs.store import BlobStore
 from horizon_server.blobs.threads import in_thread
-from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
@@ -159,7 +157,7 @@ async def wire(
         uploads,
         max_bytes=settings.max_dataset_bytes,
         in_use=store.user_of,
-        remove_prepared=partial(remove_prepared, prepared_root),
+        prepared_root=prepared_root,
     )
     models = ModelService(
         ModelStore(database),

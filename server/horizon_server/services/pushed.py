@@ -25,6 +25,7 @@ from horizon_server.blobs.threads import in_thread
 from horizon_server.children.child import Limits, run_child
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
+from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.pushed import DatasetStore, ModelStore, PushedStore
 from horizon_server.errors import (
     InUse,
@@ -225,11 +226,11 @@ class DatasetService(PushedService[DatasetRecord]):
         *,
         max_bytes: int,
         in_use: FindUser,
-        remove_prepared: Callable[[str], None],
+        prepared_root: Path,
     ) -> None:
-        """`remove_prepared` removes the tokens of the dataset with this digest, and blocks."""
+        """`prepared_root` holds the tokens of datasets, in one folder per digest."""
         super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use)
-        self._remove_prepared = remove_prepared
+        self._prepared_root = prepared_root
 
     async def create(
         self,
@@ -267,11 +268,24 @@ class DatasetService(PushedService[DatasetRecord]):
         store = self._uploads.store
         return tuple(StoredFile(path=store.path(file.sha256), name=file.path) for file in record.files)
 
+    async def sweep(self, max_age_s: float) -> int:
+        """Remove announcements older than that which were never finalized, and tokens without a dataset; return how many of the first."""
+        removed = await super().sweep(max_age_s)
+        # A daemon that was killed between the end of a dataset and that of its tokens has left them.
+        root = self._prepared_root
+        for folder in await in_thread(lambda: list(root.iterdir()) if root.is_dir() else []):
+            await self._remove_prepared(folder.name)
+        return removed
+
     async def _remove(self, record: DatasetRecord) -> None:
         await super()._remove(record)
-        # Datasets of equal content share their tokens, of all users.
-        if record.ready and not await self._store.has_ready(record.digest):
-            await in_thread(lambda: self._remove_prepared(record.digest))
+        if record.ready:
+            await self._remove_prepared(record.digest)
+
+    async def _remove_prepared(self, content: str) -> None:
+        # Datasets of equal content share their tokens, of all users. No job can be using them: a dataset that one needs stays.
+        if not await self._store.has_ready(content):
+            await in_thread(lambda: remove_prepared(self._prepared_root, content))
 
     async def _check(self, record: DatasetRecord) -> dict[str, Any]:
         found = await check_dataset(
