@@ -186,7 +186,7 @@ async def wire(
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
-            job,
+            job=job,
             journal=journal,
             find_inputs=resources.of_job,
             folders=folders,
@@ -196,7 +196,7 @@ async def wire(
         )
 
     scheduler = Scheduler(
-        journal,
+        journal=journal,
         metrics=metrics,
         lifecycle=lifecycle,
         folders=folders,
@@ -206,7 +206,7 @@ async def wire(
         when_idle=IdleMeasurement(rates, environment=environment),
     )
     jobs = JobService(
-        journal,
+        journal=journal,
         scheduler=scheduler,
         lifecycle=lifecycle,
         resources=resources,

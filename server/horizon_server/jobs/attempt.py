@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,43 +55,35 @@ class WorkerOptions:
     module: str = WORKER_MODULE
 
 
+@dataclass(kw_only=True, eq=False)
 class Attempt:
     """One execution of a job.
 
     Thread: belongs to one event loop. `run` is called once; `stop` may be called any number of times while it runs.
     """
 
-    def __init__(
-        self,
-        job: JobRecord,
-        *,
-        journal: Journal,
-        find_inputs: FindInputs,
-        folders: JobFolders,
-        planner: Planner,
-        preparation: Preparation,
-        options: WorkerOptions,
-    ) -> None:
-        self.job = job
-        self._number = job.attempt + 1
-        self._log = folders.log(job.job_id, self._number)
-        self._journal = journal
-        self._find_inputs = find_inputs
-        self._folders = folders
-        self._planner = planner
-        self._preparation = preparation
-        self._options = options
-        self._child: Child | None = None
-        self._wanted = Wanted.NOTHING
-        self._over = False
-        # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
-        self._moving = asyncio.Lock()
+    job: JobRecord
+    journal: Journal
+    find_inputs: FindInputs
+    folders: JobFolders
+    planner: Planner
+    preparation: Preparation
+    options: WorkerOptions
+    _child: Child | None = field(init=False, default=None)
+    _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
+    _over: bool = field(init=False, default=False)
+    # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
+    _moving: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._number = self.job.attempt + 1
+        self._log = self.folders.log(self.job.job_id, self._number)
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
         begin = {"attempt": self._number, "started_s": self.job.started_s or time.time()}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
-            self.job = await self._journal.patiently(lambda: self._journal.move(self.job, JobState.PREPARING, **begin))
+            self.job = await self.journal.patiently(lambda: self.journal.move(self.job, JobState.PREPARING, **begin))
             try:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
                 await self._prepare_and_train()
@@ -113,17 +105,17 @@ class Attempt:
             fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                    self.job = await self._journal.move(
+                    self.job = await self.journal.move(
                         self.job, JobState.STOPPING, reason=wanted.name, message=message, **fields
                     )
                 elif fields:
-                    self.job = await self._journal.store.set(self.job.job_id, **fields)
+                    self.job = await self.journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
                 if wanted is not Wanted.DRAIN:
                     raise
                 log.error("the drain cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
-        self._preparation.stop()
+        self.preparation.stop()
         if self._child is not None:
             self._child.send_order(order)
             if wanted is Wanted.CANCEL:
@@ -131,19 +123,19 @@ class Attempt:
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
-        self._preparation.stop()
+        self.preparation.stop()
         if self._child is not None:
             self._child.kill()
 
     async def _prepare_and_train(self) -> None:
-        inputs = await self._journal.patiently(lambda: self._find_inputs(self.job))
+        inputs = await self.journal.patiently(lambda: self.find_inputs(self.job))
         prepare = functools.partial(
-            self._preparation.run,
+            self.preparation.run,
             self.job.spec,
             inputs.model,
             log=self._log,
-            environment=self._options.environment,
-            publish=functools.partial(self._journal.append, self.job.job_id),
+            environment=self.options.environment,
+            publish=functools.partial(self.journal.append, self.job.job_id),
         )
         prepared = await prepare(inputs.dataset)
         evaluation = prepared.evaluation if prepared else None
@@ -154,7 +146,7 @@ class Attempt:
             await self._finish("stopped")
             return
         # Planned again: since the submission, the limits or the model's folder on the node may have changed.
-        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, inputs.model)
+        memory = await asyncio.to_thread(self.planner.worker_memory, self.job.spec, inputs.model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
@@ -177,7 +169,7 @@ class Attempt:
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
     ) -> dict[str, Any]:
-        checkpoints = self._folders.checkpoints(self.job.job_id)
+        checkpoints = self.folders.checkpoints(self.job.job_id)
         newest = checkpoints.newest()
         return {
             "job_id": self.job.job_id,
@@ -190,17 +182,17 @@ class Attempt:
             "resume_from": None if newest is None else str(newest),
             "planes": planes,
             "grad_dtype_bytes": memory.grad_dtype_bytes,
-            "num_threads": self._options.num_threads,
+            "num_threads": self.options.num_threads,
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": str(self._log.with_name("trace.json")) if self._options.trace else None,
+            "trace": str(self._log.with_name("trace.json")) if self.options.trace else None,
         }
 
     async def _run_worker(self, request: dict[str, Any], fds: tuple[int, ...]) -> str:
         """Return how the worker ended. Afterwards it is gone, however that came: the planes can be given back."""
         child = await Child.start(
-            self._options.module, request, who="the worker", environment=self._options.environment,
+            self.options.module, request, who="the worker", environment=self.options.environment,
             request_file=self._log.with_name("request.json"), log_file=self._log, pass_fds=fds,
         )  # fmt: skip
         try:
@@ -226,9 +218,9 @@ class Attempt:
                 known = {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
             case StepDone():
-                await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
+                await self.journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
             case _:
-                await self._journal.append(job_id, line)
+                await self.journal.append(job_id, line)
 
     async def _advance(self, state: JobState, **fields: Any) -> bool:
         """Move on, unless the attempt has been asked to stop."""
@@ -237,14 +229,14 @@ class Attempt:
             async with self._moving:  # not held while waiting for the database, so that a stop is heard then
                 if self._wanted:
                     return False
-                self.job = await self._journal.move(self.job, state, **fields)
+                self.job = await self.journal.move(self.job, state, **fields)
                 return True
 
-        return await self._journal.patiently(move)
+        return await self.journal.patiently(move)
 
     async def _explain(self) -> None:
         if tail := await asyncio.to_thread(log_tail, self._log):
-            await self._journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
+            await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
     async def _finish(self, outcome: str, *, reason: str = "", message: str = "") -> None:
         """Move the job to where this end leads, given what was asked of it.
@@ -259,15 +251,15 @@ class Attempt:
             target, reason, message = ORDERED[Wanted.CANCEL]
         elif outcome == "failed" and self._wanted is not Wanted.DRAIN:
             # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, self._folders.without_state_dir(message)
+            target, message = JobState.FAILED, self.folders.without_state_dir(message)
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = ORDERED[Wanted.PAUSE]
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
             target, reason = JobState.QUEUED, "DRAINED"
             message = "the daemon shut down; it continues when the daemon is back"
-        self.job = await self._journal.patiently(
-            lambda: self._journal.move(self.job, target, reason=reason, message=message)
+        self.job = await self.journal.patiently(
+            lambda: self.journal.move(self.job, target, reason=reason, message=message)
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 

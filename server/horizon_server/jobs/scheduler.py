@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -27,35 +28,24 @@ DAEMON_DIED = "DAEMON_DIED"
 RESUMED = "RESUMED"
 
 
+@dataclass(kw_only=True, eq=False)
 class Scheduler:
     """Runs queued jobs one after the other.
 
     Thread: belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        metrics: Metrics,
-        lifecycle: Lifecycle,
-        folders: JobFolders,
-        make_attempt: Callable[[JobRecord], Attempt],
-        max_attempts: int,
-        orphan_grace_s: float,
-        when_idle: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._journal = journal
-        self._metrics = metrics
-        self._lifecycle = lifecycle
-        self._folders = folders
-        self._make_attempt = make_attempt
-        self._max_attempts = max_attempts
-        self._orphan_grace_s = orphan_grace_s
-        self._when_idle = when_idle
-        self._news = asyncio.Event()
-        self._idle = asyncio.Event()
-        self.current: Attempt | None = None
+    journal: Journal
+    metrics: Metrics
+    lifecycle: Lifecycle
+    folders: JobFolders
+    make_attempt: Callable[[JobRecord], Attempt]
+    max_attempts: int
+    orphan_grace_s: float
+    when_idle: Callable[[], Coroutine[Any, Any, None]]
+    current: Attempt | None = field(init=False, default=None)
+    _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def wake(self) -> None:
         """Look at the queue again."""
@@ -66,14 +56,14 @@ class Scheduler:
         while True:
             self._news.clear()
             try:
-                first = await self._journal.patiently(lambda: self._journal.store.queued(1))
+                first = await self.journal.patiently(lambda: self.journal.store.queued(1))
             except (DiskFull, DatabaseUnavailable):
                 return  # draining has begun while the database could not be used
-            if self._lifecycle.draining:
+            if self.lifecycle.draining:
                 return
             if not first:
                 # What is only done when no job waits for the device; a new job ends it at once.
-                chore = asyncio.create_task(self._when_idle(), name="idle")
+                chore = asyncio.create_task(self.when_idle(), name="idle")
                 try:
                     await self._news.wait()
                 finally:
@@ -81,7 +71,7 @@ class Scheduler:
                     with contextlib.suppress(asyncio.CancelledError):
                         await chore
                 continue
-            self.current = self._make_attempt(first[0])
+            self.current = self.make_attempt(first[0])
             self._idle.clear()
             try:
                 await self.current.run()
@@ -99,7 +89,7 @@ class Scheduler:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
-        self._lifecycle.drain()
+        self.lifecycle.drain()
         attempt = self.current
         self.wake()
         if attempt is None:
@@ -115,11 +105,11 @@ class Scheduler:
     async def recover(self) -> None:
         """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them."""
         try:
-            for job in await self._journal.patiently(lambda: self._journal.store.in_states(sorted(ON_DEVICE))):
-                folder = self._folders.log(job.job_id, job.attempt).parent
+            for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(ON_DEVICE))):
+                folder = self.folders.log(job.job_id, job.attempt).parent
                 # A worker whose daemon died sees the end of its order pipe, checkpoints and stops; only when it takes too long is it
                 # killed. So a job is never run twice at the same time, and continues from its newest checkpoint.
-                deadline = time.monotonic() + self._orphan_grace_s
+                deadline = time.monotonic() + self.orphan_grace_s
                 while (pid := orphan_pid(folder)) is not None:
                     if time.monotonic() >= deadline:
                         log.warning(
@@ -127,32 +117,32 @@ class Scheduler:
                         )
                         os.kill(pid, signal.SIGKILL)
                     await asyncio.sleep(0.1)
-                await self._journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
+                await self.journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not settled; the next daemon does it")
 
     async def _settle(self, job_id: str) -> None:
-        job = await self._journal.store.get(job_id)  # again: a user may have asked for a stop since
+        job = await self.journal.store.get(job_id)  # again: a user may have asked for a stop since
         assert job is not None, job_id
         log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
         if job.job_state is JobState.STOPPING and job.wanted in ORDERED:
             target, reason, message = ORDERED[job.wanted]
-        elif await self._deaths(job_id) + 1 >= self._max_attempts:  # a job that kills its daemon must not do so forever
+        elif await self._deaths(job_id) + 1 >= self.max_attempts:  # a job that kills its daemon must not do so forever
             target, reason = JobState.FAILED, DAEMON_DIED
-            times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
+            times = f"{self.max_attempts} times in a row" if self.max_attempts > 1 else "once"
             message = f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
         else:
             target, reason = JobState.QUEUED, DAEMON_DIED
             message = "the daemon died and is back; the job continues from its newest checkpoint"
-        await self._journal.move(job, target, reason=reason, message=message)
+        await self.journal.move(job, target, reason=reason, message=message)
         if target is JobState.QUEUED:
-            self._metrics.on_worker_restart(DAEMON_DIED)
+            self.metrics.on_worker_restart(DAEMON_DIED)
 
     async def _deaths(self, job_id: str) -> int:
         """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever."""
         # A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
         deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
-        while events := await self._journal.store.events_after(job_id, after, 1000):
+        while events := await self.journal.store.events_after(job_id, after, 1000):
             after = events[-1].sequence
             for payload in (event.payload for event in events):
                 if isinstance(payload, StepDone):
@@ -173,11 +163,11 @@ class Scheduler:
             reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
 
         async def move() -> None:
-            job = await self._journal.store.get(job_id)
+            job = await self.journal.store.get(job_id)
             if job is not None and job.job_state in ON_DEVICE:
-                await self._journal.move(job, JobState.FAILED, reason=reason, message=message)
+                await self.journal.move(job, JobState.FAILED, reason=reason, message=message)
 
         try:
-            await self._journal.patiently(move)
+            await self.journal.patiently(move)
         except (DiskFull, DatabaseUnavailable):
             log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)

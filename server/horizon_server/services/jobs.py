@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.db.jobs import Figures
@@ -32,30 +33,20 @@ Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
 
 
+@dataclass(kw_only=True, eq=False)
 class JobService:
     """The use cases around jobs.
 
     Thread: belongs to one event loop; blocking file work goes to threads.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        scheduler: Scheduler,
-        lifecycle: Lifecycle,
-        resources: NodeResources,
-        planner: Planner,
-        folders: JobFolders,
-        turns: UserTurns,
-    ) -> None:
-        self._journal = journal
-        self._scheduler = scheduler
-        self._lifecycle = lifecycle
-        self._resources = resources
-        self._planner = planner
-        self._folders = folders
-        self._turns = turns
+    journal: Journal
+    scheduler: Scheduler
+    lifecycle: Lifecycle
+    resources: NodeResources
+    planner: Planner
+    folders: JobFolders
+    turns: UserTurns
 
     async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
         """Queue a job, or return the one that the same earlier request made.
@@ -67,16 +58,16 @@ class JobService:
             Draining: when the daemon is shutting down.
         """
         require_create(principal)
-        if self._lifecycle.draining:
+        if self.lifecycle.draining:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
         spec = self._owned(principal, spec)
-        async with self._turns.of(principal.name):
-            model_id, folder = await self._resources.model(principal, spec.model)
-            dataset = await self._resources.dataset(principal, spec.dataset)
-            evaluation = await self._resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            plan = await asyncio.to_thread(self._planner.plan, spec, folder)
+        async with self.turns.of(principal.name):
+            model_id, folder = await self.resources.model(principal, spec.model)
+            dataset = await self.resources.dataset(principal, spec.dataset)
+            evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
+            plan = await asyncio.to_thread(self.planner.plan, spec, folder)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
             job = JobRecord(
@@ -90,8 +81,8 @@ class JobService:
                 created_s=time.time(),
                 plan=plan,
             )
-            stored = await self._journal.create(job, request_id=request_id)
-        self._scheduler.wake()
+            stored = await self.journal.create(job, request_id=request_id)
+        self.scheduler.wake()
         return stored
 
     async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
@@ -100,9 +91,9 @@ class JobService:
         Raises NotFound when model or dataset do not exist for the caller.
         """
         spec = self._owned(principal, spec)
-        async with self._turns.of(principal.name):
-            _, folder = await self._resources.model(principal, spec.model)
-            return spec, await asyncio.to_thread(self._planner.plan, spec, folder)
+        async with self.turns.of(principal.name):
+            _, folder = await self.resources.model(principal, spec.model)
+            return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by its id, by the start of it where only one id starts so, or by name: the newest of that name.
@@ -112,8 +103,8 @@ class JobService:
         absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
-        store = self._journal.store
-        async with self._turns.of(principal.name):
+        store = self.journal.store
+        async with self.turns.of(principal.name):
             job = await store.get(key)
             if job is not None:
                 require_visible(principal, job.owner, f"job {key}")
@@ -149,8 +140,8 @@ class JobService:
                 raise InvalidSpec.of(
                     "page_token", "page_token must be one that an earlier answer gave as next_page_token"
                 )
-        async with self._turns.of(principal.name):
-            rows = await self._journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
+        async with self.turns.of(principal.name):
+            rows = await self.journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
         return [job for _, job in rows[:size]], token
@@ -158,7 +149,7 @@ class JobService:
     async def queue(self) -> Jobs:
         """Return the jobs on the device and then the first of the queue in their order, of all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
-        store = self._journal.store
+        store = self.journal.store
         return await store.in_states(sorted(ON_DEVICE)) + await store.queued(MAX_PAGE_SIZE)
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
@@ -187,8 +178,8 @@ class JobService:
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
         # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
-        job = await self._journal.move(job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True)
-        self._scheduler.wake()
+        job = await self.journal.move(job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True)
+        self.scheduler.wake()
         return job
 
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
@@ -197,12 +188,12 @@ class JobService:
         Raises Draining when the daemon shuts down meanwhile.
         """
         job = await self.get(principal, key)
-        async for event in self._journal.follow(job.job_id, after_sequence):
+        async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
 
     async def figures(self, job: JobRecord, *, names: Sequence[str], after: int, limit: int) -> Sequence[Figures]:
         """Return named figures of the steps and evaluations of a job that the caller was allowed to get."""
-        return await self._journal.store.figures_after(job.job_id, after, names, limit)
+        return await self.journal.store.figures_after(job.job_id, after, names, limit)
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
@@ -216,28 +207,28 @@ class JobService:
         job = await self.get(principal, key)
 
         async def grows() -> bool:
-            now = await self._journal.store.get(job.job_id)
+            now = await self.journal.store.get(job.job_id)
             same = now is not None and attempt in (0, now.attempt)
-            return same and now is not None and now.job_state in ON_DEVICE and not self._lifecycle.draining
+            return same and now is not None and now.job_state in ON_DEVICE and not self.lifecycle.draining
 
-        path = self._folders.log(job.job_id, attempt or job.attempt)
+        path = self.folders.log(job.job_id, attempt or job.attempt)
         async for piece in read_log(path, offset=offset, grows=grows if follow else None):
             yield piece
 
     async def checkpoints(self, principal: Principal, key: str) -> Checkpoints:
         """Return a job's complete checkpoints, oldest first."""
         job = await self.get(principal, key)
-        return await asyncio.to_thread(self._folders.checkpoints(job.job_id).all)
+        return await asyncio.to_thread(self.folders.checkpoints(job.job_id).all)
 
     async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
         """Return the path of one file of a checkpoint. Raises NotFound when the checkpoint or the file does not exist."""
         job = await self.get(principal, key)
-        return await asyncio.to_thread(self._folders.checkpoints(job.job_id).file, step, path)
+        return await asyncio.to_thread(self.folders.checkpoints(job.job_id).file, step, path)
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
         """Remove one checkpoint. Raises WrongJobState when a job that has not ended would resume from it."""
         job = await self._change(principal, key)
-        checkpoints = self._folders.checkpoints(job.job_id)
+        checkpoints = self.folders.checkpoints(job.job_id)
         newest = await asyncio.to_thread(checkpoints.newest)
         if job.job_state not in ENDED and newest is not None and newest == checkpoints.of_step(step):
             raise WrongJobState(f"job {job.job_id} has not ended and would continue from step {step}; cancel it first")
@@ -263,17 +254,17 @@ class JobService:
         """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
         if job.job_state not in ON_DEVICE:
             state, reason, message = ORDERED[wanted]
-            return await self._journal.move(job, state, reason=reason, message=message)
+            return await self.journal.move(job, state, reason=reason, message=message)
         # Without an attempt the daemon that ran it has died and the job is not settled yet: the recovery then carries out what is
         # stored here.
-        attempt = self._scheduler.current
+        attempt = self.scheduler.current
         with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
             if attempt is not None and attempt.job.job_id == job.job_id:
                 await attempt.stop(wanted)
             elif job.job_state is JobState.STOPPING:
-                await self._journal.store.set(job.job_id, wanted=wanted)
+                await self.journal.store.set(job.job_id, wanted=wanted)
             else:
-                await self._journal.move(job, JobState.STOPPING, reason=wanted.name, wanted=wanted)
-        now = await self._journal.store.get(job.job_id)
+                await self.journal.move(job, JobState.STOPPING, reason=wanted.name, wanted=wanted)
+        now = await self.journal.store.get(job.job_id)
         assert now is not None, job.job_id
         return now
