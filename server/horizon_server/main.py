@@ -24,7 +24,7 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import HorizonError
-from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
+from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
@@ -180,9 +180,6 @@ async def wire(
         rates=rates.read,
         layer_memory=LayerProbe(child_environment()),
     )
-    options = WorkerOptions(
-        module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
-    )
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
@@ -192,7 +189,10 @@ async def wire(
             folders=folders,
             planner=planner,
             preparation=Preparation(prepared_root),
-            options=options,
+            num_threads=num_threads,
+            environment=environment,
+            trace=settings.trace_workers,
+            worker_module=worker_module,
         )
 
     scheduler = Scheduler(

@@ -52,10 +52,7 @@ class Limits:
 
 
 class Child:
-    """One running child.
-
-    Thread: belongs to one event loop.
-    """
+    """One running child. Thread: belongs to one event loop."""
 
     def __init__(
         self,
@@ -68,6 +65,7 @@ class Child:
         log_file: Path,
     ) -> None:
         self.log = log_file
+        self.pid = process.pid
         self._process = process
         self._who = who
         self._limits = limits
@@ -116,11 +114,6 @@ class Child:
             _limit(process.pid, limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
             return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     async def answer(self, on_event: OnEvent | None = None) -> Any:
         """Pass every event to `on_event`, and return the answer. At the end the child is gone, however that comes.

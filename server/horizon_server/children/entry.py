@@ -140,10 +140,7 @@ def end_with_parent() -> None:
 
 
 class EventWriter:
-    """Writes lines to the daemon's pipe.
-
-    Thread: the child's main thread only.
-    """
+    """Writes lines to the daemon's pipe. Thread: the child's main thread only."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -189,19 +186,11 @@ class EventWriter:
 
 
 class Orders:
-    """Listens on standard input for `stop` and `cancel`; the end of input means `stop`.
-
-    Thread: `current` may be read from any thread.
-    """
+    """Listens on standard input for `stop` and `cancel`; the end of input means `stop`. Thread: `current` may be read from any thread."""
 
     def __init__(self) -> None:
-        self._current = Order.CONTINUE
+        self.current = Order.CONTINUE
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
-
-    @property
-    def current(self) -> Order:
-        """The newest order; a cancel is never taken back."""
-        return self._current
 
     def _listen(self) -> None:
         pending = b""
@@ -209,11 +198,11 @@ class Orders:
         while data := os.read(_STANDARD_INPUT, 64):
             *lines, pending = (pending + data).split(b"\n")
             if b"cancel" in lines:
-                self._current = Order.CANCEL
-                return
+                self.current = Order.CANCEL
+                return  # a cancel is never taken back
             if b"stop" in lines:
-                self._current = Order.STOP
-        self._current = Order.STOP
+                self.current = Order.STOP
+        self.current = Order.STOP
 
 
 def _end_of(work: Work, request: Path, events: EventWriter, who: str) -> Answer | Failure | None:

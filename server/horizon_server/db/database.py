@@ -31,10 +31,7 @@ _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLI
 
 
 class Database:
-    """The open database.
-
-    Thread: belongs to one event loop.
-    """
+    """The open database. Thread: belongs to one event loop."""
 
     def __init__(self, path: Path) -> None:
         # A connection of its own: no number of reads can keep the journal of a running job waiting.

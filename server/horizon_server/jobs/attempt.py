@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,6 @@ _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
 CANCEL_GRACE_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """What every worker of this daemon gets, whatever the job."""
-
-    num_threads: int
-    environment: dict[str, str]
-    trace: bool = False
-    module: str = WORKER_MODULE
-
-
 @dataclass(kw_only=True, eq=False)
 class Attempt:
     """One execution of a job.
@@ -68,7 +59,10 @@ class Attempt:
     folders: JobFolders
     planner: Planner
     preparation: Preparation
-    options: WorkerOptions
+    num_threads: int
+    environment: Mapping[str, str]
+    trace: bool
+    worker_module: str = WORKER_MODULE
     _child: Child | None = field(init=False, default=None)
     _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
     _over: bool = field(init=False, default=False)
@@ -128,32 +122,32 @@ class Attempt:
             self._child.kill()
 
     async def _prepare_and_train(self) -> None:
-        inputs = await self.journal.patiently(lambda: self.find_inputs(self.job))
+        model, dataset, evaluation_data = await self.journal.patiently(lambda: self.find_inputs(self.job))
         prepare = functools.partial(
             self.preparation.run,
             self.job.spec,
-            inputs.model,
+            model,
             log=self._log,
-            environment=self.options.environment,
+            environment=self.environment,
             publish=functools.partial(self.journal.append, self.job.job_id),
         )
-        prepared = await prepare(inputs.dataset)
+        prepared = await prepare(dataset)
         evaluation = prepared.evaluation if prepared else None
-        if prepared and inputs.evaluation is not None:
-            held_out = await prepare(inputs.evaluation)
+        if prepared and evaluation_data is not None:
+            held_out = await prepare(evaluation_data)
             evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
             await self._finish("stopped")
             return
         # Planned again: since the submission, the limits or the model's folder on the node may have changed.
-        memory = await asyncio.to_thread(self.planner.worker_memory, self.job.spec, inputs.model)
+        memory = await asyncio.to_thread(self.planner.worker_memory, self.job.spec, model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
             await self._finish("stopped")
             return
-        await self._train(memory, model=inputs.model, prepared=prepared.folder, evaluation=evaluation)
+        await self._train(memory, model=model, prepared=prepared.folder, evaluation=evaluation)
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
         with memory.lent() as planes:
@@ -182,17 +176,17 @@ class Attempt:
             "resume_from": None if newest is None else str(newest),
             "planes": planes,
             "grad_dtype_bytes": memory.grad_dtype_bytes,
-            "num_threads": self.options.num_threads,
+            "num_threads": self.num_threads,
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": str(self._log.with_name("trace.json")) if self.options.trace else None,
+            "trace": str(self._log.with_name("trace.json")) if self.trace else None,
         }
 
     async def _run_worker(self, request: dict[str, Any], fds: tuple[int, ...]) -> str:
         """Return how the worker ended. Afterwards it is gone, however that came: the planes can be given back."""
         child = await Child.start(
-            self.options.module, request, who="the worker", environment=self.options.environment,
+            self.worker_module, request, who="the worker", environment=self.environment,
             request_file=self._log.with_name("request.json"), log_file=self._log, pass_fds=fds,
         )  # fmt: skip
         try:

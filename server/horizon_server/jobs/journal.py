@@ -27,10 +27,7 @@ RETRY_S = 5.0
 
 
 class Lifecycle:
-    """Serving, then draining, then closed; never back.
-
-    Thread: belongs to one event loop.
-    """
+    """Serving, then draining, then closed; never back. Thread: belongs to one event loop."""
 
     def __init__(self) -> None:
         self._draining = asyncio.Event()
@@ -58,10 +55,7 @@ class Lifecycle:
 
 
 class Journal:
-    """Stores events and wakes the watchers of their jobs.
-
-    Thread: belongs to one event loop.
-    """
+    """Stores events and wakes the watchers of their jobs. Thread: belongs to one event loop."""
 
     def __init__(self, store: JobStore, metrics: Metrics, lifecycle: Lifecycle, *, retry_s: float = RETRY_S) -> None:
         self.store = store
@@ -80,10 +74,7 @@ class Journal:
     async def move(
         self, job: JobRecord, state: JobState, *, reason: str = "", message: str = "", **fields: Any
     ) -> JobRecord:
-        """Change the job's state; `fields` as for `JobStore.move`.
-
-        Raises WrongJobState when the state machine does not allow it.
-        """
+        """Change the job's state; `fields` as for `JobStore.move`. Raises WrongJobState when the state machine does not allow it."""
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
         record, before = await self.store.move(job.job_id, change, **fields)

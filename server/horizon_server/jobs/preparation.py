@@ -43,16 +43,8 @@ class DatasetFiles:
     files: tuple[StoredFile, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """The model and the datasets of one job."""
-
-    model: Path
-    dataset: DatasetFiles
-    evaluation: DatasetFiles | None
-
-
-FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
+# Returns the model, the data and the evaluation data of a job.
+FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, DatasetFiles | None]]]
 
 
 @dataclass(frozen=True, kw_only=True)

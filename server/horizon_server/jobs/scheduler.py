@@ -30,10 +30,7 @@ RESUMED = "RESUMED"
 
 @dataclass(kw_only=True, eq=False)
 class Scheduler:
-    """Runs queued jobs one after the other.
-
-    Thread: belongs to one event loop.
-    """
+    """Runs queued jobs one after the other. Thread: belongs to one event loop."""
 
     journal: Journal
     metrics: Metrics

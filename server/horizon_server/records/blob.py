@@ -62,10 +62,7 @@ class BlobStatus:
 
 
 def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
-    """Refuse what cannot name a content.
-
-    Raises InvalidSpec for an impossible sha256 or size; TooLarge above `max_bytes`.
-    """
+    """Refuse what cannot name a content. Raises InvalidSpec for an impossible sha256 or size; TooLarge above `max_bytes`."""
     if problems := _ref_problems(ref, field):
         raise InvalidSpec(problems[0].description, violations=problems)
     if ref.size_bytes > max_bytes:

@@ -35,10 +35,7 @@ Checkpoints = list[CheckpointRecord]
 
 @dataclass(kw_only=True, eq=False)
 class JobService:
-    """The use cases around jobs.
-
-    Thread: belongs to one event loop; blocking file work goes to threads.
-    """
+    """The use cases around jobs. Thread: belongs to one event loop; blocking file work goes to threads."""
 
     journal: Journal
     scheduler: Scheduler

@@ -37,7 +37,7 @@ from horizon_server.errors import (
     Stalled,
     WorkerCrashed,
 )
-from horizon_server.jobs.preparation import DatasetFiles, JobInputs
+from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
 from horizon_server.records.job import JobRecord
@@ -133,10 +133,7 @@ class PushedService(ABC, Generic[RecordT]):
         return record
 
     async def by_id(self, resource_id: str) -> RecordT:
-        """Return one resource by id for a job, which was allowed to use it when it was submitted.
-
-        Raises NotFound when it was deleted.
-        """
+        """Return one resource by id for a job, which was allowed to use it when it was submitted. Raises NotFound when it was deleted."""
         found = [record for record in await self._store.find(resource_id) if record.id == resource_id]
         if not found:
             raise NotFound(f"{self._kind} {resource_id} does not exist any more")
@@ -150,10 +147,7 @@ class PushedService(ABC, Generic[RecordT]):
         return await self._store.page(owner=owner, limit=page_limit(page_size), token=page_token)
 
     async def delete(self, principal: Principal, key: str) -> None:
-        """Remove a resource and the contents that nothing else is made of.
-
-        Raises InUse when a job that has not ended refers to it.
-        """
+        """Remove a resource and the contents that nothing else is made of. Raises InUse when a job that has not ended refers to it."""
         record = await self.get(principal, key)
         require_change(principal, record.owner, f"{self._kind} {key}")
         job_id = await self._in_use(record.id)
@@ -353,8 +347,7 @@ class ModelService(PushedService[ModelRecord]):
         folder = self.folder(record.model_id)
         with disk_full_reported():
             await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
-        found = await check_model(folder)
-        return {"architecture": found.architecture, "num_parameters": found.num_parameters}
+        return {**await check_model(folder)}
 
     async def _clean_up(self, record: ModelRecord) -> None:
         await in_thread(lambda: remove_folder(self.folder(record.model_id)))
@@ -369,25 +362,19 @@ class NodeResources:
         self._model_roots = [root.resolve() for root in model_roots]
 
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
-        """Return a READY dataset by name or id.
-
-        Raises NotFound when there is none for the caller, or its upload is not finished.
-        """
+        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
         return self._files(await self._datasets.get_ready(principal, name))
 
-    async def of_job(self, job: JobRecord) -> JobInputs:
-        """Return the files of a job, which was allowed to use them when it was submitted.
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
+        """Return model, data and evaluation data of a job, which was allowed to use them when it was submitted.
 
         Raises NotFound when a dataset was deleted meanwhile.
         """
         dataset = await self._datasets.by_id(job.dataset_id)
         evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
-        return JobInputs(
-            # `model` gives the path of a folder of the node as its id.
-            model=Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id),
-            dataset=self._files(dataset),
-            evaluation=self._files(evaluation) if evaluation else None,
-        )
+        # `model` gives the path of a folder of the node as its id.
+        model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
+        return model, self._files(dataset), self._files(evaluation) if evaluation else None
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
@@ -424,7 +411,7 @@ async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
     the child was killed, which says nothing about the folder.
     """
     try:
-        found = await run_child(
+        found: ModelFacts = await run_child(
             "horizon_server.services.model_check", {"folder": str(folder)}, who="the model check",
             environment=child_environment(), limits=limits,
         )  # fmt: skip
@@ -434,4 +421,4 @@ async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
         raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
     except WorkerCrashed as error:
         raise InvalidModel("the model folder crashes its reader; its files are damaged, so write them again") from error
-    return ModelFacts(architecture=found["architecture"], num_parameters=found["num_parameters"])
+    return found

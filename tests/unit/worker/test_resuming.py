@@ -46,7 +46,7 @@ class NoOrders(Orders):
     """Nobody stops this worker."""
 
     def __init__(self) -> None:
-        self._current = Order.CONTINUE
+        self.current = Order.CONTINUE
 
 
 def write_inputs(folder: Path, model_type: str) -> None:
