@@ -86,11 +86,9 @@ class Child:
         log_file: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker".
-
-        The request and the log are kept in the two files where these are given, else in memory for as long as the child lives.
-        """
+        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker"."""
         with contextlib.ExitStack() as resources:
+            # Request and log are kept in the two files where these are given, else in memory for as long as the child lives.
             request_fd = _open(request_file, resources)
             os.ftruncate(request_fd, 0)
             # Indented where it is kept, for people who look at it.

@@ -76,10 +76,7 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode_line(line: bytes) -> Line:
-    """Return what a line says. An error has the class of the one error tree whose `reason` it names.
-
-    Raises WorkerFailed when the line is not one that `encode_line` writes.
-    """
+    """Return what a line says. Raises WorkerFailed when it is not one that `encode_line` writes."""
     try:
         plain = json.loads(line)
         if "answer" in plain:
@@ -104,10 +101,7 @@ class Order(Enum):
 
 
 def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
-    """Do `work` on the request that the command line names, report how it ended, and return the exit code.
-
-    A child ends with the daemon. One that `outlives_daemon` takes the end of its orders as an order to stop, see `Orders`.
-    """
+    """Do `work` on the request that the command line names, report how it ended, and return the exit code."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
@@ -119,7 +113,7 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Writing to a daemon that is gone raises BrokenPipeError, which `EventWriter` handles.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if not outlives_daemon:
+    if not outlives_daemon:  # one that does takes the end of its orders as an order to stop
         end_with_parent()
     events = EventWriter(arguments.events_fd)
     end = _end_of(work, arguments.request, events, who)

@@ -27,6 +27,7 @@ BUSY_TIMEOUT_MS = 10_000
 # Reads at once. Each is a connection with a thread of its own; more of them only take processor time from the worker.
 NUM_READERS = 4
 # What SQLite answers where the disk has no room: for the journal, the file, or the index of the journal.
+# A full disk stops readers too: they share the index.
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
 
 
@@ -57,12 +58,7 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Migrate the file at `path` to the newest schema, creating it when missing, and open it.
-
-        Raises:
-            BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
-            DiskFull: when there is no space for it.
-        """
+        """Migrate the file at `path` to the newest schema, creating it when missing, and open it. Raises as `migrate` does."""
         await asyncio.to_thread(migrate, path)
         return cls(path)
 
@@ -89,10 +85,7 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A read transaction: a consistent view that blocks no writer.
-
-        Raises DiskFull or DatabaseUnavailable when the file cannot be read; a full disk has no room for the index that readers share.
-        """
+        """A read transaction: a consistent view that blocks no writer. Raises DiskFull or DatabaseUnavailable."""
         with _explained():
             async with self._reading, self._read_sessions() as session, session.begin():
                 yield session

@@ -245,7 +245,7 @@ class Attempt:
             target, reason, message = ORDERED[Wanted.CANCEL]
         elif outcome == "failed" and self._wanted is not Wanted.DRAIN:
             # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, self.folders.without_state_dir(message)
+            target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = ORDERED[Wanted.PAUSE]
         else:

@@ -89,26 +89,20 @@ class Journal:
         self._wake(job_id)
 
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeat `call` while the database cannot be used, until draining begins.
-
-        Raises DiskFull or DatabaseUnavailable when draining begins meanwhile; the next daemon settles the job.
-        """
+        """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining begins."""
         # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
         # process costs a training run time, never its steps.
         while True:
             try:
                 return await call()
             except (DiskFull, DatabaseUnavailable) as error:
-                if self._lifecycle.draining:
+                if self._lifecycle.draining:  # the next daemon settles the job
                     raise
                 log.error("the journal waits for the database", why=error.message, retry_s=self._retry_s)
                 await self._lifecycle.pause(self._retry_s)
 
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
-        """Yield events with a greater number as they come, and end after the last one of an ended job.
-
-        Raises Draining when the daemon shuts down meanwhile; the caller reconnects and continues from the last number.
-        """
+        """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on shutdown."""
         news = asyncio.Event()
         self._watchers[job_id].add(news)
         may_have_ended = True

@@ -57,10 +57,7 @@ class PreparedData:
 
 
 class Preparation:
-    """Prepares one dataset at a time, in folders below `root`. A folder that is there is whole, and is used again.
-
-    Thread: belongs to one event loop; `stop` may be called at any time.
-    """
+    """Prepares one dataset at a time, below `root`. `stop` may be called at any time. Thread: belongs to one event loop."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -96,6 +93,7 @@ class Preparation:
         # In a thread, as it reads the tokenizer's files, which may be on a slow network disk.
         tokenizer = await asyncio.to_thread(tokenizer_digest, model)
         target = prepared_folder(self._root, record.digest, tokenizer, options)
+        # A folder that is there is whole, as it was renamed into place, and is used again.
         if not is_prepared(target, options) and not self._stopped:
             request = PrepareRequest(
                 dataset_files=dataset.files,

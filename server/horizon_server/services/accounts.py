@@ -34,10 +34,7 @@ class Accounts(AccountStore):
         self._clock = clock
 
     async def add_user(self, name: str, *, role: str = "user", project: str | None = None) -> User:
-        """Make a user; the project defaults to one of their own.
-
-        Raises BadSetting when name, role or project is malformed; AlreadyExists when the name is taken.
-        """
+        """Make a user; the project defaults to one of their own. Raises BadSetting for malformed values, or AlreadyExists."""
         for what, value in (("user name", name), ("project", project or name)):
             if not NAME_PATTERN.fullmatch(value):
                 raise BadSetting(f"{what} {value!r} is not allowed: it must be {NAME_RULE}")
@@ -48,10 +45,7 @@ class Accounts(AccountStore):
         return user
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
-        """Make a token for `user` and return it with its secret, which cannot be shown again.
-
-        Raises NotFound when the user does not exist.
-        """
+        """Make a token for `user` and return it with its secret, which cannot be shown again. Raises NotFound without the user."""
         secret = TOKEN_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
         now_s = self._clock()
         token = Token(
@@ -100,10 +94,7 @@ def require_visible(principal: Principal, owner: str, what: str) -> None:
 
 
 def require_change(principal: Principal, owner: str, what: str) -> None:
-    """Allow a change of a resource of `owner`.
-
-    Raises NotFound when the caller may not even see it; NotAllowed when the caller may see but not change it.
-    """
+    """Allow a change of a resource of `owner`. Raises NotFound when the caller may not even see it, else NotAllowed."""
     require_visible(principal, owner, what)
     require_create(principal)
     if principal.role != "admin" and principal.name != owner:
@@ -125,10 +116,7 @@ class _User:
 
 
 class UserTurns:
-    """Limits how many calls of one user are under way, so that no user's calls keep those of others waiting for long.
-
-    Thread: belongs to one event loop.
-    """
+    """Limits how many calls of one user run, so that others do not wait long for theirs. Thread: belongs to one event loop."""
 
     def __init__(self, *, at_once: int = AT_ONCE, max_calls: int = MAX_CALLS) -> None:
         self._at_once = at_once

@@ -83,20 +83,14 @@ class JobService:
         return stored
 
     async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
-        """Return the spec with defaults and its memory plan; fitting or not, nothing is changed.
-
-        Raises NotFound when model or dataset do not exist for the caller.
-        """
+        """Return the spec with defaults and its memory plan, fitting or not. Raises NotFound when the caller has no such model."""
         spec = self._owned(principal, spec)
         async with self.turns.of(principal.name):
             _, folder = await self.resources.model(principal, spec.model)
             return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
-        """Return one job by its id, by the start of it where only one id starts so, or by name: the newest of that name.
-
-        Raises NotFound when there is none, or it is not the caller's.
-        """
+        """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""
         absent = NotFound(f"job {key!r:.80} does not exist, or is not yours; see: horizon job list")
         if not key.isascii():  # ids and names are, and half a surrogate pair cannot even be looked for
             raise absent
@@ -150,10 +144,7 @@ class JobService:
         return await store.in_states(sorted(ON_DEVICE)) + await store.queued(MAX_PAGE_SIZE)
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
-        """End a job; one that has ended already stays as it is.
-
-        Raises NotFound when there is none, or it is not the caller's; NotAllowed when the caller may not change it.
-        """
+        """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""
         job = await self._change(principal, key)
         if job.job_state in ENDED:
             return job
@@ -167,10 +158,7 @@ class JobService:
         return await self._stop(job, Wanted.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
-        """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
-
-        Raises WrongJobState when it is neither paused nor failed.
-        """
+        """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint. Raises WrongJobState."""
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
@@ -180,10 +168,7 @@ class JobService:
         return job
 
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
-        """Yield a job's events from a number on, and end after the last one of an ended job.
-
-        Raises Draining when the daemon shuts down meanwhile.
-        """
+        """Yield a job's events from a number on, to the last one of an ended job. Raises Draining when the daemon shuts down."""
         job = await self.get(principal, key)
         async for event in self.journal.follow(job.job_id, after_sequence):
             yield event
@@ -195,10 +180,7 @@ class JobService:
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt has ended.
-
-        Raises InvalidSpec when `offset` is beyond every file.
-        """
+        """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt ends. Raises InvalidSpec."""
         if not 0 <= offset <= _MAX_OFFSET:
             raise InvalidSpec.of("offset", f"offset is {offset}; it must be from 0 to {_MAX_OFFSET}")
         job = await self.get(principal, key)

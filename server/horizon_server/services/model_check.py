@@ -46,10 +46,7 @@ class ModelFacts(TypedDict):
 
 
 def check_names(files: Sequence[BlobFile]) -> None:
-    """Refuse a folder by the names of its files.
-
-    Raises InvalidModel with one violation per pickle or code file, or when config or weights are missing.
-    """
+    """Refuse a folder by the names of its files. Raises InvalidModel for pickles, code, and a lack of config or weights."""
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
         for i, file in enumerate(files)
@@ -90,10 +87,7 @@ def check_config(config: Mapping[str, Any]) -> str:
 
 
 def check_folder(folder: Path) -> ModelFacts:
-    """Return what the folder holds, having read its config and every weight header as a job's plan does.
-
-    Raises InvalidModel with the file and what is wrong with it.
-    """
+    """Return what the folder says, having read config and weight headers as a job's plan does. Raises InvalidModel."""
     try:
         model_type = check_config(read_config(folder))
         file = folder / "tokenizer_config.json"

@@ -67,10 +67,7 @@ _TOO_MUCH = (
 
 
 def page_limit(page_size: int) -> int:
-    """Return how many items a page may have: 0 means the default, and more than the maximum means the maximum.
-
-    Raises InvalidSpec for a negative size.
-    """
+    """Return how many items a page may have: the default for 0, and never more than the maximum. Raises InvalidSpec below 0."""
     if page_size < 0:
         raise InvalidSpec.of("page_size", f"page_size is {page_size}; it must be 0 or more")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
@@ -133,7 +130,7 @@ class PushedService(ABC, Generic[RecordT]):
         return record
 
     async def by_id(self, resource_id: str) -> RecordT:
-        """Return one resource by id for a job, which was allowed to use it when it was submitted. Raises NotFound when it was deleted."""
+        """Return one resource by id for a job, which was allowed to use it when it was submitted. Raises NotFound."""
         found = [record for record in await self._store.find(resource_id) if record.id == resource_id]
         if not found:
             raise NotFound(f"{self._kind} {resource_id} does not exist any more")
@@ -175,9 +172,6 @@ class PushedService(ABC, Generic[RecordT]):
         require_create(principal)
         if not NAME_PATTERN.fullmatch(name):
             raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
-
-    def _new_id(self) -> str:
-        return f"{self._kind}_{secrets.token_hex(6)}"
 
     async def _announce(self, announced: RecordT, *, request_id: str) -> RecordT:
         check_files(announced.files, what=self._kind, max_bytes=self._max_bytes)
@@ -246,7 +240,7 @@ class DatasetService(PushedService[DatasetRecord]):
         with server_errors():
             check_field_map(parse_format(format), field_map)
         announced = DatasetRecord(
-            dataset_id=self._new_id(),
+            dataset_id=f"dataset_{secrets.token_hex(6)}",
             owner=principal.name,
             name=name,
             format=format,
@@ -323,7 +317,7 @@ class ModelService(PushedService[ModelRecord]):
                 )
             check_config(parse_config(config))
         announced = ModelRecord(
-            model_id=self._new_id(),
+            model_id=f"model_{secrets.token_hex(6)}",
             owner=principal.name,
             name=name,
             files=tuple(files),
@@ -366,10 +360,7 @@ class NodeResources:
         return self._files(await self._datasets.get_ready(principal, name))
 
     async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
-        """Return model, data and evaluation data of a job, which was allowed to use them when it was submitted.
-
-        Raises NotFound when a dataset was deleted meanwhile.
-        """
+        """Return model, data and evaluation data of a job. Raises NotFound when a dataset was deleted meanwhile."""
         dataset = await self._datasets.by_id(job.dataset_id)
         evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
         # `model` gives the path of a folder of the node as its id.

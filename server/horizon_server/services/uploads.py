@@ -32,10 +32,7 @@ class Uploads:
         self._collecting = asyncio.Lock()
 
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
-        """Return how far each content is that `owner` still has to send.
-
-        Raises InvalidSpec or TooLarge for what cannot name a content.
-        """
+        """Return how far each content is that `owner` still has to send. Raises InvalidSpec or TooLarge for impossible ones."""
         if len(refs) > MAX_REFS:
             raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
         for i, ref in enumerate(refs):
