@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
@@ -146,10 +145,7 @@ class PushedStore(Generic[RowT, RecordT]):
 
     async def _delete(self, session: AsyncSession, resource_id: str) -> None:
         await session.execute(delete(BlobReferenceRow).where(BlobReferenceRow.resource_id == resource_id))
-        row = await session.get(self.row_type, resource_id)
-        if row is not None:
-            await session.delete(row)
-            await session.flush()
+        await session.execute(delete(self.row_type).where(self._id == resource_id))
 
     def _record(self, row: RowT) -> RecordT:
         plain = {field.name: getattr(row, field.name) for field in dataclasses.fields(self.record_type)}
@@ -176,7 +172,7 @@ def _read_token(token: str) -> tuple[float, str]:
         created_s, resource_id = json.loads(base64.urlsafe_b64decode(token))
         if isinstance(created_s, float) and isinstance(resource_id, str) and resource_id.isascii():
             return created_s, resource_id
-    except (ValueError, TypeError, binascii.Error, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         pass
     problem = "page_token is not valid; pass the next_page_token of an earlier answer, or leave it out"
     raise InvalidSpec.of("page_token", problem)

@@ -75,7 +75,7 @@ class Attempt:
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
-        begin = {"attempt": self._number, "started_s": self.job.started_s or time.time()}
+        begin: dict[str, Any] = {"attempt": self._number, "started_s": self.job.started_s or time.time()}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
             self.job = await self.journal.patiently(lambda: self.journal.move(self.job, JobState.PREPARING, **begin))
             try:

@@ -381,14 +381,14 @@ class NodeResources:
         return record.model_id, self._models.folder(record.model_id)
 
     def _allowed_folder(self, name: str) -> Path:
-        folder = Path(name).resolve()
+        folder = Path(name).resolve()  # a link must not lead out of the allowed root
         if not any(folder.is_relative_to(root) for root in self._model_roots):
             roots = ", ".join(map(str, self._model_roots)) or "none"
             raise NotAllowed(
                 f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
             )
-        if not (folder / "config.json").is_file():
-            raise NotFound(f"model folder {name} holds no config.json")
+        if not (folder / CONFIG_FILE).is_file():
+            raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")
         return folder
 
     def _files(self, record: DatasetRecord) -> DatasetFiles:
