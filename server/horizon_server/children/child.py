@@ -200,7 +200,7 @@ class Child:
 async def run_child(
     module: str, request: Mapping[str, Any], *, who: str, environment: Mapping[str, str], limits: Limits
 ) -> Any:
-    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it. Raises: as `Child.answer`."""
+    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it. Raises as `Child.answer` does."""
     child = await Child.start(module, request, who=who, environment=environment, limits=limits)
     return await child.answer()
 

@@ -85,6 +85,7 @@ def decode_line(line: bytes) -> Line:
             event: WorkerLine = decode(line)
             return event
         error = plain["error"]
+        # The class of the one error tree that has this reason, so that callers can catch what the child raised.
         kind = next((kind for kind in HorizonError.__subclasses__() if kind.reason == error["reason"]), WorkerFailed)
         violations = [FieldViolation(field=field, description=text) for field, text in error["violations"]]
         return Failure(kind(str(error["message"]), violations=violations, retry_after_s=error["retry_after_s"]))
