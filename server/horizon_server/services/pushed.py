@@ -18,10 +18,9 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from horizon_formats.formats import check_field_map, parse_format
-from horizon_server.blobs.disk import disk_full_reported
-from horizon_server.blobs.folder import link_folder, remove_folder, remove_unreferenced
-from horizon_server.blobs.shared_calls import SharedCalls
-from horizon_server.blobs.threads import in_thread
+from horizon_server.blobs.concurrency import SharedCalls, in_thread
+from horizon_server.blobs.parts import disk_full_reported
+from horizon_server.blobs.store import link_folder, remove_folder, remove_unreferenced
 from horizon_server.children.child import Limits, run_child
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
