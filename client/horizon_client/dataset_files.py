@@ -14,7 +14,7 @@ from typing import TypeAlias
 from horizon_client.errors import BadFile, InvalidRequest
 from horizon_client.transfer.files import SourceFile, read_through, reading
 from horizon_client.transfer.reporter import SILENT, Progress, Reporter
-from horizon_formats.file_check import DatasetCheck
+from horizon_formats.checks import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
 from horizon_formats.formats import parse_format
 from horizon_formats.problems import FormatError, InvalidOption, ServerOnly

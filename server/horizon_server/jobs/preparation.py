@@ -137,7 +137,7 @@ class Preparation:
                 await publish(event)
 
         child = await Child.start(
-            "horizon_server.datasets.preparing.child", request, who="the data preparation", environment=environment,
+            "horizon_server.datasets.preparing", request, who="the data preparation", environment=environment,
             request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
         )  # fmt: skip
         self._child = child

@@ -16,7 +16,7 @@ from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.problems import error_body
 from horizon_server.api.http.security import Caller, Services
 from horizon_server.api.open_streams import OpenStreams, closing
-from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
+from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, JobEvent, kind_of
 from horizon_server.records.job import ENDED, JobState
