@@ -23,7 +23,6 @@ TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB; split the row"
 MAX_EXPANSION = 200
 MAX_EXPANDED_BYTES = 64 * 2**30
 
-# Files are read in blocks of this size.
 BLOCK_BYTES = 2**20
 
 # Endings (compression aside) of the files that are taken from a pushed folder. Narrower than what is read when a file is named one by
@@ -209,10 +208,7 @@ class Allowance:
         self._left = self._limit
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have come out.
-
-        Raises: InvalidFile once there are more than the file may hold.
-        """
+        """Count bytes that have come out. Raises: InvalidFile once there are more than the file may hold."""
         self._left -= num_bytes
         if self._left < 0:
             raise InvalidFile(

@@ -46,10 +46,7 @@ _ALL_FIELDS = tuple(dict.fromkeys(name for fields in _FIELDS.values() for name i
 
 
 def parse_format(name: str) -> DatasetFormat:
-    """Return the format of that name.
-
-    Raises: InvalidOption for an unknown name.
-    """
+    """Return the format of that name. Raises: InvalidOption for an unknown name."""
     try:
         return DatasetFormat(name)
     except ValueError:
@@ -116,10 +113,7 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
 def require_columns(
     dataset_format: DatasetFormat, columns: Collection[str], field_map: Mapping[str, str], name: str
 ) -> None:
-    """Refuse a table that lacks a column, once for all its rows.
-
-    Raises: InvalidFile.
-    """
+    """Refuse a table that lacks a column, once for all its rows. Raises: InvalidFile."""
     for field in _FIELDS[dataset_format].names:
         column = field_map.get(field, field)
         if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):

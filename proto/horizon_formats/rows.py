@@ -190,10 +190,9 @@ class _Broken(Exception):
 
 
 class _ArrayReader:
-    """A window on the text of an array, which moves on and grows as elements need it.
+    """A window on the text of an array, which moves on and grows as elements need it."""
 
-    The standard parser is started at each element: a streaming parser sees no equal keys, and would end the file at a refused element.
-    """
+    # The standard parser is started at each element: a streaming one sees no equal keys, and ends the file at a refused element (ADR 0006).
 
     def __init__(self, stream: BufferedReader, offset: int, file: str) -> None:
         self._stream = stream
@@ -247,14 +246,14 @@ class _ArrayReader:
                     break
             self._grow()
         self._at = end
+        problem = self._decoder.problem
         # A character is four bytes at most, so most elements need not be encoded to know that they are short enough.
         if end - start > MAX_ROW_BYTES // 4 and len(self._text[start:end].encode()) > MAX_ROW_BYTES:
-            return Row.refused(self._file, number, TOO_LONG, unit="row")
-        if not isinstance(columns, dict):
+            problem = TOO_LONG
+        elif not isinstance(columns, dict):
             problem = f"is a JSON {json_kind(columns)}; each element of the array must be a JSON object"
+        if problem:
             return Row.refused(self._file, number, problem, unit="row")
-        if self._decoder.problem:
-            return Row.refused(self._file, number, self._decoder.problem, unit="row")
         return Row(file=self._file, number=number, columns=columns, num_bytes=end - start, unit="row")
 
     def _peek(self) -> str:

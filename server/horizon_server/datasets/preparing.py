@@ -1,7 +1,4 @@
-"""The child that prepares data: one request in, one prepared folder out, progress on the way.
-
-Rows become batches of tokens in several processes, in the order of the rows, so that the bytes are the same for any number of them.
-"""
+"""The child that prepares data: one request in, one prepared folder out, progress on the way."""
 
 from __future__ import annotations
 
@@ -17,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from horizon_formats.checks import resolve_format
 from horizon_formats.files import Container, DataFile, Row
-from horizon_formats.formats import DatasetFormat, check_field_map, columns_of
+from horizon_formats.formats import check_field_map, columns_of
 from horizon_formats.problems import FieldViolation, ViolationTally
 from horizon_formats.rows import JsonLine, parse_json_lines, read_rows, read_text, split_json_lines
 from horizon_server.children.entry import EventWriter, end_with_parent, serve
@@ -37,9 +35,6 @@ from horizon_server.store.prepared import DocumentColumns, PreparedFolder
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-OnProgress = Callable[[int], None]
-"""Called with the number of rows done."""
 
 _PROGRESS_EVERY_S = 0.25
 # One process reads and writes for all; it cannot keep more than about this many busy.
@@ -73,9 +68,10 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
     return {name: value for name, value in report.items() if isinstance(value, int)}
 
 
-def prepare(request: PrepareRequest, *, on_progress: OnProgress, num_processes: int = 1) -> PrepareReport:
+def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_processes: int = 1) -> PrepareReport:
     """Tokenise every row into `request.output_dir` and return what came out: the same bytes for any number of processes.
 
+    Calls `on_progress` with the number of rows done.
     Raises: InvalidData with every bad row (the first 100 and their number), or where a side of `eval_fraction` is empty; InvalidModel
     for an unusable tokenizer; DiskFull.
     """
@@ -137,10 +133,7 @@ def _refuse_empty_sides(folder: PreparedFolder, request: PrepareRequest, left_ou
 
 @dataclass(kw_only=True)
 class _TokenBatch:
-    """What became of some rows, in a form that is cheap to send between processes and to append to a file.
-
-    Documents for training and evaluation, and the counts and messages of the report.
-    """
+    """What became of some rows, in a form that is cheap to send between processes and to append to a file."""
 
     num_rows: int = 0
     train: DocumentColumns = field(default_factory=DocumentColumns)
@@ -164,51 +157,45 @@ def _token_batches(
         processes = num_processes if file.path.stat().st_size >= _FORKED_FROM_BYTES else 1
         if container is Container.PLAIN_TEXT:
             yield from _text_batches(file, codec, options, processes)
+            continue
+        check_field_map(dataset_format, options.field_map)
+        items: Iterable[Row | JsonLine]
+        parse: Callable[[Any], Iterable[Row]]
+        if container is Container.JSON_LINES:
+            # Parsed where they are tokenised: a line is cheaper to send than the row it holds.
+            items, parse = split_json_lines(file), partial(parse_json_lines, file=file.name)
         else:
-            check_field_map(dataset_format, options.field_map)
-            yield from _row_batches(file, dataset_format, container, codec, options, processes)
+            items, parse = read_rows(file, columns_of(dataset_format, options.field_map)), iter
+        tokenized = partial(_tokenized, RowTokenizer(codec, options, dataset_format), parse)
+        yield from ordered_map(tokenized, _grouped(items), num_processes=processes)
 
 
-def _row_batches(
-    file: DataFile,
-    dataset_format: DatasetFormat,
-    container: Container,
-    codec: TextCodec,
-    options: PrepareOptions,
-    num_processes: int,
-) -> Iterator[_TokenBatch]:
-    tokenizer = RowTokenizer(codec, options, dataset_format)
+def _tokenized(tokenizer: RowTokenizer, parse: Callable[[Any], Iterable[Row]], group: Sequence[Any]) -> _TokenBatch:
+    batch = _TokenBatch(num_rows=len(group))
+    for row in tokenizer.tokenize(list(parse(group))):
+        batch.violations += row.violations
+        batch.left_out += [row.left_out] if row.left_out else []
+        batch.num_truncated_rows += row.num_cut_tokens > 0
+        batch.num_cut_tokens += row.num_cut_tokens
+        batch.num_eval_rows += row.held_out and bool(row.documents)
+        side = batch.evaluation if row.held_out else batch.train
+        for document in row.documents:
+            side.add(document.ids, document.trained, document.num_targets)
+    return batch
 
-    def tokenized(group: Sequence[Any]) -> _TokenBatch:
-        # Lines are parsed where they are tokenised: a line is cheaper to send than the row it holds.
-        rows = list(parse_json_lines(group, file.name)) if container is Container.JSON_LINES else group
-        batch = _TokenBatch(num_rows=len(rows))
-        for row in tokenizer.tokenize(rows):
-            batch.violations += row.violations
-            batch.left_out += [row.left_out] if row.left_out else []
-            batch.num_truncated_rows += row.num_cut_tokens > 0
-            batch.num_cut_tokens += row.num_cut_tokens
-            batch.num_eval_rows += row.held_out and bool(row.documents)
-            side = batch.evaluation if row.held_out else batch.train
-            for document in row.documents:
-                side.add(document.ids, document.trained, document.num_targets)
-        return batch
 
-    def groups() -> Iterator[list[Row | JsonLine]]:
-        """Group rows so that neither many nor long ones are held at once."""
-        columns = columns_of(dataset_format, options.field_map)
-        group: list[Row | JsonLine] = []
-        num_bytes = 0
-        for item in split_json_lines(file) if container is Container.JSON_LINES else read_rows(file, columns):
-            group.append(item)
-            num_bytes += item.num_bytes
-            if len(group) >= _ROWS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
-                yield group
-                group, num_bytes = [], 0
-        if group:
+def _grouped(items: Iterable[Row | JsonLine]) -> Iterator[list[Row | JsonLine]]:
+    """Group rows so that neither many nor long ones are held at once."""
+    group: list[Row | JsonLine] = []
+    num_bytes = 0
+    for item in items:
+        group.append(item)
+        num_bytes += item.num_bytes
+        if len(group) >= _ROWS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             yield group
-
-    return ordered_map(tokenized, groups(), num_processes=num_processes)
+            group, num_bytes = [], 0
+    if group:
+        yield group
 
 
 def _text_batches(
@@ -251,14 +238,15 @@ _function: Callable[[Any], Any] | None = None
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_processes: int) -> Iterator[Result]:
-    """Yield `function(item)` for each item in order; one process is the caller's own.
+    """Yield `function(item)` for each item in order; a single process is the caller's own.
 
-    The others are forked, so that they share what the function has loaded. Raises: WorkerDied when one of them is killed.
-    Thread: to be called while this is the only one.
+    Raises: WorkerDied when one of them is killed. Thread: to be called while this is the only one.
     """
     if num_processes == 1:
         yield from map(function, items)
         return
+    # Processes, as threads would wait for the sixth of the work that is Python (ADR 0005); forked, so that they share what the function
+    # has loaded.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_adopt, initargs=(function,))
     pending: deque[Future[Result]] = deque()

@@ -36,10 +36,7 @@ class PreviewOptions:
     sequence_length: int = 1024
 
     def check(self) -> None:
-        """Refuse what cannot be shown.
-
-        Raises: InvalidSpec with one violation per field.
-        """
+        """Refuse what cannot be shown. Raises: InvalidSpec with one violation per field."""
         # Here, as the child reads this module too: it starts 0.14 s sooner without pydantic.
         from horizon_server.spec import Method, TrainOn
 
@@ -122,12 +119,9 @@ class PreviewRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        return {
+        return dataclasses.asdict(self) | {
             "dataset_files": to_plain(self.dataset_files),
             "model_dir": str(self.model_dir),
-            "format": self.format,
-            "field_map": self.field_map,
-            "options": dataclasses.asdict(self.options),
         }
 
     @classmethod
@@ -147,19 +141,12 @@ def rows_from_answer(answer: Any) -> tuple[PreviewRow, ...]:
 
     Raises: WorkerFailed when it answered something else.
     """
+    rows: list[PreviewRow] = []
     try:
-        return tuple(
-            PreviewRow(
-                **plain
-                | {
-                    "spans": tuple(
-                        PreviewSpan(text=str(s["text"]), trained=bool(s["trained"])) for s in plain["spans"]
-                    ),
-                    "problems": tuple(map(str, plain["problems"])),
-                }
-            )
-            for plain in answer
-        )
+        for plain in answer:
+            spans = tuple(PreviewSpan(text=str(span["text"]), trained=bool(span["trained"])) for span in plain["spans"])
+            rows.append(PreviewRow(**plain | {"spans": spans, "problems": tuple(map(str, plain["problems"]))}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         # The child runs a template that came with a model, so its answer is not trusted.
         raise WorkerFailed("the preview answered with something that is not rows") from error
+    return tuple(rows)

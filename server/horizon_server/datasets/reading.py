@@ -44,10 +44,7 @@ class StoredFile(DataFile):
         return pyarrow.CompressedInputStream(pyarrow.OSFile(str(self.path)), "zstd")
 
     def table_columns(self) -> list[str]:
-        """Return the names of a Parquet table's columns.
-
-        Raises: InvalidFile when it cannot be read.
-        """
+        """Return the names of a Parquet table's columns. Raises: InvalidFile when it cannot be read."""
         return _open(self)[1]
 
     def table_rows(self, columns: Collection[str] | None, skip: Skip) -> Iterator[Row]:

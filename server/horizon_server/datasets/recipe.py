@@ -48,13 +48,8 @@ class PrepareRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        return {
-            "dataset_files": to_plain(self.dataset_files),
-            "model_dir": str(self.model_dir),
-            "output_dir": str(self.output_dir),
-            "options": dataclasses.asdict(self.options),
-            "num_rows": self.num_rows,
-        }
+        folders = {"model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
+        return dataclasses.asdict(self) | {"dataset_files": to_plain(self.dataset_files), **folders}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> PrepareRequest:

@@ -9,7 +9,6 @@ import json
 import re
 import secrets
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -40,10 +39,8 @@ _PROBE = "probe"
 _ADD_MARKERS = "add {% generation %} markers to the template"
 # How Python prints a function, a generator or another object that has no text form.
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
-_TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, ArithmeticError),
-    *(AttributeError, LookupError, RecursionError),
-)
+# What Jinja and the Python that it makes of a template raise for a chat that the template was not written for.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 
 class ChatTemplate:
@@ -80,9 +77,9 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        given = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **marks}
+        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **marks}
         try:
-            text = self._template.render(messages=plain, tools=tools, documents=None, **given)
+            text = self._template.render(messages=plain, **self._special_tokens, **given)
             text.encode("utf-8")  # neither a tokenizer nor the wire can carry half a surrogate pair
         except InvalidModel:
             raise  # the limit on processor time, which ends the template from outside
@@ -94,13 +91,10 @@ class ChatTemplate:
             )
         # A Python object that the template prints has another address in every process, so its tokens would differ from run to run.
         # A dataset about programming may contain such text itself.
-        if (
-            " at 0x" in text
-            and not _ADDRESS.search(f"{plain} {tools} {self._source}")
-            and (at := _ADDRESS.search(text))
-        ):
+        found = _ADDRESS.search(text) if " at 0x" in text else None
+        if found and not _ADDRESS.search(f"{plain} {tools} {self._source}"):
             raise InvalidData(
-                f"the model's chat template prints a Python object (... {at.group()}>) instead of a text; correct the template"
+                f"the model's chat template prints a Python object (... {found.group()}>) instead of a text; correct the template"
             )
         return text
 
@@ -116,9 +110,8 @@ class ChatTemplate:
         text, marked = self._render_marked(messages, tools)
         for order, index in enumerate(replies):
             # Blocks that do not match the replies one by one leave open which reply they belong to.
-            spans[index] = (
-                marked[order] if len(marked) == len(replies) else self._span_by_prefixes(messages, tools, index, text)
-            )
+            is_clear = len(marked) == len(replies)
+            spans[index] = marked[order] if is_clear else self._span_by_prefixes(messages, tools, index, text)
         return text, spans
 
     def turn_span(self, messages: Sequence[Message], index: int, text: str, tools: Tools | None = None) -> Span:
@@ -208,13 +201,7 @@ class ChatTemplate:
 
 @contextmanager
 def processor_time_limit(limit_s: float, error: Exception) -> Iterator[None]:
-    """Raise `error` inside the block once the process has used this much processor time in it.
-
-    Thread: works in the main thread only, which is where Python runs signal handlers; elsewhere there is no limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise `error` inside the block once the process has used this much processor time in it. Thread: main, which gets signals."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise error

@@ -19,25 +19,18 @@ from horizon_server.errors import InvalidModel
 # Classes that are nothing but their tokenizer.json, and the settings that do not change how they encode.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_PLAIN_SETTINGS = frozenset(
-    (
-        *_SPECIAL_TOKEN_KEYS,
-        *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template"),
-        *("padding_side", "truncation_side", "is_local", "local_files_only"),
-    )
-)
+_PLAIN_SETTINGS = {
+    *_SPECIAL_TOKEN_KEYS,
+    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template"),
+    *("padding_side", "truncation_side", "is_local", "local_files_only"),
+}
 
 
 class TextCodec:
     """Encodes text exactly as transformers' tokenizer of the same folder does."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        special_tokens: Mapping[str, str],
-        chat_template: str | None,
-        vocab_size: int | None,
+        self, tokenizer: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None, vocab_size: int | None
     ) -> None:
         # tokenizer.json may ask for both; how long rows may be is the job's to say.
         tokenizer.no_truncation()
@@ -64,10 +57,7 @@ class TextCodec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:
-        """Load the tokenizer of a model folder.
-
-        Raises: InvalidModel when it holds no usable tokenizer.
-        """
+        """Load the tokenizer of a model folder. Raises: InvalidModel when it holds no usable tokenizer."""
         require_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         config = _read_json(folder / "config.json")
@@ -80,8 +70,7 @@ class TextCodec:
         except Exception as error:
             # The tokenizers library raises bare Exception for an unreadable file, and transformers passes it on.
             raise InvalidModel(f"{folder} holds no tokenizer that can be loaded: {error}") from error
-        tokenizer, special_tokens, chat_template = loaded
-        return cls(tokenizer, special_tokens=special_tokens, chat_template=chat_template, vocab_size=vocab_size)
+        return cls(*loaded, vocab_size)
 
     def encode(self, text: str) -> Any:
         """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
@@ -104,10 +93,7 @@ class TextCodec:
         return text
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse tokens that the model has no embedding for.
-
-        Raises: InvalidModel.
-        """
+        """Refuse tokens that the model has no embedding for. Raises: InvalidModel."""
         # The highest id of the vocabulary says for nearly every model that no token of a row need be looked at.
         if self._ids_may_be_too_high and ids and max(ids) >= (self.vocab_size or 0):
             token = self.tokenizer.id_to_token(max(ids))

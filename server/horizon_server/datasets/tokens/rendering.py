@@ -24,8 +24,8 @@ _HASH_BYTES = 8
 class Chat:
     """A conversation, as chat templates read it.
 
-    Every message has `role` (system, user, assistant or tool), `content` (a string) and `weight` (0: not trained, or 1); and where the
-    row has them `name`, `tool_call_id`, `reasoning_content` and `tool_calls`, the arguments of each call as an object.
+    Every message has `role`, `content` (a string) and `weight` (0: not trained, or 1), and what else the row has: the arguments of a tool
+    call always as an object.
     """
 
     messages: list[dict[str, Any]]

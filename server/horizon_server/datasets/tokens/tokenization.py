@@ -14,7 +14,7 @@ from horizon_formats.formats import DatasetFormat
 from horizon_formats.problems import FieldViolation
 from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.datasets.recipe import PrepareOptions
-from horizon_server.datasets.tokens.chat_template import Span, processor_time_limit
+from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.rendering import (
     NormalRow,
@@ -35,7 +35,7 @@ Ids = array.array
 _MAX_TEMPLATE_S = 30
 
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
-# Characters of a block in which a long text is encoded, so that memory does not follow its length.
+# Characters of a block in which a long text is encoded.
 _BLOCK_CHARACTERS = 64 * 1024
 
 
@@ -129,12 +129,12 @@ class TokenizedRow:
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a row, and the text they were made from where there is one."""
+    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are known."""
 
     ids: Ids[int]
     trained: bytes
     text: str = ""
-    starts: Sequence[int] = ()
+    encoding: Any = None
 
 
 class _ReadRow(NamedTuple):
@@ -180,7 +180,7 @@ class RowTokenizer:
                 yield TokenizedRow(violations=item.violations)
                 continue
             try:
-                whole = _joined(self._parts(item, own, with_starts=False))
+                whole = _joined(self._parts(item, own))
             except InvalidData as error:
                 yield TokenizedRow(violations=[_unusable(row, error)])
                 continue
@@ -200,7 +200,7 @@ class RowTokenizer:
         if item.normal is None:
             return replace(shown, problems=tuple(violation.description for violation in item.violations))
         try:
-            parts = self._parts(item, map(self._codec.encode, item.masked_texts), with_starts=True)
+            parts = self._parts(item, map(self._codec.encode, item.masked_texts), shown=True)
         except InvalidData as error:
             return replace(shown, problems=(_unusable(row, error).description,))
         whole = _joined(parts)
@@ -237,7 +237,7 @@ class RowTokenizer:
                 read.append(_ReadRow(normal, rendered, violations))
         return read
 
-    def _parts(self, item: _ReadRow, encodings: Iterator[Any], *, with_starts: bool) -> list[_Part]:
+    def _parts(self, item: _ReadRow, encodings: Iterator[Any], *, shown: bool = False) -> list[_Part]:
         """Return the tokens of a row in parts that are laid end to end; `encodings` are those of its masked texts."""
         if isinstance(item.normal, Tokens):
             size = self._codec.vocab_size
@@ -249,10 +249,16 @@ class RowTokenizer:
         assert item.rendered is not None, "everything but tokens is rendered"
         parts: list[_Part] = []
         for text in item.rendered.texts:
-            if text.trained_throughout:
-                parts += self._trained_throughout(text.text, with_starts=with_starts)
-            else:
-                parts.append(_masked(text.text, next(encodings), text.spans, with_starts=with_starts))
+            if not text.trained_throughout:
+                encoding = next(encodings)
+                trained = bytes(token_mask(text.text, encoding, text.spans))
+                parts.append(_Part(array.array("i", encoding.ids), trained, text.text, encoding))
+                continue
+            for block in _blocks(text.text):
+                # Ids alone are encoded faster, and no mask is needed to know what is trained.
+                encoding = self._codec.encode(block) if shown else None
+                ids = array.array("i", encoding.ids if shown else self._codec.encode_ids(block))
+                parts.append(_Part(ids, b"\1" * len(ids), block, encoding))
         for part in parts:
             self._codec.check_ids(part.ids)
         if not item.rendered.bare:
@@ -263,17 +269,6 @@ class RowTokenizer:
             *parts,
             _Part(ids=trailing, trained=b"\1" * len(trailing)),
         ]
-
-    def _trained_throughout(self, text: str, *, with_starts: bool) -> Iterator[_Part]:
-        steps = range(0, len(text), _BLOCK_CHARACTERS)
-        is_long = len(text) > _BLOCK_CHARACTERS
-        for block in text_blocks(text[at : at + _BLOCK_CHARACTERS] for at in steps) if is_long else [text]:
-            if with_starts:
-                yield _masked(block, self._codec.encode(block), [(0, len(block))], with_starts=True)
-            else:
-                # No mask is needed to know what is trained, and ids alone are encoded faster.
-                ids = array.array("i", self._codec.encode_ids(block))
-                yield _Part(ids=ids, trained=b"\1" * len(ids))
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
@@ -307,14 +302,15 @@ class RowTokenizer:
         for part in parts:
             here = mask[at : at + len(part.ids)]
             at += len(part.ids)
+            offsets = part.encoding.offsets if part.encoding else []
             begin = 0
             while begin < len(here):
                 end = here.find(1 - here[begin], begin)
                 end = len(here) if end < 0 else end
-                if part.starts:
+                if offsets:
                     # A token's text reaches to the start of the next, so that nothing between two tokens is lost.
-                    until = part.starts[end] if end < len(part.starts) else len(part.text)
-                    text = part.text[part.starts[begin] if begin else 0 : until]
+                    until = offsets[end][0] if end < len(offsets) else len(part.text)
+                    text = part.text[offsets[begin][0] if begin else 0 : until]
                 else:
                     text = self._codec.decode(part.ids[begin:end])
                 texts.append((here[begin] == 1, text))
@@ -323,13 +319,11 @@ class RowTokenizer:
             yield PreviewSpan(text="".join(text for _, text in run), trained=trained)
 
 
-def _masked(text: str, encoding: Any, spans: Sequence[Span], *, with_starts: bool) -> _Part:
-    return _Part(
-        ids=array.array("i", encoding.ids),
-        trained=bytes(token_mask(text, encoding, spans)),
-        text=text,
-        starts=[start for start, _ in encoding.offsets] if with_starts else (),
-    )
+def _blocks(text: str) -> Iterable[str]:
+    """Return a text in blocks, so that the memory of the tokenizer does not follow its length."""
+    if len(text) <= _BLOCK_CHARACTERS:
+        return [text]
+    return text_blocks(text[at : at + _BLOCK_CHARACTERS] for at in range(0, len(text), _BLOCK_CHARACTERS))
 
 
 def _unusable(row: Row, error: InvalidData) -> FieldViolation:
