@@ -60,10 +60,7 @@ class StrictDecoder:
         self._decode, self._raw_decode = decoder.decode, decoder.raw_decode
 
     def decode(self, text: str) -> Any:
-        """Return the value that is all of `text`.
-
-        Raises: json.JSONDecodeError; ValueError or RecursionError for numbers too long and nesting too deep.
-        """
+        """Return the value that is all of `text`. Raises: JSONDecodeError; for long numbers and deep nesting ValueError, RecursionError."""
         self.problem = None
         return self._decode(text)
 
@@ -161,7 +158,7 @@ def parse_json_lines(lines: Iterable[JsonLine], file: str) -> Iterator[Row]:
             problem = _not_utf8(offset + error.start, error)
         except json.JSONDecodeError as error:
             problem = f"is not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
-            # Files that were joined have a mark in the middle, which nobody sees; the parser only says that it expected a value.
+            # Files that were joined have a mark in the middle, unseen in most editors; the parser only says that it expected a value.
             if content.startswith(codecs.BOM_UTF8):
                 problem = "begins with a byte order mark, which only the first line may; remove it"
         except (RecursionError, ValueError) as error:

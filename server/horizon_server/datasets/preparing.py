@@ -116,19 +116,18 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
 
 
 def _refuse_empty_sides(folder: PreparedFolder, request: PrepareRequest, left_out: ViolationTally) -> None:
-    has_training = folder.train.num_documents > 0
-    has_evaluation = folder.evaluation is None or folder.evaluation.num_documents > 0
-    if has_training and has_evaluation:
-        return
+    sides = {"training": folder.train, "evaluation": folder.evaluation}
+    empty = [name for name, planes in sides.items() if planes and not planes.num_documents]
     names = ", ".join(file.name for file in request.dataset_files)
-    if not has_training and (folder.evaluation is None or not has_evaluation):
+    if empty and (len(empty) == 2 or folder.evaluation is None):
         # The rows that were left out are the reason, where there are any.
         left_out.refuse()
         raise InvalidData(f"{names} gives no trained token; the dataset must hold at least one row to learn from")
-    fraction, empty = request.options.eval_fraction, "evaluation" if has_training else "training"
-    raise InvalidData(
-        f"eval_fraction {fraction:g} leaves no row of {names} for {empty}; use another fraction, or push an eval_dataset"
-    )
+    if empty:
+        raise InvalidData(
+            f"eval_fraction {request.options.eval_fraction:g} leaves no row of {names} for {empty[0]}; use another fraction, or push an "
+            "eval_dataset"
+        )
 
 
 @dataclass(kw_only=True)
@@ -148,10 +147,7 @@ class _TokenBatch:
 def _token_batches(
     files: Iterable[DataFile], codec: TextCodec, options: PrepareOptions, num_processes: int
 ) -> Iterator[_TokenBatch]:
-    """Yield what becomes of every row of the files.
-
-    Raises: InvalidFile where a file cannot be read as rows, WorkerDied when a process is killed.
-    """
+    """Yield what becomes of every row of the files. Raises: InvalidFile where one cannot be read as rows, WorkerDied."""
     for file in files:
         dataset_format, container = resolve_format(file, options.format, options.field_map)
         processes = num_processes if file.path.stat().st_size >= _FORKED_FROM_BYTES else 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from horizon_formats.checks import resolve_format
 from horizon_formats.files import Container, Skip
-from horizon_formats.formats import columns_of
+from horizon_formats.formats import DatasetFormat, columns_of
 from horizon_formats.rows import read_rows, read_text
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.preview import (
@@ -23,6 +23,7 @@ from horizon_server.datasets.preview import (
     PreviewSpan,
 )
 from horizon_server.datasets.reading import server_errors
+from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, split_text, text_blocks
 from horizon_server.errors import HorizonError
@@ -68,8 +69,15 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
 
 def _rows(request: PreviewRequest, codec: TextCodec) -> Iterator[PreviewRow]:
     """Yield the rows of all files after the offset, whole."""
-    options = request.prepare_options
-    skip = Skip(left=request.options.offset)
+    shown = request.options
+    options = PrepareOptions(
+        format=DatasetFormat(request.format),
+        field_map=request.field_map,
+        method=shown.method,
+        sequence_length=shown.sequence_length,
+        train_on=shown.train_on,
+    )
+    skip = Skip(left=shown.offset)
     for file in request.dataset_files:
         dataset_format, container = resolve_format(file, options.format, options.field_map)
         if container is not Container.PLAIN_TEXT:

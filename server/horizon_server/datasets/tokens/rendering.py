@@ -5,7 +5,6 @@ Takes rows that `horizon_formats.checks` has found fine.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,19 +112,12 @@ def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(asked: str, answer: str) -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": asked, "weight": 1},
-        {"role": "assistant", "content": answer, "weight": 1},
-    ]
+    return [{"role": "user", "content": asked, "weight": 1}, {"role": "assistant", "content": answer, "weight": 1}]
 
 
 def row_content(row: NormalRow) -> bytes:
     """Return the bytes that identify a row: equal for rows that mean the same, whatever else their lines hold."""
-    content = {"kind": type(row).__name__} | {
-        field.name: getattr(row, field.name)
-        for field in dataclasses.fields(row)
-        if getattr(row, field.name) is not None
-    }
+    content = {name: value for name, value in vars(row).items() if value is not None} | {"kind": type(row).__name__}
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
