@@ -192,7 +192,8 @@ def open_expanded(file: DataFile) -> Iterator[tuple[io.BufferedReader, int]]:
     else:
         source = gzip.GzipFile(file.path, "rb") if compression == "gzip" else file.open_zstd()
         raw = _Expanded(source, file, compression)
-    with io.BufferedReader(raw, BLOCK_BYTES) as stream:
+    stream: io.BufferedReader = io.BufferedReader(raw, BLOCK_BYTES)
+    with stream:
         has_mark = stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8)
         # Positions in messages count from the first byte of the file, so the mark's bytes are not forgotten.
         yield stream, len(stream.read(len(codecs.BOM_UTF8))) if has_mark else 0

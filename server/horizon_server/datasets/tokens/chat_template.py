@@ -73,11 +73,11 @@ class ChatTemplate:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = False,
-        **marks: str,
+        marks: Mapping[str, str] | None = None,
     ) -> str:
         """Return the text of a chat, ending in the assistant's cue where `add_generation_prompt` asks for it."""
         plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **marks}
+        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **(marks or {})}
         try:
             text = self._template.render(messages=plain, **self._special_tokens, **given)
             text.encode("utf-8")  # neither a tokenizer nor the wire can carry half a surrogate pair
@@ -136,7 +136,7 @@ class ChatTemplate:
     def _render_marked(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[Span]]:
         if not self._has_generation_blocks:
             return self.render(messages, tools=tools), []
-        before, *blocks = self.render(messages, tools=tools, **_MARKS).split(_MARKS[_OPEN_MARK])
+        before, *blocks = self.render(messages, tools=tools, marks=_MARKS).split(_MARKS[_OPEN_MARK])
         pieces, spans, at = [before], [], len(before)
         for block in blocks:
             generated, closed, after = block.partition(_MARKS[_CLOSE_MARK])
