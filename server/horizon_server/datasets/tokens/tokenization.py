@@ -257,7 +257,7 @@ class RowTokenizer:
             for block in _blocks(text.text):
                 # Ids alone are encoded faster, and no mask is needed to know what is trained.
                 encoding = self._codec.encode(block) if shown else None
-                ids = array.array("i", encoding.ids if shown else self._codec.encode_ids(block))
+                ids = array.array("i", encoding.ids if encoding is not None else self._codec.encode_ids(block))
                 parts.append(_Part(ids, b"\1" * len(ids), block, encoding))
         for part in parts:
             self._codec.check_ids(part.ids)
