@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from horizon_formats.files import Container, DataFile, Row, container_of
@@ -192,28 +193,20 @@ def check_row(row: Row, dataset_format: DatasetFormat, field_map: FieldMap) -> l
     """Return everything that is wrong with the row for this format; empty when it is fine."""
     if row.violation is not None:
         return [row.violation]
-    if dataset_format in (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT):
-        problems = _check_chat_row(row.columns, field_map, sharegpt=dataset_format is DatasetFormat.SHAREGPT)
-    elif dataset_format is DatasetFormat.TOKENS:
-        problems = _check_tokens_row(row.columns, field_map)
-    else:
-        problems = _check_fields(row.columns, field_map, _REQUIRED[dataset_format])
-        if dataset_format is DatasetFormat.ALPACA:
-            problems += _check_fields(row.columns, field_map, _ALPACA_OPTIONAL, optional=True)
+    problems = _CHECKS[dataset_format](row.columns, field_map)
     return [row.refusal(problem, field=field) for field, problem in problems] if problems else []
 
 
-def _check_fields(
-    columns: Columns, field_map: FieldMap, checks: Mapping[str, Check], *, optional: bool = False
-) -> list[Problem]:
+def _check_fields(checks: Mapping[str, tuple[Check, bool]], columns: Columns, field_map: FieldMap) -> list[Problem]:
+    """Check these fields of a row, each with its check and whether the row must have it."""
     problems: list[Problem] = []
-    for field, check in checks.items():
+    for field, (check, required) in checks.items():
         column = field_map.get(field, field)
         value = columns.get(column)
         # Null is absent: tables write it where other rows have a value. A column that the map names must be there all the same.
-        if value is not None or (not optional and column in columns):
+        if value is not None or (required and column in columns):
             problems += check(column, value)
-        elif column not in columns and (not optional or field in field_map):
+        elif column not in columns and (required or field in field_map):
             problems.append(_missing(column, columns))
     return problems
 
@@ -230,17 +223,17 @@ def _check_chat_row(columns: Columns, field_map: FieldMap, *, sharegpt: bool) ->
         return [_missing(column, columns)]
     problems = _check_messages(column, columns[column], sharegpt=sharegpt)
     if sharegpt:
-        problems += _check_fields(columns, field_map, _SYSTEM, optional=True)
+        problems += _check_fields(_SYSTEM, columns, field_map)
         system = field_map.get("system", "system")
         if not problems and columns.get(system):
             first = columns[column][0]
             if first[sharegpt_spelling(first).speaker] == "system":
                 problems.append((system, f"is given, and {column}[0] is a system message too; keep one of them"))
-    return problems + _check_fields(columns, field_map, _TOOLS, optional=True)
+    return problems + _check_fields(_TOOLS, columns, field_map)
 
 
 def _check_tokens_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
-    problems = _check_fields(columns, field_map, {"input_ids": _check_ids})
+    problems = _check_fields({"input_ids": (_check_ids, True)}, columns, field_map)
     if problems:
         return problems
     ids: list[int] = columns[field_map.get("input_ids", "input_ids")]
@@ -268,7 +261,8 @@ def _check_tokens_row(columns: Columns, field_map: FieldMap) -> list[Problem]:
             return []
         return [(path, "must be 1 for each token: padding is not data; leave padding tokens out")]
 
-    return _check_fields(columns, field_map, {"labels": check_labels, "attention_mask": check_attention}, optional=True)
+    optional = {"labels": (check_labels, False), "attention_mask": (check_attention, False)}
+    return _check_fields(optional, columns, field_map)
 
 
 def _check_ids(path: str, ids: object) -> list[Problem]:
@@ -386,12 +380,23 @@ def _check_calls(calls: object, speaker: object) -> Iterator[Problem]:
             yield f"{path}.function.arguments", "must be a JSON object, or a string that holds one"
 
 
-# Of an input, a prompt or an instruction nothing is trained, so it may be blank.
-_REQUIRED: dict[DatasetFormat, dict[str, Check]] = {
-    DatasetFormat.PROMPT_COMPLETION: {"prompt": check_string, "completion": check_learnable},
-    DatasetFormat.ALPACA: {"instruction": check_string, "output": check_learnable},
-    DatasetFormat.TEXT: {"text": check_learnable},
+_SYSTEM: dict[str, tuple[Check, bool]] = {"system": (check_string, False)}
+_TOOLS: dict[str, tuple[Check, bool]] = {"tools": (_check_tools, False)}
+# Of a prompt, an instruction or an input nothing is trained, so it may be blank.
+_PAIR: dict[str, tuple[Check, bool]] = {"prompt": (check_string, True), "completion": (check_learnable, True)}
+_ALPACA: dict[str, tuple[Check, bool]] = {
+    "instruction": (check_string, True),
+    "output": (check_learnable, True),
+    "input": (check_string, False),
+    **_SYSTEM,
+    "history": (_check_history, False),
 }
-_ALPACA_OPTIONAL: dict[str, Check] = {"input": check_string, "system": check_string, "history": _check_history}
-_SYSTEM: dict[str, Check] = {"system": check_string}
-_TOOLS: dict[str, Check] = {"tools": _check_tools}
+# A table, as looking up a member of an enum costs as much as checking a short row (Python 3.11).
+_CHECKS: dict[DatasetFormat, Callable[[Columns, FieldMap], list[Problem]]] = {
+    DatasetFormat.MESSAGES: partial(_check_chat_row, sharegpt=False),
+    DatasetFormat.SHAREGPT: partial(_check_chat_row, sharegpt=True),
+    DatasetFormat.PROMPT_COMPLETION: partial(_check_fields, _PAIR),
+    DatasetFormat.ALPACA: partial(_check_fields, _ALPACA),
+    DatasetFormat.TEXT: partial(_check_fields, {"text": (check_learnable, True)}),
+    DatasetFormat.TOKENS: _check_tokens_row,
+}

@@ -65,24 +65,23 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
 
     match dataset_format:
         case DatasetFormat.MESSAGES:
-            turns = [_message(message) for message in value("messages")]
-        case DatasetFormat.SHAREGPT:
-            turns = [_sharegpt_message(message) for message in value("conversations")]
+            system, turns, tools = None, [_message(message) for message in value("messages")], value("tools")
         case DatasetFormat.PROMPT_COMPLETION:
             return Pair(prompt=value("prompt"), completion=value("completion"))
         case DatasetFormat.TEXT:
             return Text(text=value("text"))
         case DatasetFormat.TOKENS:
             return Tokens(input_ids=value("input_ids"), labels=value("labels") or value("input_ids"))
+        case DatasetFormat.SHAREGPT:
+            turns = [_sharegpt_message(message) for message in value("conversations")]
+            system, tools = value("system"), value("tools")
         case _:
             asked = "\n".join(part for part in (value("instruction"), value("input")) if part)
             pairs = [*(value("history") or ()), (asked, value("output"))]
             turns = [turn for question, answer in pairs for turn in _exchange(question, answer)]
-    # Fields that a format does not have are not looked at: what a row means must not depend on a column of another use.
-    has_system = dataset_format in (DatasetFormat.SHAREGPT, DatasetFormat.ALPACA) and value("system")
-    system = [{"role": "system", "content": value("system"), "weight": 1}] if has_system else []
-    tools = None if dataset_format is DatasetFormat.ALPACA else value("tools")
-    return Chat(messages=system + turns, tools=(json.loads(tools) if isinstance(tools, str) else tools) or None)
+            system, tools = value("system"), None
+    head = [{"role": "system", "content": system, "weight": 1}] if system else []
+    return Chat(messages=head + turns, tools=(json.loads(tools) if isinstance(tools, str) else tools) or None)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
