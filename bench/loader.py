@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bench.models import qwen3_config, random_store
 from bench.tokenisation import SHARED, write_chats
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.demo.recipe import write_demo_model

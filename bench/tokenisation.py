@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 from horizon_formats.formats import DatasetFormat
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec

@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from horizon_formats.file_check import check_files
+from horizon_formats.checks import check_files
 from horizon_formats.formats import DatasetFormat
 from horizon_server.datasets.reading import StoredFile
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from horizon_client.errors import BadFile, InvalidRequest
 from horizon_client.reporter import SILENT, Phase, Progress, Reporter
-from horizon_formats.file_check import DatasetCheck
+from horizon_formats.checks import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
 from horizon_formats.formats import parse_format
 from horizon_formats.model_files import is_pickle, pushed_files

@@ -1,12 +1,15 @@
-"""The dataset formats: the names that users write, the fields each needs, and how `auto` tells them apart."""
+"""The dataset formats: their names, the fields each needs, how `auto` tells them apart, and how chats spell their messages."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import Any
 
-from horizon_formats.problems import FieldViolation, InvalidFile, InvalidOption, listed
+from horizon_formats.problems import FieldViolation, InvalidFile, InvalidOption, listed, unwritable
 
 
 class DatasetFormat(StrEnum):
@@ -30,11 +33,6 @@ class _Fields:
     def names(self) -> tuple[str, ...]:
         return self.required + self.optional
 
-    def fit(self, columns: Collection[str], field_map: Mapping[str, str]) -> bool:
-        """Whether every required field is there and every mapped one belongs to this format."""
-        known = all(field in self.names for field in field_map)
-        return known and all(field_map.get(field, field) in columns for field in self.required)
-
 
 _FIELDS = {
     DatasetFormat.MESSAGES: _Fields(required=("messages",), optional=("tools",)),
@@ -48,10 +46,7 @@ _ALL_FIELDS = tuple(dict.fromkeys(name for fields in _FIELDS.values() for name i
 
 
 def parse_format(name: str) -> DatasetFormat:
-    """Return the format of that name.
-
-    Raises: InvalidOption for an unknown name.
-    """
+    """Return the format of that name. Raises: InvalidOption for an unknown name."""
     try:
         return DatasetFormat(name)
     except ValueError:
@@ -85,8 +80,8 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
         raise InvalidOption(violations[0].description, violations=violations)
 
 
-def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> DatasetFormat:
-    """Return the one format that a row with these columns fits.
+def detect_format(columns: Collection[str], field_map: Mapping[str, str], place: str) -> DatasetFormat:
+    """Return the one format that a row with these columns fits; `place` is where messages say that it is.
 
     Raises: InvalidFile when a mapped column is missing, and when no format or more than one fits.
     """
@@ -94,28 +89,31 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str]) -> Dat
     for field, column in field_map.items():
         if column not in columns:
             raise InvalidFile(
-                f"there is no column {column!r:.40} for --map {field}={column:.40}; the columns are {present}"
+                f"{place}: there is no column {column!r:.40} for --map {field}={column:.40}; the columns are {present}"
             )
-    fitting = [name for name, fields in _FIELDS.items() if fields.fit(columns, field_map)]
+    # A mapped field that a format does not have rules it out, even where all that it needs is there.
+    fitting = [
+        name
+        for name, fields in _FIELDS.items()
+        if field_map.keys() <= set(fields.names)
+        and all(field_map.get(field, field) in columns for field in fields.required)
+    ]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         raise InvalidFile(
-            f"the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
+            f"{place}: the columns ({present}) fit the formats {' and '.join(fitting)}; choose one with --format {fitting[0]}"
         )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
     raise InvalidFile(
-        f"the columns ({present}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
+        f"{place}: the columns ({present}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
     )
 
 
 def require_columns(
     dataset_format: DatasetFormat, columns: Collection[str], field_map: Mapping[str, str], name: str
 ) -> None:
-    """Refuse a table that lacks a column, once for all its rows.
-
-    Raises: InvalidFile.
-    """
+    """Refuse a table that lacks a column, once for all its rows. Raises: InvalidFile."""
     for field in _FIELDS[dataset_format].names:
         column = field_map.get(field, field)
         if column not in columns and (field in _FIELDS[dataset_format].required or field in field_map):
@@ -128,3 +126,86 @@ def require_columns(
 def columns_of(dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> frozenset[str]:
     """Return the columns that rows of this format are made of, under the names that the file gives them."""
     return frozenset(field_map.get(field, field) for field in _FIELDS[dataset_format].names)
+
+
+# ShareGPT's speaker of a tool call: an assistant whose value is the call, as JSON.
+FUNCTION_CALL = "function_call"
+
+# ShareGPT is a habit, not a standard: these are the names that public datasets use.
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    FUNCTION_CALL: "assistant",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """What a chat calls the speaker and the text of a message, and which role each speaker has."""
+
+    speaker: str
+    text: str
+    roles: Mapping[str, str]
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every key that a message of this spelling may hold."""
+        extras = ("weight", "tool_calls", "name", "tool_call_id", "reasoning_content")
+        return frozenset((self.speaker, self.text, *extras))
+
+
+OPENAI = Spelling(
+    speaker="role", text="content", roles={role: role for role in ("system", "user", "assistant", "tool")}
+)
+_FROM_VALUE = Spelling(speaker="from", text="value", roles=SPEAKERS)
+_ROLE_CONTENT = Spelling(speaker="role", text="content", roles=SPEAKERS)
+
+
+def sharegpt_spelling(message: object) -> Spelling:
+    """Return the spelling of one message of a ShareGPT conversation: some files write role and content."""
+    return _ROLE_CONTENT if isinstance(message, dict) and "role" in message else _FROM_VALUE
+
+
+def text_of(content: object) -> str | None:
+    """Return the text of a message's content: a string, null, or a list of text parts; None for anything else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+
+
+def parse_calls(text: str) -> list[dict[str, Any]] | None:
+    """Return the function calls that a ShareGPT `function_call` spells out, or None when its text is not a call."""
+    try:
+        spoken = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = spoken if isinstance(spoken, list) else [spoken]
+    if not calls or not all(is_call(call) for call in calls) or unwritable(calls):
+        return None
+    return [{"name": call["name"], "arguments": call.get("arguments")} for call in calls]
+
+
+def is_call(function: object) -> bool:
+    """Whether this is a call of a function: its name, and its arguments as an object, as JSON text of one, or absent."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return False
+    return arguments is None or isinstance(arguments, dict)

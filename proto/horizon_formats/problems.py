@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Violations that are listed; all are counted.
 MAX_KEPT = 100
-"""Violations that are listed; all are counted."""
 
+# The path of a field within its row, and the rest of the message about it.
 Problem = tuple[str, str]
-"""The path of a field within its row, and the rest of the message about it."""
 
-_KINDS = {
-    dict: "object",
-    list: "array",
-    str: "string",
-    type(None): "null",
-    bool: "boolean",
-    int: "number",
-    float: "number",
-}
+_KINDS = {dict: "object", list: "array", str: "string", type(None): "null", bool: "boolean"}
+_KINDS |= {int: "number", float: "number"}
 
 
 @dataclass(frozen=True, kw_only=True)

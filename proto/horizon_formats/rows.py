@@ -1,12 +1,11 @@
-"""The rows of JSON files, and the pieces of plain text: read as streams, in memory bounded by the longest row."""
+"""The rows of a data file, and the pieces of plain text: read as streams, in memory bounded by the longest row."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from io import BufferedReader
 from typing import Any, NamedTuple
 
@@ -14,12 +13,12 @@ from horizon_formats.files import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
     TOO_LONG,
+    Container,
     DataFile,
     Row,
     Skip,
+    container_of,
     open_expanded,
-    skip_byte_order_mark,
-    violation_at,
 )
 from horizon_formats.problems import FieldViolation, json_kind
 
@@ -43,31 +42,25 @@ class JsonLine(NamedTuple):
         return len(self.content or b"")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextPiece:
-    """A piece of a plain text; `violation` is set, and the text empty, where bytes of line `number` could not be read."""
+class TextPiece(NamedTuple):
+    """A piece of a plain text; `violation` is set, and the text empty, where bytes of a line could not be read."""
 
-    number: int
     text: str
     violation: FieldViolation | None = None
 
 
 class StrictDecoder:
-    """Parses JSON as the standard has it: the library's parser takes NaN and Infinity, and of two equal keys keeps the last.
-
-    Parses one value at a time. After each, `problem` is what the standard forbids in it, or None. Thread: one at a time.
-    """
+    """Parses one JSON value at a time. After each, `problem` is what the standard forbids in it, or None. Thread: one at a time."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
+        # By itself the library takes NaN and Infinity, and of two equal keys keeps the last. Faster parsers do so too, without hooks to
+        # see it, and differ in numbers and surrogates (ADR 0006).
         decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
         self._decode, self._raw_decode = decoder.decode, decoder.raw_decode
 
     def decode(self, text: str) -> Any:
-        """Return the value that is all of `text`.
-
-        Raises: json.JSONDecodeError; ValueError or RecursionError for numbers too long and nesting too deep.
-        """
+        """Return the value that is all of `text`. Raises: JSONDecodeError; for long numbers and deep nesting ValueError, RecursionError."""
         self.problem = None
         return self._decode(text)
 
@@ -78,6 +71,7 @@ class StrictDecoder:
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         columns = dict(pairs)
+        # The hook is called for every object of every row: nothing but the two lengths is looked at where all is well.
         if len(columns) != len(pairs) and self.problem is None:
             keys = [key for key, _ in pairs]
             twice = next(key for key in columns if keys.count(key) > 1)
@@ -89,11 +83,22 @@ class StrictDecoder:
         return float(name)
 
 
+def read_rows(file: DataFile, columns: Collection[str] | None = None, skip: Skip | None = None) -> Iterator[Row]:
+    """Yield the rows of a file that is not plain text, each read or with the reason why it could not be.
+
+    Blank lines are not rows. Of a table only `columns` are read, where they are given. The first `skip.left` rows are passed over.
+    """
+    container = container_of(file)
+    skip = skip or Skip()
+    if container is Container.JSON_LINES:
+        return parse_json_lines(split_json_lines(file, skip), file.name)
+    return file.table_rows(columns, skip) if container is Container.PARQUET else _read_json_array(file, skip)
+
+
 def split_json_lines(file: DataFile, skip: Skip | None = None) -> Iterator[JsonLine]:
     """Yield every line that is not blank; lines that are passed over are not parsed and hardly looked at."""
     skip = skip or Skip()
-    with open_expanded(file) as stream:
-        offset = skip_byte_order_mark(stream)
+    with open_expanded(file) as (stream, offset):
         number = 0
         by_blocks = skip.left > 0
         while True:
@@ -108,6 +113,7 @@ def split_json_lines(file: DataFile, skip: Skip | None = None) -> Iterator[JsonL
             number += 1
             start, size = offset, len(line)
             too_long = size > MAX_ROW_BYTES and not line.endswith(b"\n")
+            # The rest is dropped in blocks: a line without an end may be as long as the file.
             rest = line
             while too_long and not rest.endswith(b"\n") and (rest := stream.readline(BLOCK_BYTES)):
                 size += len(rest)
@@ -141,38 +147,39 @@ def parse_json_lines(lines: Iterable[JsonLine], file: str) -> Iterator[Row]:
     for number, offset, content in lines:
         if content is None:
             yield Row.refused(file, number, TOO_LONG)
+            continue
+        columns: Any = None
+        try:
+            columns = decoder.decode(str(content, "utf-8"))
+            problem = decoder.problem
+            if not isinstance(columns, dict):
+                problem = f"is a JSON {json_kind(columns)}; each line must be one JSON object"
+        except UnicodeDecodeError as error:
+            problem = _not_utf8(offset + error.start, error)
+        except json.JSONDecodeError as error:
+            problem = f"is not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
+            # Files that were joined have a mark in the middle, unseen in most editors; the parser only says that it expected a value.
+            if content.startswith(codecs.BOM_UTF8):
+                problem = "begins with a byte order mark, which only the first line may; remove it"
+        except (RecursionError, ValueError) as error:
+            problem = f"is not readable JSON: {error}"
+        if problem:
+            yield Row.refused(file, number, problem)
         else:
-            row = _parse_line(decoder, offset, content)
-            if isinstance(row, str):
-                yield Row.refused(file, number, row)
-            else:
-                yield Row(file=file, number=number, columns=row, num_bytes=len(content))
+            yield Row(file=file, number=number, columns=columns, num_bytes=len(content))
 
 
-def _parse_line(decoder: StrictDecoder, offset: int, line: bytes) -> dict[str, Any] | str:
-    """Return the columns of one line, or what is wrong with it."""
-    try:
-        columns = decoder.decode(str(line, "utf-8"))
-    except UnicodeDecodeError as error:
-        return _not_utf8(offset + error.start, error)
-    except json.JSONDecodeError as error:
-        if line.startswith(codecs.BOM_UTF8):
-            return "begins with a byte order mark, which only the first line may; remove it"
-        return f"is not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
-    except (RecursionError, ValueError) as error:
-        return f"is not readable JSON: {error}"
-    if not isinstance(columns, dict):
-        return f"is a JSON {json_kind(columns)}; each line must be one JSON object"
-    return decoder.problem or columns
-
-
-def read_json_array(file: DataFile) -> Iterator[Row]:
+def _read_json_array(file: DataFile, skip: Skip) -> Iterator[Row]:
     """Yield the elements of the array, each parsed or with the reason why it could not be.
 
     An element whose end cannot be found is the last: what follows it was not read, and its violation says so.
     """
-    with open_expanded(file) as stream:
-        yield from _ArrayReader(stream, skip_byte_order_mark(stream), file.name).rows()
+    with open_expanded(file) as (stream, offset):
+        for row in _ArrayReader(stream, offset, file.name).rows():
+            if skip.left:
+                skip.left -= 1
+            else:
+                yield row
 
 
 class _Broken(Exception):
@@ -181,6 +188,8 @@ class _Broken(Exception):
 
 class _ArrayReader:
     """A window on the text of an array, which moves on and grows as elements need it."""
+
+    # The standard parser is started at each element: a streaming one sees no equal keys, and ends the file at a refused element (ADR 0006).
 
     def __init__(self, stream: BufferedReader, offset: int, file: str) -> None:
         self._stream = stream
@@ -195,11 +204,19 @@ class _ArrayReader:
         self._ended = False
 
     def rows(self) -> Iterator[Row]:
-        number = 0
+        number, separator = 0, ","
         try:
-            for row in self._elements():
-                number = row.number
-                yield row
+            opening = self._take()
+            assert opening == "[", "only arrays are read with this reader"
+            if self._peek() == "]":
+                separator = self._take()
+            while separator != "]":
+                if separator != ",":
+                    found = repr(separator) if separator else "the end of the file"
+                    raise _Broken(f"must follow a comma, but found {found} (line {self._line(self._at)})")
+                yield self._element(number + 1)
+                number += 1
+                separator = self._take()
             if self._peek():
                 raise _Broken(
                     f"follows the end of the array (line {self._line(self._at)}); a file holds one array, or one object per line "
@@ -207,21 +224,6 @@ class _ArrayReader:
                 )
         except _Broken as error:
             yield Row.refused(self._file, number + 1, f"{error}; nothing after it was read", unit="row")
-
-    def _elements(self) -> Iterator[Row]:
-        opening = self._take()
-        assert opening == "[", "only arrays are read with this reader"
-        if self._peek() == "]":
-            self._take()
-            return
-        number, separator = 0, ","
-        while separator != "]":
-            if separator != ",":
-                found = repr(separator) if separator else "the end of the file"
-                raise _Broken(f"must follow a comma, but found {found} (line {self._line(self._at)})")
-            number += 1
-            yield self._element(number)
-            separator = self._take()
 
     def _element(self, number: int) -> Row:
         self._peek()
@@ -241,13 +243,14 @@ class _ArrayReader:
                     break
             self._grow()
         self._at = end
+        problem = self._decoder.problem
+        # A character is four bytes at most, so most elements need not be encoded to know that they are short enough.
         if end - start > MAX_ROW_BYTES // 4 and len(self._text[start:end].encode()) > MAX_ROW_BYTES:
-            return Row.refused(self._file, number, TOO_LONG, unit="row")
-        if not isinstance(columns, dict):
+            problem = TOO_LONG
+        elif not isinstance(columns, dict):
             problem = f"is a JSON {json_kind(columns)}; each element of the array must be a JSON object"
+        if problem:
             return Row.refused(self._file, number, problem, unit="row")
-        if self._decoder.problem:
-            return Row.refused(self._file, number, self._decoder.problem, unit="row")
         return Row(file=self._file, number=number, columns=columns, num_bytes=end - start, unit="row")
 
     def _peek(self) -> str:
@@ -266,30 +269,29 @@ class _ArrayReader:
         return character
 
     def _grow(self) -> bool:
-        """Drop what is passed and read as much again as is held, so that parsing again stays linear; False at the end."""
+        """Drop what is passed and read as much again as is held; False at the end."""
         held = len(self._text) - self._at
         if self._damage:
             raise _Broken(self._damage)
         if held > MAX_ROW_BYTES:
             raise _Broken(TOO_LONG)
-        if not self._ended:
-            self._lines_passed += self._text.count("\n", 0, self._at)
-            self._text = self._text[self._at :] + self._read(max(BLOCK_BYTES, held))
-            self._at = 0
-        return not self._ended
-
-    def _read(self, num_bytes: int) -> str:
+        if self._ended:
+            return False
+        self._lines_passed += self._text.count("\n", 0, self._at)
         pending = len(self._utf8.getstate()[0])
-        piece = self._stream.read(num_bytes)
+        # As much again: an element that does not fit is parsed from its start again, and doubling keeps the work linear.
+        piece = self._stream.read(max(BLOCK_BYTES, held))
         self._ended = not piece
         try:
             text = self._utf8.decode(piece, final=self._ended)
         except UnicodeDecodeError as error:
+            # The elements before the damage are still read; it is reported by the one that needs what follows.
             text = error.object[: error.start].decode("utf-8")
             self._damage = _not_utf8(self._offset - pending + error.start, error)
             self._ended = False
         self._offset += len(piece)
-        return text
+        self._text, self._at = self._text[self._at :] + text, 0
+        return not self._ended
 
     def _line(self, position: int) -> int:
         return 1 + self._lines_passed + self._text.count("\n", 0, position)
@@ -301,19 +303,26 @@ def read_text(file: DataFile) -> Iterator[TextPiece]:
     For a line with bytes that are not UTF-8, or with a NUL, a violation is yielded once, and the piece's text is left out.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_expanded(file) as stream:
-        offset = skip_byte_order_mark(stream)
+    with open_expanded(file) as (stream, offset):
         number, bad_line = 1, 0
         while True:
             block = stream.read(BLOCK_BYTES)
             # Whole blocks where nothing is wrong, single lines where something is: then it has a line number.
             pieces = [block] if not block or _is_fine(decoder, block) else block.splitlines(keepends=True)
             for piece in pieces:
-                text, problem = _decode(decoder, piece, offset, final=not block)
-                if problem is None:
-                    yield TextPiece(number=number, text=text)
+                pending = len(decoder.getstate()[0])  # bytes of a character that began in the piece before
+                text, problem = "", ""
+                try:
+                    text = decoder.decode(piece, final=not block)
+                except UnicodeDecodeError as error:
+                    decoder.reset()
+                    problem = _not_utf8(offset - pending + error.start, error)
+                if "\0" in text:
+                    problem = f"holds a NUL at byte offset {offset + piece.index(0)} of the file; remove it"
+                if not problem:
+                    yield TextPiece(text)
                 elif bad_line != number:
-                    yield TextPiece(number=number, text="", violation=violation_at(file.name, number, problem))
+                    yield TextPiece("", Row.refused(file.name, number, problem).violation)
                     bad_line = number
                 offset += len(piece)
                 number += piece.count(b"\n")
@@ -329,19 +338,6 @@ def _is_fine(decoder: codecs.IncrementalDecoder, block: bytes) -> bool:
         return False
     finally:
         decoder.setstate(state)
-
-
-def _decode(decoder: codecs.IncrementalDecoder, piece: bytes, offset: int, *, final: bool) -> tuple[str, str | None]:
-    """Return the text of the piece at `offset`, or why it cannot be read."""
-    pending = len(decoder.getstate()[0])
-    try:
-        text = decoder.decode(piece, final)
-    except UnicodeDecodeError as error:
-        decoder.reset()
-        return "", _not_utf8(offset - pending + error.start, error)
-    if "\0" in text:
-        return "", f"holds a NUL at byte offset {offset + piece.index(0)} of the file; remove it"
-    return text, None
 
 
 def _not_utf8(offset: int, error: UnicodeDecodeError) -> str:

@@ -34,7 +34,9 @@ _RULE = "x-allowed"
 
 Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={_RULE: NAME_RULE})]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
+# Named, because a preview takes the same two choices without being a job.
+Method = Literal["sft", "pretrain"]
+TrainOn = Literal["assistant", "last-assistant", "all"]
 
 # YAML reads `packing: true` as a boolean; the field's values are words.
 _boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)

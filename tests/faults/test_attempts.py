@@ -27,7 +27,7 @@ def test_a_killed_preparation_fails_the_job_and_leaves_nothing(node: Node, shell
         # lengths of their own: nothing that another case has prepared fits
         job = client.jobs.submit(quick_spec("dead-preparation", sequence_length=71))
         following = client.jobs.submit(quick_spec("following"))
-        os.kill(only_child("horizon_server.datasets.preparing.child", node.daemon.state_dir), signal.SIGKILL)
+        os.kill(only_child("horizon_server.datasets.preparing", node.daemon.state_dir), signal.SIGKILL)
         failed = wait_for_state(client, job.job_id, "FAILED", "SUCCEEDED")
         assert (failed.state, failed.reason) == ("FAILED", "WORKER_DIED")
         assert "the data preparation was killed by SIGKILL" in failed.message
@@ -70,7 +70,7 @@ def test_sigterm_at_every_moment_of_an_attempt(own_node: MakeNode) -> None:
     daemon = node.daemon
     with node.client() as client:
         job = client.jobs.submit(quick_spec("moments", max_steps=400, checkpoint={"every_steps": 0, "keep_last": 1}))
-        only_child("horizon_server.datasets.preparing.child", daemon.state_dir)
+        only_child("horizon_server.datasets.preparing", daemon.state_dir)
     assert daemon.terminate() == 0
     assert processes_of("horizon_server.", daemon.state_dir) == []
     daemon.start()

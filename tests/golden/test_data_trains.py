@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.demo.recipe import write_demo_model

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.engine.data import PreparedDataset, StepPlan

@@ -147,7 +147,7 @@ def test_a_model_without_a_template_is_told_in_a_sentence(client: Client, push_w
 def previews_of(daemon: AnyDaemon) -> list[psutil.Process]:
     assert isinstance(daemon, DaemonProcess)
     children = psutil.Process(daemon.pid).children()
-    return [child for child in children if "horizon_server.datasets.preview.child" in child.cmdline()]
+    return [child for child in children if "horizon_server.datasets.preview_child" in child.cmdline()]
 
 
 @process_only("children of its own", "daemon")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from horizon_server.datasets.preview.request import PreviewOptions
+from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidSpec, Stalled

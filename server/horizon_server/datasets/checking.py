@@ -1,28 +1,24 @@
-"""The check of a dataset's files in a child process, so that no file can take the daemon's time, memory or life.
-
-`check_dataset` is the daemon's side: it loads no Arrow and parses no row. Data files come from other users, and Arrow is native code: what
-makes it crash or use too much memory ends the child only.
-"""
+"""The check of a dataset's files in a child process, so that no file can take the daemon's time, memory or life."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from horizon_formats.file_check import DatasetReport, check_files
+from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.formats import DatasetFormat
 from horizon_server.children.child import Limits, run_child
 from horizon_server.children.entry import EventWriter, serve
-from horizon_server.datasets.reading import StoredFile, server_errors
+from horizon_server.datasets.reading import StoredFile, from_plain, server_errors, to_plain
 from horizon_server.errors import InvalidData, OutOfMemory, WorkerCrashed
 from horizon_server.settings import child_environment
 
 # One thread reads, and an allocator that keeps nothing back leaves the memory limit to the data.
 _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# For the rows. The worst row of 16 MiB takes about half of it, a usual file little.
 _MEMORY_GIB = 1
-"""For the rows. The worst row of 16 MiB takes about half of it, a usual file little."""
 # The libraries take about 100 MiB more. Jobs may have planned all memory but a reserve: if the kernel has to choose, not the worker.
 _LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30 + 128 * 2**20, file_bytes=2**20, oom_score_adj=1000)
 
@@ -35,38 +31,32 @@ async def check_dataset(
     Raises: InvalidData and InvalidSpec for what is wrong with files and map; InvalidData where the files crash their reader or take too
     much memory; WorkerDied where the child was killed, which says nothing about the data.
     """
-    request = {
-        "files": [{"path": str(file.path), "name": file.name} for file in files],
-        "name": name,
-        "format": dataset_format.value,
-        "field_map": dict(field_map),
-    }
+    request = {"files": to_plain(files), "name": name, "format": dataset_format.value, "field_map": dict(field_map)}
     try:
         found = await run_child(
             "horizon_server.datasets.checking", request, who=f"the check of {name}",
             environment=child_environment() | _ENVIRONMENT, limits=_LIMITS,
         )  # fmt: skip
     except WorkerCrashed as error:
+        # Arrow is native code, and the files come from other users: what crashes it ends the child only.
         raise InvalidData(f"{name} crashes its reader; its files are damaged, so write them again") from error
     except OutOfMemory as error:
         raise InvalidData(
             f"{name} holds rows that need more than {_MEMORY_GIB} GiB of memory to read; write smaller ones"
         ) from error
-    return DatasetReport(
-        format=DatasetFormat(found["format"]), num_rows=found["num_rows"], num_blank_lines=found["num_blank_lines"]
-    )
+    return DatasetReport(**found | {"format": DatasetFormat(found["format"])})
 
 
 def work(request: Any, _: EventWriter) -> dict[str, Any]:
     """Check every row: the child's side."""
     with server_errors():
         report = check_files(
-            [StoredFile.at(Path(file["path"]), name=file["name"]) for file in request["files"]],
+            from_plain(request["files"]),
             name=request["name"],
             dataset_format=DatasetFormat(request["format"]),
             field_map=request["field_map"],
         )
-    return {"format": report.format.value, "num_rows": report.num_rows, "num_blank_lines": report.num_blank_lines}
+    return dataclasses.asdict(report)
 
 
 if __name__ == "__main__":

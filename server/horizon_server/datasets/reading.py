@@ -1,25 +1,25 @@
 """The data files of the server: those that `horizon_formats` reads, and with Arrow also Parquet and zstd.
 
-Imports Arrow only when such a file is read: most datasets are JSON lines. What a crafted file makes Arrow allocate inside one batch is
-bounded by the process that reads it, see `datasets.checking`.
+Imports Arrow only when such a file is read: most datasets are JSON lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
-from horizon_formats.files import MAX_ROW_BYTES, TOO_LONG, Allowance, ByteSource, DataFile, Row, Skip
+from horizon_formats.files import MAX_ROW_BYTES, TOO_LONG, Allowance, DataFile, Row, Skip
 from horizon_formats.problems import InvalidFile, InvalidOption
 from horizon_server.errors import InvalidData, InvalidSpec
 
+# A batch is a few rows, as Arrow makes all of it at once. What a crafted file makes it allocate inside one batch is bounded by the
+# memory limit of the process that reads it.
 _BATCH_BYTES = 4 * 1024 * 1024
 _MAX_BATCH_ROWS = 64
 _BUFFER_BYTES = 1024 * 1024
-
-ResultT = TypeVar("ResultT")
 
 
 @contextmanager
@@ -37,27 +37,22 @@ def server_errors() -> Iterator[None]:
 class StoredFile(DataFile):
     """A data file in the blob store, or any other file on the node."""
 
-    def open_zstd(self) -> ByteSource:
-        """Return the expanded bytes of a zstd file. Arrow's decoder refuses windows above 128 MiB."""
+    def open_zstd(self) -> Any:
+        """Return the expanded bytes of a zstd file, as a stream. Arrow's decoder refuses windows above 128 MiB."""
         import pyarrow
 
-        stream: ByteSource = pyarrow.CompressedInputStream(pyarrow.OSFile(str(self.path)), "zstd")
-        return stream
+        return pyarrow.CompressedInputStream(pyarrow.OSFile(str(self.path)), "zstd")
 
     def table_columns(self) -> list[str]:
-        """Return the names of a Parquet table's columns.
-
-        Raises: InvalidFile when it cannot be read.
-        """
-        return _names(self, _open(self))
+        """Return the names of a Parquet table's columns. Raises: InvalidFile when it cannot be read."""
+        return _open(self)[1]
 
     def table_rows(self, columns: Collection[str] | None, skip: Skip) -> Iterator[Row]:
         """Yield every row, with these columns (those that the table has) or with all.
 
         Raises: InvalidFile, also while reading, when the file is damaged or expands beyond its allowance.
         """
-        table = _open(self)
-        names = _names(self, table)
+        table, names = _open(self)
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InvalidFile(f"{self.name} has two columns {twice!r:.40}; rename one")
@@ -70,88 +65,80 @@ class StoredFile(DataFile):
                 skip.left -= num_rows
                 number += num_rows
                 continue
-            for encoded in _batches(self, table, group, wanted):
-                batch = _without_dictionaries(self, encoded)
+            for batch in _batches(self, table, group, wanted):
                 allowance.take(batch.nbytes)
                 padded = [field.name for field in batch.schema if _struct_depth(field.type) > 1]
-                for row_columns, num_bytes in _rows(batch):
+                for row, num_bytes in _rows(batch):
                     number += 1
                     if skip.left:
                         skip.left -= 1
+                    elif isinstance(row, str):
+                        yield Row.refused(self.name, number, row, unit="row")
                     else:
-                        yield _row(self, number, row_columns, num_bytes, padded)
+                        for name in padded:
+                            row[name] = _without_nulls(row[name])
+                        yield Row(file=self.name, number=number, columns=row, num_bytes=num_bytes, unit="row")
 
 
-def _names(file: DataFile, table: Any) -> list[str]:
-    return _arrow(file, lambda: [str(name) for name in table.schema_arrow.names])
+def to_plain(files: Iterable[DataFile]) -> list[dict[str, str]]:
+    """Return the files as the request to a child process carries them."""
+    return [{"path": str(file.path), "name": file.name} for file in files]
 
 
-def _row(file: DataFile, number: int, columns: dict[str, Any] | str, num_bytes: int, padded: Sequence[str]) -> Row:
-    if isinstance(columns, str):
-        return Row.refused(file.name, number, columns, unit="row")
-    for name in padded:
-        columns[name] = _without_nulls(columns[name])
-    return Row(file=file.name, number=number, columns=columns, num_bytes=num_bytes, unit="row")
+def from_plain(files: Iterable[Mapping[str, str]]) -> tuple[StoredFile, ...]:
+    """Return the files that `to_plain` has made plain."""
+    return tuple(StoredFile(path=Path(file["path"]), name=file["name"]) for file in files)
 
 
-def _struct_depth(kind: Any) -> int:
-    from pyarrow import types
+@contextmanager
+def _arrow_errors(file: DataFile) -> Iterator[None]:
+    """Raise what Arrow raises as errors about the file."""
+    import pyarrow
 
-    inner = [_struct_depth(kind.field(i).type) for i in range(kind.num_fields)] if types.is_nested(kind) else []
-    return max(inner, default=0) + bool(types.is_struct(kind))
+    try:
+        yield
+    except MemoryError as error:
+        raise InvalidFile(
+            f"{file.name} holds rows that need more memory than there is ({error}); write smaller ones"
+        ) from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        # An OSError with a number is the disk's; Arrow raises its own without one.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise InvalidFile(f"{file.name} cannot be read as Parquet: {error!s:.300}; write it again") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that a struct has only because another row needs them: a table writes null into all of them.
-
-    One level down that changes nothing, as formats take null for absent. Deeper it would: the arguments of one tool call would
-    show up, as nulls, in those of every other.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _open(file: DataFile) -> Any:
+def _open(file: DataFile) -> tuple[Any, list[str]]:
+    """Return a Parquet table and the names of its columns."""
     from pyarrow.parquet import ParquetFile
 
-    # Pages are read as they are needed: a whole row group can be gigabytes.
-    return _arrow(file, lambda: ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False))
+    with _arrow_errors(file):
+        # Pages are read as they are needed: a whole row group can be gigabytes.
+        table = ParquetFile(file.path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        return table, [str(name) for name in table.schema_arrow.names]
 
 
 def _batches(file: DataFile, table: Any, group: int, columns: list[str] | None) -> Iterator[Any]:
+    """Yield a row group in batches, columns of categories spelled out: the size of a batch is then that of its values."""
+    from pyarrow import types
+
     described = table.metadata.row_group(group)
     row_bytes = max(1, described.total_byte_size // max(1, described.num_rows))
     batch_rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-    batches: Iterator[Any] = _arrow(
-        file,
-        lambda: table.iter_batches(batch_size=batch_rows, row_groups=[group], columns=columns, use_threads=False),
-    )
-    while (batch := _arrow(file, lambda: next(batches, None))) is not None:
+    with _arrow_errors(file):
+        batches = table.iter_batches(batch_size=batch_rows, row_groups=[group], columns=columns, use_threads=False)
+    while True:
+        with _arrow_errors(file):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            for index, column in enumerate(batch.schema):
+                if types.is_dictionary(column.type):
+                    batch = batch.set_column(index, column.name, batch.column(index).dictionary_decode())
+                elif _holds_dictionary(column.type):
+                    place = f"inside the lists or structs of column {column.name!r:.40}"
+                    raise InvalidFile(f"{file.name} holds categories {place}; write them as plain values")
         yield batch
-
-
-def _without_dictionaries(file: DataFile, batch: Any) -> Any:
-    """Spell out columns of categories, so that the size of the batch is that of its values."""
-    from pyarrow import types
-
-    for index, column in enumerate(batch.schema):
-        if types.is_dictionary(column.type):
-            spelled_out = _arrow(file, batch.column(index).dictionary_decode)
-            batch = batch.set_column(index, column.name, spelled_out)
-        elif _holds_dictionary(column.type):
-            raise InvalidFile(
-                f"{file.name} holds categories inside the lists or structs of column {column.name!r:.40}; write them as plain values"
-            )
-    return batch
-
-
-def _holds_dictionary(kind: Any) -> bool:
-    from pyarrow import types
-
-    if types.is_dictionary(kind):
-        return True
-    return types.is_nested(kind) and any(_holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _rows(batch: Any) -> Iterator[tuple[dict[str, Any] | str, int]]:
@@ -163,35 +150,39 @@ def _rows(batch: Any) -> Iterator[tuple[dict[str, Any] | str, int]]:
             pass  # one of them has no Python value; reading them one by one finds it
         else:
             size = batch.nbytes // max(1, len(rows))
-            for row in rows:
-                yield row, size
+            yield from ((row, size) for row in rows)
             return
     for index in range(batch.num_rows):
-        yield _single_row(batch.slice(index, 1))
+        row = batch.slice(index, 1)
+        try:
+            content = TOO_LONG if row.nbytes > MAX_ROW_BYTES else row.to_pylist()[0]
+        except UnicodeDecodeError:
+            content = "holds a string that is not UTF-8"
+        except (ValueError, OverflowError) as error:
+            # A date beyond the year 9999, for one.
+            content = f"holds a value that cannot be read: {error}"
+        yield content, row.nbytes
 
 
-def _single_row(row: Any) -> tuple[dict[str, Any] | str, int]:
-    if row.nbytes > MAX_ROW_BYTES:
-        return TOO_LONG, row.nbytes
-    try:
-        return row.to_pylist()[0], row.nbytes
-    except UnicodeDecodeError:
-        return "holds a string that is not UTF-8", row.nbytes
-    except (ValueError, OverflowError) as error:
-        return f"holds a value that cannot be read: {error}", row.nbytes
+def _struct_depth(kind: Any) -> int:
+    from pyarrow import types
+
+    inner = [_struct_depth(kind.field(i).type) for i in range(kind.num_fields)] if types.is_nested(kind) else []
+    return max(inner, default=0) + bool(types.is_struct(kind))
 
 
-def _arrow(file: DataFile, call: Callable[[], ResultT]) -> ResultT:
-    """Call Arrow; its errors are about the file."""
-    import pyarrow
+def _holds_dictionary(kind: Any) -> bool:
+    from pyarrow import types
 
-    try:
-        return call()
-    except MemoryError as error:
-        raise InvalidFile(
-            f"{file.name} holds rows that need more memory than there is ({error}); write smaller ones"
-        ) from error
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise InvalidFile(f"{file.name} cannot be read as Parquet: {error!s:.300}; write it again") from error
+    if types.is_dictionary(kind):
+        return True
+    return types.is_nested(kind) and any(_holds_dictionary(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys that a struct has only because another row needs them: a table writes null into all of them."""
+    # One level down that changes nothing, as formats take null for absent. Deeper it would: the arguments of one tool call would show
+    # up, as nulls, in those of every other.
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -16,15 +16,12 @@ from typing import Any
 
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.model_files import files_that_decide_tokens, has_vocabulary
-from horizon_server.datasets.reading import StoredFile
-from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.datasets.reading import StoredFile, from_plain, to_plain
+from horizon_server.errors import InvalidModel
 from horizon_server.store import prepared
 
+# Raised whenever the same request would give other tokens or masks, so that no old result is found again.
 PREPARATION_VERSION = 2
-"""Raised whenever the same request would give other tokens or masks, so that no old result is found again."""
-
-METHODS = ("sft", "pretrain")
-TRAIN_ON = ("assistant", "last-assistant", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +34,6 @@ class PrepareOptions:
     sequence_length: int = 1024
     train_on: str = "assistant"
     eval_fraction: float = 0.0
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return plain data, with the names that the request carries."""
-        return {
-            "format": self.format.value,
-            "map": dict(sorted(self.field_map.items())),
-            "method": self.method,
-            "sequence_length": self.sequence_length,
-            "train_on": self.train_on,
-            "eval_fraction": self.eval_fraction,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +48,20 @@ class PrepareRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        files = [{"path": str(file.path), "name": file.name} for file in self.dataset_files]
-        plain = {"dataset_files": files, "model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
-        return plain | self.options.to_mapping() | {"num_rows": self.num_rows}
+        folders = {"model_dir": str(self.model_dir), "output_dir": str(self.output_dir)}
+        return dataclasses.asdict(self) | {"dataset_files": to_plain(self.dataset_files), **folders}
 
     @classmethod
-    def from_mapping(cls, request: Mapping[str, Any]) -> PrepareRequest:
-        """Return the request in plain data; a data file may be a bare path.
-
-        Raises: InvalidSpec when it is not a request.
-        """
-        try:
-            plain = dict(request)
-            options = PrepareOptions(
-                format=DatasetFormat(plain.pop("format", "auto")),
-                field_map=dict(plain.pop("map", None) or {}),
-                method=_choice("method", plain.pop("method", "sft"), METHODS),
-                sequence_length=int(plain.pop("sequence_length")),
-                train_on=_choice("train_on", plain.pop("train_on", "assistant"), TRAIN_ON),
-                eval_fraction=float(plain.pop("eval_fraction", 0.0)),
-            )
-            return cls(
-                dataset_files=tuple(_data_file(entry) for entry in plain.pop("dataset_files")),
-                model_dir=Path(plain.pop("model_dir")),
-                output_dir=Path(plain.pop("output_dir")),
-                num_rows=int(plain.pop("num_rows", 0)),
-                options=options,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidSpec(f"the preparation request is malformed: {error!r}") from error
+    def from_mapping(cls, plain: Mapping[str, Any]) -> PrepareRequest:
+        """Return the request that `to_mapping` has made plain."""
+        options = plain["options"]
+        return cls(
+            dataset_files=from_plain(plain["dataset_files"]),
+            model_dir=Path(plain["model_dir"]),
+            output_dir=Path(plain["output_dir"]),
+            options=PrepareOptions(**options | {"format": DatasetFormat(options["format"])}),
+            num_rows=plain["num_rows"],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,28 +88,15 @@ class PrepareReport:
     sequence_length: int
     errors: tuple[str, ...] = ()
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return plain data."""
-        return dataclasses.asdict(self)
-
-    def counts(self) -> dict[str, int]:
-        """Return the numbers alone."""
-        return {name: value for name, value in self.to_mapping().items() if isinstance(value, int)}
-
 
 def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: PrepareOptions) -> Path:
-    """Return where the result is kept below `root`: equal for equal data, tokenizer files and options, else different.
-
-    All that was prepared from one dataset is in one folder, so that `remove_prepared` can find it.
-    """
+    """Return where the result is kept below `root`: equal for equal data, tokenizer files and options, else different."""
     assert dataset_digest, "a dataset that is ready has a digest"
-    parts = {
-        "version": PREPARATION_VERSION,
-        "dataset": dataset_digest,
-        "tokenizer": tokenizer,
-        "options": options.to_mapping(),
-    }
+    plain = dataclasses.asdict(options)
+    plain["map"] = plain.pop("field_map")  # as keys have it that are on disk already
+    parts = {"version": PREPARATION_VERSION, "dataset": dataset_digest, "tokenizer": tokenizer, "options": plain}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    # All that was prepared from one dataset is in one folder, so that `remove_prepared` can find it.
     return root / dataset_digest / key
 
 
@@ -169,6 +127,7 @@ def tokenizer_digest(model_dir: Path) -> str:
     digest = hashlib.sha256()
     for name in require_tokenizer(model_dir):
         path = model_dir / name
+        # With sizes, so that no content can be moved over the border of two files.
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -177,21 +136,10 @@ def tokenizer_digest(model_dir: Path) -> str:
 def require_tokenizer(model_dir: Path) -> list[str]:
     """Return the files that decide how this model reads text, by their paths in the folder.
 
-    Raises: InvalidModel when there is no tokenizer among them: transformers would make an empty one of the config alone.
+    Raises: InvalidModel when there is no tokenizer among them.
     """
     names = files_that_decide_tokens(model_dir)
+    # transformers would make an empty tokenizer of the config alone, with which every text is unknown.
     if not has_vocabulary(names):
         raise InvalidModel(f"{model_dir} holds no tokenizer; add tokenizer.json and tokenizer_config.json to the model")
     return names
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-    return str(value)
-
-
-def _data_file(entry: str | Mapping[str, str]) -> StoredFile:
-    if isinstance(entry, str):
-        return StoredFile.at(Path(entry))
-    return StoredFile.at(Path(entry["path"]), name=entry.get("name"))

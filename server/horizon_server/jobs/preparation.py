@@ -131,7 +131,7 @@ class Preparation:
         # A folder that is there but not whole has lost files.
         await asyncio.to_thread(shutil.rmtree, request.output_dir, ignore_errors=True)
         self._child = await Child.start(
-            "horizon_server.datasets.preparing.child", request.to_mapping(), who="the data preparation",
+            "horizon_server.datasets.preparing", request.to_mapping(), who="the data preparation",
             environment=environment, request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
         )  # fmt: skip
         try:

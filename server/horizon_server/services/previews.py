@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from horizon_server.children.child import Limits, run_child
-from horizon_server.datasets.preview.request import (
+from horizon_server.datasets.preview import (
     DatasetPreview,
     PreviewOptions,
     PreviewRequest,
@@ -75,7 +75,7 @@ class Previews:
     async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
         try:
             answer = await run_child(
-                "horizon_server.datasets.preview.child",
+                "horizon_server.datasets.preview_child",
                 request.to_mapping(),
                 who="the preview",
                 environment=self._environment,

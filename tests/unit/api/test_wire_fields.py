@@ -21,7 +21,7 @@ from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, mod
 from horizon_server import events
 from horizon_server.api.grpc.convert import attribute_of, from_message, to_message
 from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
-from horizon_server.datasets.preview.request import PreviewRow, PreviewSpan
+from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.figures import TransferFigures
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from horizon_formats.file_check import DatasetReport, check_files
+from horizon_formats.checks import DatasetReport, check_files
 from horizon_formats.files import MAX_ROW_BYTES
 from horizon_formats.formats import DatasetFormat
 from horizon_server.api.status import status_of

@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from tests.unit.datasets.written_files import CONTAINERS, ROWS, inspect, lines, parquet, put, zstd_frame
 
-from horizon_formats.file_check import read_rows
 from horizon_formats.files import Container, container_of
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.rows import read_text
+from horizon_formats.rows import read_rows, read_text
 from horizon_server.errors import InvalidData
 
 

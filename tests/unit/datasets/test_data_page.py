@@ -12,9 +12,10 @@ from tests.unit.datasets.written_files import checked
 
 from horizon_client.local_files import check_dataset_files, dataset_sources
 from horizon_client.reporter import SILENT
-from horizon_formats.file_check import read_rows, resolve_format
+from horizon_formats.checks import resolve_format
 from horizon_formats.files import MAX_EXPANDED_BYTES, MAX_EXPANSION, MAX_ROW_BYTES, Container
 from horizon_formats.formats import DatasetFormat
+from horizon_formats.rows import read_rows
 from horizon_server.datasets.reading import StoredFile
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_formats.formats import DatasetFormat
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
-from horizon_server.datasets.tokens.normalise import is_held_out, normalise, row_content
+from horizon_server.datasets.tokens.rendering import is_held_out, normalise, row_content
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
 

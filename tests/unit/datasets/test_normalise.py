@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horizon_formats.file_check import read_rows
+from horizon_formats.checks import check_row
 from horizon_formats.files import Row
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.row_checks import check_row
+from horizon_formats.rows import read_rows
 from horizon_server.datasets.reading import StoredFile
-from horizon_server.datasets.tokens.normalise import Chat, NormalRow, Pair, Text, Tokens, normalise
+from horizon_server.datasets.tokens.rendering import Chat, NormalRow, Pair, Text, Tokens, normalise
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 filled = texts.filter(lambda text: text.strip() != "")

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, signal, sys
-from horizon_server.datasets.preparing.batches import ordered_map
+from horizon_server.datasets.preparing import ordered_map
 from horizon_server.errors import WorkerDied
 
 read = []

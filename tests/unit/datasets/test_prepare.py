@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -22,10 +23,10 @@ from transformers import AutoTokenizer
 
 from horizon_formats.formats import DatasetFormat
 from horizon_server.children.entry import Answer, Failure, decode_line
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
-from horizon_server.datasets.tokens.documents import TextSplitter, text_blocks
+from horizon_server.datasets.tokens.tokenization import split_text, text_blocks
 from horizon_server.demo.chats import demo_chats
 from horizon_server.demo.recipe import write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
@@ -57,7 +58,7 @@ def request_for(model: Path, *files: Path, output: Path | None = None, **options
 def run(request: PrepareRequest) -> tuple[PrepareReport, list[tuple[list[int], list[int]]]]:
     report = prepare(request, on_progress=lambda done: None)
     dataset = PreparedDataset.open(request.output_dir)
-    assert dataset.report == json.loads(json.dumps(report.to_mapping()))
+    assert dataset.report == json.loads(json.dumps(dataclasses.asdict(report)))
     rows = [dataset.micro_batch([document]) for document in range(dataset.num_documents)]
     assert report.trained_tokens == sum(row.num_targets for row in rows)
     assert report.tokens == dataset.num_tokens
@@ -217,11 +218,10 @@ def test_a_text_becomes_documents_of_the_sequence_length(bare_model: Path, tmp_p
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 40), max_size=6), sequence_length=st.integers(8, 16))
 def test_splitting_keeps_every_token_and_leaves_none_alone(lengths: list[int], sequence_length: int) -> None:
-    splitter = TextSplitter(sequence_length)
     total = sum(lengths)
     stream = iter(range(total))
-    documents = [document for length in lengths for document in splitter.add([next(stream) for _ in range(length)])]
-    documents += splitter.finish()
+    parts = ([next(stream) for _ in range(length)] for length in lengths)
+    documents = [document for full in split_text(parts, sequence_length) for document in full]
     assert [token for document in documents for token in document.ids] == list(range(total))
     assert all(2 <= len(document.ids) <= sequence_length for document in documents) or total == 1
 
@@ -247,7 +247,7 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     """Run the real child with a pipe for its events."""
     reader, writer = os.pipe()
     place = write_request(request, folder, **more)
-    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing", place, "--events-fd", str(writer)]
     process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
@@ -285,7 +285,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     (tmp_path / "work").mkdir()
     request = request_for(demo_model, fifo, output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path)
-    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing", place]
     # Opening the pipe waits until the child reads from it; by then its folder exists.
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
@@ -299,7 +299,7 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
     request = request_for(demo_model, many_rows(tmp_path / "chats.jsonl", 40_000), output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path, num_processes=2)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
+    command = [sys.executable, "-m", "horizon_server.datasets.preparing", place, "--events-fd", str(writer)]
     with subprocess.Popen(command, pass_fds=[writer], start_new_session=True) as process:
         os.close(writer)
         with os.fdopen(reader) as events:
@@ -319,7 +319,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     request = request_for(demo_model, write_demo_dataset(tmp_path), output=tmp_path / "work" / "out")
     place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
-    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing.child {place}"
+    child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing {place}"
     done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)

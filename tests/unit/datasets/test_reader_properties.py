@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.datasets.written_files import CONTAINERS, inspect, put
 
-from horizon_formats.file_check import read_rows
+from horizon_formats.rows import read_rows
 from horizon_server.errors import InvalidData
 
 names = st.sampled_from(["a.jsonl", "a.json", "a.txt", "a", "a.parquet", "a.jsonl.gz", "a.json.zst"])

@@ -11,11 +11,10 @@ import pyarrow.parquet
 import pytest
 from tests.unit.datasets.written_files import checked
 
-from horizon_formats.file_check import read_rows
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.rows import read_text
+from horizon_formats.rows import read_rows, read_text
 from horizon_server.datasets.reading import StoredFile
-from horizon_server.datasets.tokens.normalise import Pair, normalise
+from horizon_server.datasets.tokens.rendering import Pair, normalise
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 MAP = {"prompt": "question", "completion": "answer"}

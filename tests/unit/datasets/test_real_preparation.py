@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from horizon_server.datasets.preparing.child import prepare
+from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.demo.chats import demo_chats
@@ -103,7 +103,7 @@ def test_shakespeare_has_the_tokens_that_transformers_counts(tiny_base: Path, tm
 MEASURED = """
 import json, resource, sys
 from horizon_server.children.entry import serve
-from horizon_server.datasets.preparing.child import work
+from horizon_server.datasets.preparing import work
 code = serve(work, who="the data preparation")
 (mark,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 peaks = [mark // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]

@@ -14,9 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from horizon_server.children.entry import EventWriter
-from horizon_server.datasets.preview import child
-from horizon_server.datasets.preview.child import render
-from horizon_server.datasets.preview.request import (
+from horizon_server.datasets import preview_child as child
+from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
     MAX_ROW_CHARACTERS,
     PreviewOptions,
@@ -24,6 +23,7 @@ from horizon_server.datasets.preview.request import (
     PreviewRow,
     rows_from_answer,
 )
+from horizon_server.datasets.preview_child import render
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidData, InvalidModel, WorkerFailed

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from horizon_formats.checks import check_row
 from horizon_formats.files import Row
 from horizon_formats.formats import DatasetFormat
-from horizon_formats.row_checks import check_row
 
 USER = {"role": "user", "content": "What is the weather?"}
 REPLY = {"role": "assistant", "content": "Sunny."}

@@ -56,7 +56,7 @@ def test_a_shown_row_is_its_text_with_the_trained_part_apart(codec: TextCodec) -
     ]
     assert codec.chat_template is not None
     assert "".join(span.text for span in shown.spans) == codec.chat_template.render(CHAT)
-    assert (shown.number, shown.num_cut_tokens, shown.num_documents, shown.violations) == (7, 0, 1, ())
+    assert (shown.number, shown.num_cut_tokens, shown.num_documents, shown.problems) == (7, 0, 1, ())
 
 
 def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
@@ -65,7 +65,7 @@ def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
     assert (cut.num_tokens, cut.num_cut_tokens) == (40, whole.num_tokens - 40)
     assert "".join(s.text for s in whole.spans).startswith("".join(s.text for s in cut.spans))
     lost = tokenizer_of(codec, sequence_length=8).show(row_of(messages=CHAT))
-    assert lost.violations[0].description.startswith("d.jsonl:7 has ")
+    assert lost.problems[0].startswith("d.jsonl:7 has ")
     assert (lost.num_trained_tokens, lost.num_documents) == (0, 0)
     assert [span.trained for span in lost.spans] == [False]
 
@@ -128,7 +128,7 @@ def test_what_is_shown_is_what_is_trained(
     tokenizer = tokenizer_of(codec, train_on=train_on, sequence_length=limit)
     row = row_of(messages=chat)
     fitted, shown = next(tokenizer.tokenize([row])), tokenizer.show(row)
-    assert shown.num_documents == len(fitted.documents) == (0 if shown.violations else 1)
+    assert shown.num_documents == len(fitted.documents) == (0 if shown.problems else 1)
     assert shown.num_trained_tokens == sum(document.num_targets for document in fitted.documents)
     for document in fitted.documents:
         assert document.num_targets > 0

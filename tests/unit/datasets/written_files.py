@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from horizon_formats.file_check import DatasetCheck, DatasetReport, check_files, resolve_format
+from horizon_formats.checks import DatasetCheck, DatasetReport, check_files, resolve_format
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.problems import FieldViolation
 from horizon_server.datasets.reading import StoredFile, server_errors

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.datasets.written_files import CONTAINERS, put
 
-from horizon_formats.file_check import read_rows
 from horizon_formats.files import MAX_ROW_BYTES, DataFile, Skip
-from horizon_formats.rows import split_json_lines
+from horizon_formats.rows import read_rows, split_json_lines
 
 pieces = st.sampled_from([b'{"text": "a"}', b"x", b" ", b"\t", b"\r", b"\x0c", b"", b" y", b"z" * 3000])
 ends = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n \n"])

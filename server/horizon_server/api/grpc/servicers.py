@@ -24,7 +24,7 @@ from horizon_proto.v1 import (
 from horizon_server.api.grpc.convert import enum_text, from_message, response, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.services import Services
-from horizon_server.datasets.preview.request import PreviewOptions
+from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.job import JobState

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from horizon_server.datasets.preview.request import DatasetPreview
+from horizon_server.datasets.preview import DatasetPreview
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord

@@ -16,7 +16,7 @@ from horizon_server.api.http.bodies import ErrorBody, QueueBody, QueueEntry
 from horizon_server.api.http.curve import CurveBody, Curves
 from horizon_server.api.http.middleware import Caller, Services, error_body
 from horizon_server.api.services import OpenStreams
-from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
+from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, JobEvent, kind_of
 from horizon_server.records.job import ENDED, JobState

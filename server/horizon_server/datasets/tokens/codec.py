@@ -1,7 +1,6 @@
 """A model folder's tokenizer: text to token ids, and back to the characters that each stands for.
 
-Folders whose tokenizer.json says everything are read by `tokenizers` alone, which starts at once; all others go through transformers, which
-knows what their class adds. Only the children for preparation and preview import this, as it may load transformers.
+Only the children for preparation and preview import this, as it may load transformers.
 """
 
 from __future__ import annotations
@@ -20,55 +19,58 @@ from horizon_server.errors import InvalidModel
 # Classes that are nothing but their tokenizer.json, and the settings that do not change how they encode.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_PLAIN_SETTINGS = frozenset(
-    (
-        *_SPECIAL_TOKEN_KEYS,
-        *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template"),
-        *("padding_side", "truncation_side", "is_local", "local_files_only"),
-    )
-)
+_PLAIN_SETTINGS = {
+    *_SPECIAL_TOKEN_KEYS,
+    *("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template"),
+    *("padding_side", "truncation_side", "is_local", "local_files_only"),
+}
 
 
 class TextCodec:
     """Encodes text exactly as transformers' tokenizer of the same folder does."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        special_tokens: Mapping[str, str],
-        chat_template: str | None,
-        vocab_size: int | None,
+        self, tokenizer: Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None, vocab_size: int | None
     ) -> None:
+        # tokenizer.json may ask for both; how long rows may be is the job's to say.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        # What the tokenizer puts before a text by itself: the beginning-of-text token, or nothing. One that
+        # also appends the end-of-text token does so to the empty text.
         self.leading_ids: list[int] = list(tokenizer.encode("").ids)
-        """What the tokenizer puts before a text by itself: the beginning-of-text token, or nothing."""
         self.eos_id: int | None = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         if self.leading_ids and self.leading_ids[-1] == self.eos_id:
             self.leading_ids.pop()
+        # What training puts after a text, so that a model learns where texts end.
+        self.trailing_ids: list[int] = [] if self.eos_id is None else [self.eos_id]
         # A post-processor may trim offsets to exclude spaces; without it, they are the characters themselves.
         tokenizer.post_processor = None
-        self.tokenizer = tokenizer
-        """The library's own object; adds no special tokens by itself."""
+        self.tokenizer = tokenizer  # adds no special tokens by itself from here on
         self.vocab_size = vocab_size
         highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._ids_may_be_too_high = vocab_size is not None and highest_id >= vocab_size
-        self.chat_template = None if chat_template is None else _compile(chat_template, special_tokens, tokenizer)
+        self.chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            added = tokenizer.get_added_tokens_decoder().values()
+            end_markers = [token.content for token in added if token.special]
+            self.chat_template = ChatTemplate(chat_template, special_tokens, end_markers=end_markers)
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextCodec:
-        """Load the tokenizer of a model folder.
-
-        Raises: InvalidModel when it holds no usable tokenizer.
-        """
+        """Load the tokenizer of a model folder. Raises: InvalidModel when it holds no usable tokenizer."""
         require_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         config = _read_json(folder / "config.json")
-        text_config = config.get("text_config")
-        vocab_size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
-        tokenizer, special_tokens, chat_template = _load(folder, settings)
-        return cls(tokenizer, special_tokens=special_tokens, chat_template=chat_template, vocab_size=vocab_size)
+        # Models that also see images keep that of their language model apart.
+        vocab_size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+        try:
+            loaded = _load_plain(folder, settings) or _load_with_transformers(folder)
+        except InvalidModel:
+            raise
+        except Exception as error:
+            # The tokenizers library raises bare Exception for an unreadable file, and transformers passes it on.
+            raise InvalidModel(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+        return cls(*loaded, vocab_size)
 
     def encode(self, text: str) -> Any:
         """Return the `tokenizers.Encoding` of a text as it is: special tokens that it spells out are recognised, none are added."""
@@ -80,7 +82,8 @@ class TextCodec:
         return encodings
 
     def encode_ids(self, text: str) -> list[int]:
-        """Return the ids that `encode` gives, faster: the characters that each stands for are not kept."""
+        """Return the ids that `encode` gives."""
+        # Faster, as the characters that each stands for are not kept.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -90,10 +93,8 @@ class TextCodec:
         return text
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse tokens that the model has no embedding for.
-
-        Raises: InvalidModel.
-        """
+        """Refuse tokens that the model has no embedding for. Raises: InvalidModel."""
+        # The highest id of the vocabulary says for nearly every model that no token of a row need be looked at.
         if self._ids_may_be_too_high and ids and max(ids) >= (self.vocab_size or 0):
             token = self.tokenizer.id_to_token(max(ids))
             raise InvalidModel(
@@ -105,18 +106,9 @@ class TextCodec:
 Loaded = tuple[Tokenizer, dict[str, str], str | None]
 
 
-def _load(folder: Path, settings: Mapping[str, Any]) -> Loaded:
-    try:
-        return _load_plain(folder, settings) or _load_with_transformers(folder)
-    except InvalidModel:
-        raise
-    except Exception as error:
-        # The tokenizers library raises bare Exception for an unreadable file, and transformers passes it on.
-        raise InvalidModel(f"{folder} holds no tokenizer that can be loaded: {error}") from error
-
-
 def _load_plain(folder: Path, settings: Mapping[str, Any]) -> Loaded | None:
     """Return the tokenizer where tokenizer.json alone decides how text is encoded, else None."""
+    # `tokenizers` alone starts at once; transformers is needed where only it knows what a class adds.
     path = folder / "tokenizer.json"
     plain_class = settings.get("tokenizer_class") in _PLAIN_CLASSES and settings.keys() <= _PLAIN_SETTINGS
     if not path.is_file() or not plain_class or (folder / "special_tokens_map.json").exists():
@@ -147,12 +139,6 @@ def _load_with_transformers(folder: Path) -> Loaded:
     template = loaded.chat_template
     chat_template = template.get("default") if isinstance(template, dict) else template
     return tokenizer, special_tokens, chat_template
-
-
-def _compile(source: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
-    added = tokenizer.get_added_tokens_decoder().values()
-    end_markers = [token.content for token in added if token.special]
-    return ChatTemplate(source, special_tokens, end_markers=end_markers)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

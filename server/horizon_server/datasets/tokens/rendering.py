@@ -1,17 +1,131 @@
-"""A row as the text a model reads, which characters of it are trained, and which tokens that makes.
+"""What a row means, whatever its format, and the text that a model reads of it: which characters of that are trained, and which tokens.
 
-What `train_on`, `method` and the weights of messages mean is decided here.
+Takes rows that `horizon_formats.checks` has found fine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, assert_never
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from horizon_formats.formats import FUNCTION_CALL, OPENAI, DatasetFormat, parse_calls, sharegpt_spelling, text_of
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import ChatTemplate, Span
-from horizon_server.datasets.tokens.normalise import Chat, Pair, Text
 from horizon_server.errors import InvalidData
+
+_HASH_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A conversation, as chat templates read it.
+
+    Every message has `role`, `content` (a string) and `weight` (0: not trained, or 1), and what else the row has: the arguments of a tool
+    call always as an object.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A prompt and its completion: two turns for a model with a chat template, else one text after the other."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text, trained from end to end."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Token ids with a label each: the token itself, or -100 where it is not trained. Not shifted."""
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]
+
+
+NormalRow = Chat | Pair | Text | Tokens
+
+
+def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> NormalRow:
+    """Return what the columns of a checked row mean; `dataset_format` is never auto."""
+
+    def value(field: str) -> Any:
+        return columns.get(field_map.get(field, field))
+
+    match dataset_format:
+        case DatasetFormat.MESSAGES:
+            system, turns, tools = None, [_message(message) for message in value("messages")], value("tools")
+        case DatasetFormat.PROMPT_COMPLETION:
+            return Pair(prompt=value("prompt"), completion=value("completion"))
+        case DatasetFormat.TEXT:
+            return Text(text=value("text"))
+        case DatasetFormat.TOKENS:
+            return Tokens(input_ids=value("input_ids"), labels=value("labels") or value("input_ids"))
+        case DatasetFormat.SHAREGPT:
+            turns = [_sharegpt_message(message) for message in value("conversations")]
+            system, tools = value("system"), value("tools")
+        case _:
+            asked = "\n".join(part for part in (value("instruction"), value("input")) if part)
+            pairs = [*(value("history") or ()), (asked, value("output"))]
+            turns = [turn for question, answer in pairs for turn in _exchange(question, answer)]
+            system, tools = value("system"), None
+    head = [{"role": "system", "content": system, "weight": 1}] if system else []
+    return Chat(messages=head + turns, tools=(json.loads(tools) if isinstance(tools, str) else tools) or None)
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: value for key, value in message.items() if value is not None}
+    normal = given | {"content": text_of(given.get("content")), "weight": int(given.get("weight", 1))}
+    if "tool_calls" in given:
+        normal["tool_calls"] = []
+        for call in given["tool_calls"]:
+            # OpenAI writes the arguments of a call as JSON text, but templates print objects.
+            arguments = call["function"].get("arguments")
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments or {}
+            rest = {key: value for key, value in call.items() if value is not None}
+            function = {**call["function"], "arguments": arguments}
+            normal["tool_calls"].append({"type": "function"} | rest | {"function": function})
+    return normal
+
+
+def _sharegpt_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    spelling = sharegpt_spelling(message)
+    speaker, text = message[spelling.speaker], message.get(spelling.text)
+    calls = parse_calls(text) if speaker == FUNCTION_CALL and isinstance(text, str) else None
+    rest = {key: value for key, value in message.items() if key not in (spelling.speaker, spelling.text)}
+    turn = {OPENAI.speaker: spelling.roles[speaker], OPENAI.text: text} | rest
+    if calls is not None:
+        turn |= {"content": "", "tool_calls": [{"function": call} for call in calls]}
+    return _message(turn)
+
+
+def _exchange(asked: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked, "weight": 1}, {"role": "assistant", "content": answer, "weight": 1}]
+
+
+def row_content(row: NormalRow) -> bytes:
+    """Return the bytes that identify a row: equal for rows that mean the same, whatever else their lines hold."""
+    content = {name: value for name, value in vars(row).items() if value is not None} | {"kind": type(row).__name__}
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Whether content is on the evaluation side of this fraction. What is held out at some fraction is so at every larger one."""
+    # By content alone: a row stays on its side wherever it is in the file, and copies of a row are never on both sides. A random draw
+    # would leak copies, and would change with every row that is added (ADR 0005).
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "big")
+    return number < fraction * float(1 << (8 * _HASH_BYTES))
 
 
 class RenderedText(NamedTuple):
@@ -46,23 +160,14 @@ class RowRenderer:
 
         Raises: InvalidData where the template refuses the chat, or its trained part cannot be found exactly.
         """
-        if isinstance(row, Chat):
-            return self._chat(row)
         if isinstance(row, Text):
             return RenderedRow(texts=(_trained(row.text),), bare=True)
         if isinstance(row, Pair):
-            return self._pair(row)
-        assert_never(row)
-
-    def _pair(self, row: Pair) -> RenderedRow:
-        if self._template is not None:
-            turns = ({"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion})
-            return self._chat(Chat(messages=[turn | {"weight": 1} for turn in turns]))
-        # Encoded apart: at generation time the prompt ends where the model starts.
-        prompt = _trained(row.prompt) if self._train_all else RenderedText(text=row.prompt, spans=())
-        return RenderedRow(texts=(prompt, _trained(row.completion)), bare=True)
-
-    def _chat(self, row: Chat) -> RenderedRow:
+            if self._template is None:
+                # Encoded apart: at generation time the prompt ends where the model starts.
+                prompt = _trained(row.prompt) if self._train_all else RenderedText(text=row.prompt, spans=())
+                return RenderedRow(texts=(prompt, _trained(row.completion)), bare=True)
+            row = Chat(messages=_exchange(row.prompt, row.completion))
         assert self._template is not None, "chats need a chat template"
         text, spans = self._everything(self._template, row) if self._train_all else self._replies(self._template, row)
         return RenderedRow(texts=(RenderedText(text=text, spans=tuple(spans)),), bare=False)
@@ -71,14 +176,26 @@ class RowRenderer:
         text = template.render(row.messages, tools=row.tools)
         muted = [index for index, message in enumerate(row.messages) if not message["weight"]]
         left_out = [template.turn_span(row.messages, index, text, row.tools) for index in muted]
-        return text, _complement(left_out, len(text))
+        borders = [0, *(border for span in left_out for border in span), len(text)]
+        # What is between the turns that are left out, neighbours of which have nothing between them.
+        return text, [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
 
     def _replies(self, template: ChatTemplate, row: Chat) -> tuple[str, list[Span]]:
         text, found = template.assistant_spans(row.messages, row.tools)
         replies = [(message, span) for message, span in zip(row.messages, found, strict=True) if span is not None]
         if self._last_only:
             replies = replies[-1:]
-        return text, [span for message, span in replies if message["weight"] and _says_something(message)]
+        # An empty reply would train the end-of-turn token alone: to say nothing.
+        return text, [
+            span
+            for message, span in replies
+            if message["weight"]
+            and (str(message["content"]).strip() or message.get("tool_calls") or message.get("reasoning_content"))
+        ]
+
+
+def _trained(text: str) -> RenderedText:
+    return RenderedText(text=text, spans=((0, len(text)),))
 
 
 def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
@@ -99,39 +216,20 @@ def token_mask(text: str, encoding: Any, spans: Iterable[Span]) -> bytearray:
 
 def _first_token(text: str, encoding: Any, border: int) -> int:
     """Return the first token that belongs to what follows the border."""
-    token = _token_at(text, encoding, border)
+    # A tokenizer may leave characters out, as white space at the ends.
+    candidates = (encoding.char_to_token(index) for index in range(border, len(text)))
+    token = next((token for token in candidates if token is not None), None)
     if token is None:
         return len(encoding)
     begin, end = encoding.token_to_chars(token)
     if begin == border:
-        return token
+        return int(token)
     if not text[border:end].strip():
-        return token + 1
+        return int(token) + 1
     if not text[begin:border].strip():
-        return token
+        return int(token)
+    # Guessing would train on half a cue, or leave out half a word.
     raise InvalidData(
         f"token {text[begin:end]!r} holds text that is trained and text that is not, so no mask is exact; put white space or a "
         "special token between the template's words and the reply's"
     )
-
-
-def _token_at(text: str, encoding: Any, character: int) -> int | None:
-    # A tokenizer may leave characters out, as white space at the ends.
-    for index in range(character, len(text)):
-        token = encoding.char_to_token(index)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _says_something(message: dict[str, object]) -> bool:
-    return bool(str(message["content"]).strip() or message.get("tool_calls") or message.get("reasoning_content"))
-
-
-def _trained(text: str) -> RenderedText:
-    return RenderedText(text=text, spans=((0, len(text)),))
-
-
-def _complement(spans: Sequence[Span], length: int) -> list[Span]:
-    borders = [0, *(border for span in spans for border in span), length]
-    return [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]

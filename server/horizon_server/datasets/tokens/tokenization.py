@@ -1,33 +1,116 @@
-"""Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come from here.
-
-Truncation happens here, and the message for a row that cannot be used is made here.
-"""
+"""Rows to documents: token ids, and which of them are trained. What a job trains and what a preview shows both come from here."""
 
 from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from horizon_formats.files import Row, place_in
+from horizon_formats.checks import UNTRAINED, check_row
+from horizon_formats.files import Row
 from horizon_formats.formats import DatasetFormat
 from horizon_formats.problems import FieldViolation
-from horizon_formats.row_checks import UNTRAINED, check_row
+from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.datasets.recipe import PrepareOptions
-from horizon_server.datasets.tokens.chat_template import Span
+from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.datasets.tokens.documents import Document, Ids, blocks_of, split
-from horizon_server.datasets.tokens.normalise import NormalRow, Tokens, is_held_out, normalise, row_content
-from horizon_server.datasets.tokens.rendering import RenderedRow, RowRenderer, token_mask
-from horizon_server.datasets.tokens.sandbox import processor_time_limit
+from horizon_server.datasets.tokens.rendering import (
+    NormalRow,
+    RenderedRow,
+    RowRenderer,
+    Tokens,
+    is_held_out,
+    normalise,
+    row_content,
+    token_mask,
+)
 from horizon_server.errors import InvalidData, InvalidModel
 
+# Token ids, 4 bytes each: `array.array("i")`.
+Ids = array.array
+
+# Processor time of the chat template for one batch of rows. Templates take about a tenth of a millisecond for a row.
 _MAX_TEMPLATE_S = 30
-"""Processor time of the chat template for one batch of rows. Templates take about a tenth of a millisecond for a row."""
 
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
+# Characters of a block in which a long text is encoded.
+_BLOCK_CHARACTERS = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """Tokens that are trained together; `trained[t]` is 1 where token t is a target."""
+
+    ids: Ids[int]
+    trained: bytes
+
+    @property
+    def num_targets(self) -> int:
+        """Targets; the first token is never one, as nothing precedes it."""
+        return self.trained.count(1, 1)
+
+
+def split(whole: Document, length: int) -> list[Document]:
+    """Cut a document into pieces of `length` tokens. No piece has one token only, unless that is all there is."""
+    borders = [*range(0, len(whole.ids), length), len(whole.ids)]
+    # A piece of one token has no target: it takes its neighbour's last.
+    if len(borders) > 2 and borders[-1] - borders[-2] == 1:
+        borders[-2] -= 1
+    return [
+        Document(ids=whole.ids[begin:end], trained=whole.trained[begin:end])
+        for begin, end in itertools.pairwise(borders)
+    ]
+
+
+def split_text(parts: Iterable[Iterable[int]], length: int) -> Iterator[list[Document]]:
+    """Cut a list of tokens that comes in parts as `split` does the whole of it, all trained.
+
+    Yields for each part the documents that are full with it, and after the last part the rest.
+    """
+    pending = array.array("i")
+    for ids in parts:
+        pending.extend(ids)
+        full: list[Document] = []
+        begin = 0
+        # Two tokens are kept back, so that the last document can be given a second one.
+        while len(pending) - begin >= length + 2:
+            full.append(Document(ids=pending[begin : begin + length], trained=b"\1" * length))
+            begin += length
+        del pending[:begin]
+        yield full
+    if pending:
+        yield split(Document(ids=pending, trained=b"\1" * len(pending)), length)
+
+
+def text_blocks(pieces: Iterable[str], block_characters: int = _BLOCK_CHARACTERS) -> Iterator[str]:
+    """Join the pieces of a text to blocks of about this size, cut where a tokenizer would cut too."""
+    pending: list[str] = []
+    size = 0
+    for piece in pieces:
+        pending.append(piece)
+        size += len(piece)
+        if size >= block_characters:
+            text = "".join(pending)
+            cut = _last_cut(text)
+            yield text[:cut]
+            pending, size = [text[cut:]], len(text) - cut
+    if size:
+        yield "".join(pending)
+
+
+def _last_cut(text: str) -> int:
+    # Before a line break that follows a letter: all tokenizers in use that split words start a new piece there.
+    end = len(text)
+    for _ in range(100):
+        end = text.rfind("\n", 1, end)
+        if end < 0:
+            break
+        if text[end - 1].isalpha():
+            return end
+    any_break = text.rfind("\n", 1)
+    return any_break if any_break > 0 else len(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +118,7 @@ class TokenizedRow:
     """What became of one row: documents, or why there are none.
 
     `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
-    `sequence_length`. `num_cut_tokens` were beyond it.
+    `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of `eval_fraction`.
     """
 
     documents: Sequence[Document] = ()
@@ -43,48 +126,23 @@ class TokenizedRow:
     violations: Sequence[FieldViolation] = ()
     left_out: FieldViolation | None = None
     held_out: bool = False
-    """Whether the row is on the evaluation side of `eval_fraction`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSpan:
-    """Text whose tokens are all trained, or all not."""
-
-    text: str
-    trained: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShownRow:
-    """A row as the model will see it. The texts of `spans` laid end to end are what it reads, up to where the row is cut.
-
-    A row that cannot be used has `violations` and, where it could be rendered, spans all the same.
-    """
-
-    number: int
-    spans: tuple[TextSpan, ...] = ()
-    num_tokens: int = 0
-    num_trained_tokens: int = 0
-    num_cut_tokens: int = 0
-    num_documents: int = 0
-    violations: tuple[FieldViolation, ...] = ()
 
 
 class _Part(NamedTuple):
-    """Consecutive tokens of a row, and the text they were made from where there is one."""
+    """Consecutive tokens of a row, and the text they were made from with its `tokenizers.Encoding`, where they are known."""
 
     ids: Ids[int]
     trained: bytes
     text: str = ""
-    starts: Sequence[int] = ()
+    encoding: Any = None
 
 
 class _ReadRow(NamedTuple):
     """A row that was checked and rendered (tokens are not), or what is wrong with it."""
 
-    normal: NormalRow | None = None
-    rendered: RenderedRow | None = None
-    violations: Sequence[FieldViolation] = ()
+    normal: NormalRow | None
+    rendered: RenderedRow | None
+    violations: Sequence[FieldViolation]
 
     @property
     def masked_texts(self) -> list[str]:
@@ -106,110 +164,111 @@ class RowTokenizer:
                 f"the dataset holds {dataset_format}, but the model has no chat template; add chat_template.jinja to the model "
                 "or use a prompt-completion dataset"
             )
-        self._end = [] if codec.eos_id is None else [codec.eos_id]
 
     def tokenize(self, rows: Sequence[Row]) -> Iterator[TokenizedRow]:
         """Yield for each row its documents, or why there are none.
 
         Raises: InvalidModel where the tokenizer belongs to another model, or the template does not end.
         """
-        read = self._read_all(rows)
-        encodings = iter(self._codec.encode_all([text for item in read for text in item.masked_texts]))
-        for row, item in zip(rows, read, strict=True):
-            own = iter([next(encodings) for _ in item.masked_texts])
-            yield self._tokenized(row, item, own)
+        read = self._read(rows)
+        masked = [item.masked_texts for item in read]
+        encodings = iter(self._codec.encode_all([text for texts in masked for text in texts]))
+        for row, item, texts in zip(rows, read, masked, strict=True):
+            # All of the row's own are taken here: one that is refused half way leaves the rest of them unused.
+            own = iter([next(encodings) for _ in texts])
+            if item.normal is None:
+                yield TokenizedRow(violations=item.violations)
+                continue
+            try:
+                whole = _joined(self._parts(item, own))
+            except InvalidData as error:
+                yield TokenizedRow(violations=[_unusable(row, error)])
+                continue
+            fitted = self._fit(row, whole)
+            if self._options.eval_fraction:
+                fitted = replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
+            yield fitted
 
-    def _tokenized(self, row: Row, item: _ReadRow, encodings: Iterator[Any]) -> TokenizedRow:
-        if item.normal is None:
-            return TokenizedRow(violations=item.violations)
-        try:
-            fitted = self._fit(row, _joined(self._parts(item, lambda _: next(encodings), with_starts=False)))
-        except InvalidData as error:
-            return TokenizedRow(violations=[_unusable(row, error)])
-        if not self._options.eval_fraction:
-            return fitted
-        return replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
+    def show(self, row: Row) -> PreviewRow:
+        """Return the row as `tokenize` hands it to training, for people to read.
 
-    def show(self, row: Row) -> ShownRow:
-        """Return the row as `tokenize` hands it to training, for people to read."""
-        (item,) = self._read_all([row])
+        The texts of its spans laid end to end are what the model reads, up to where the row is cut. A row that cannot be used has
+        problems and, where it could be rendered, spans all the same.
+        """
+        shown = PreviewRow(file=row.file, unit=row.unit, number=row.number)
+        (item,) = self._read([row])
         if item.normal is None:
-            return ShownRow(number=row.number, violations=tuple(item.violations))
+            return replace(shown, problems=tuple(violation.description for violation in item.violations))
         try:
-            parts = self._parts(item, self._codec.encode, with_starts=True)
+            parts = self._parts(item, map(self._codec.encode, item.masked_texts), shown=True)
         except InvalidData as error:
-            return ShownRow(number=row.number, violations=(_unusable(row, error),))
+            return replace(shown, problems=(_unusable(row, error).description,))
         whole = _joined(parts)
         fitted = self._fit(row, whole)
         problems = [*fitted.violations, *([fitted.left_out] if fitted.left_out else [])]
         mask = b"".join(b"\0" + piece.trained[1:] for piece in self._pieces(whole))
-        return ShownRow(
-            number=row.number,
-            spans=tuple(_merged(self._spans(parts, mask))),
+        return replace(
+            shown,
+            spans=tuple(self._spans(parts, mask)),
             num_tokens=len(mask),
             num_trained_tokens=mask.count(1),
             num_cut_tokens=len(whole.ids) - len(mask),
             num_documents=len(fitted.documents),
-            violations=tuple(problems),
+            problems=tuple(problem.description for problem in problems),
         )
 
-    def _read_all(self, rows: Sequence[Row]) -> list[_ReadRow]:
-        places = dict.fromkeys(place_in(row.file, row.number, row.unit) for row in (rows[0], rows[-1]))
+    def _read(self, rows: Sequence[Row]) -> list[_ReadRow]:
+        read: list[_ReadRow] = []
+        places = dict.fromkeys(row.place for row in (rows[0], rows[-1]))
         endless = InvalidModel(
             f"the model's chat template took more than {_MAX_TEMPLATE_S} s of processor time for {' to '.join(places)}; it may never end"
         )
         with processor_time_limit(_MAX_TEMPLATE_S, endless):
-            return [self._read(row) for row in rows]
+            for row in rows:
+                normal: NormalRow | None = None
+                rendered = None
+                violations = check_row(row, self._format, self._options.field_map)
+                if not violations:
+                    normal = normalise(row.columns, self._format, self._options.field_map)
+                    try:
+                        rendered = None if isinstance(normal, Tokens) else self._renderer.render(normal)
+                    except InvalidData as error:
+                        normal, violations = None, [_unusable(row, error)]
+                read.append(_ReadRow(normal, rendered, violations))
+        return read
 
-    def _read(self, row: Row) -> _ReadRow:
-        problems = check_row(row, self._format, self._options.field_map)
-        if problems:
-            return _ReadRow(violations=problems)
-        normal = normalise(row.columns, self._format, self._options.field_map)
-        if isinstance(normal, Tokens):
-            return _ReadRow(normal=normal)
-        try:
-            return _ReadRow(normal=normal, rendered=self._renderer.render(normal))
-        except InvalidData as error:
-            return _ReadRow(violations=[_unusable(row, error)])
-
-    def _parts(self, item: _ReadRow, encode: Callable[[str], Any], *, with_starts: bool) -> list[_Part]:
-        """Return the tokens of a row in parts that are laid end to end."""
+    def _parts(self, item: _ReadRow, encodings: Iterator[Any], *, shown: bool = False) -> list[_Part]:
+        """Return the tokens of a row in parts that are laid end to end; `encodings` are those of its masked texts."""
         if isinstance(item.normal, Tokens):
-            return [self._given_tokens(item.normal)]
+            size = self._codec.vocab_size
+            highest = max(item.normal.input_ids, default=0)
+            if size is not None and highest >= size:
+                raise InvalidData(f"input_ids holds {highest}, but the model's vocab_size is {size}")
+            trained = bytes(label != UNTRAINED for label in item.normal.labels)
+            return [_Part(ids=array.array("i", item.normal.input_ids), trained=trained)]
         assert item.rendered is not None, "everything but tokens is rendered"
         parts: list[_Part] = []
         for text in item.rendered.texts:
-            if text.trained_throughout:
-                parts += self._throughout(text.text, with_starts=with_starts)
-            else:
-                parts.append(_masked(text.text, encode(text.text), text.spans, with_starts=with_starts))
+            if not text.trained_throughout:
+                encoding = next(encodings)
+                trained = bytes(token_mask(text.text, encoding, text.spans))
+                parts.append(_Part(array.array("i", encoding.ids), trained, text.text, encoding))
+                continue
+            for block in _blocks(text.text):
+                # Ids alone are encoded faster, and no mask is needed to know what is trained.
+                encoding = self._codec.encode(block) if shown else None
+                ids = array.array("i", encoding.ids if encoding is not None else self._codec.encode_ids(block))
+                parts.append(_Part(ids, b"\1" * len(ids), block, encoding))
         for part in parts:
             self._codec.check_ids(part.ids)
         if not item.rendered.bare:
             return parts
-        leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._end)
+        leading, trailing = array.array("i", self._codec.leading_ids), array.array("i", self._codec.trailing_ids)
         return [
             _Part(ids=leading, trained=bytes(len(leading))),
             *parts,
             _Part(ids=trailing, trained=b"\1" * len(trailing)),
         ]
-
-    def _throughout(self, text: str, *, with_starts: bool) -> Iterator[_Part]:
-        for block in blocks_of(text):
-            if with_starts:
-                yield _masked(block, self._codec.encode(block), [(0, len(block))], with_starts=True)
-            else:
-                ids = array.array("i", self._codec.encode_ids(block))
-                yield _Part(ids=ids, trained=b"\1" * len(ids))
-
-    def _given_tokens(self, tokens: Tokens) -> _Part:
-        size = self._codec.vocab_size
-        highest = max(tokens.input_ids, default=0)
-        if size is not None and highest >= size:
-            raise InvalidData(f"input_ids holds {highest}, but the model's vocab_size is {size}")
-        trained = bytes(label != UNTRAINED for label in tokens.labels)
-        return _Part(ids=array.array("i", tokens.input_ids), trained=trained)
 
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
@@ -220,6 +279,7 @@ class RowTokenizer:
         kept = [piece for piece in self._pieces(whole) if piece.num_targets]
         if kept:
             return TokenizedRow(documents=kept, num_cut_tokens=len(whole.ids) - sum(len(piece.ids) for piece in kept))
+        # Left out, not refused: it is too long for this job only.
         problem = (
             f"has {len(whole.ids)} tokens, and within sequence_length {self._options.sequence_length} none is trained; raise "
             "train.sequence_length or shorten the row"
@@ -230,33 +290,40 @@ class RowTokenizer:
         limit = self._options.sequence_length
         if len(whole.ids) <= limit:
             return [whole]
+        # What follows the cut of a chat has lost the turns that it answers; a text can be read from anywhere.
         if self._options.method == "pretrain" or self._format is DatasetFormat.TEXT:
             return split(whole, limit)
         return [Document(ids=whole.ids[:limit], trained=whole.trained[:limit])]
 
-    def _spans(self, parts: Sequence[_Part], mask: bytes) -> Iterator[TextSpan]:
+    def _spans(self, parts: Sequence[_Part], mask: bytes) -> Iterator[PreviewSpan]:
         """Yield the text of the masked tokens, in runs of equal mask."""
+        texts: list[tuple[bool, str]] = []
         at = 0
         for part in parts:
             here = mask[at : at + len(part.ids)]
-            for begin, end in _runs(here):
-                yield TextSpan(text=self._text_of(part, begin, end), trained=here[begin] == 1)
             at += len(part.ids)
+            offsets = part.encoding.offsets if part.encoding else []
+            begin = 0
+            while begin < len(here):
+                end = here.find(1 - here[begin], begin)
+                end = len(here) if end < 0 else end
+                if offsets:
+                    # A token's text reaches to the start of the next, so that nothing between two tokens is lost.
+                    until = offsets[end][0] if end < len(offsets) else len(part.text)
+                    text = part.text[offsets[begin][0] if begin else 0 : until]
+                else:
+                    text = self._codec.decode(part.ids[begin:end])
+                texts.append((here[begin] == 1, text))
+                begin = end
+        for trained, run in itertools.groupby(texts, key=lambda item: item[0]):
+            yield PreviewSpan(text="".join(text for _, text in run), trained=trained)
 
-    def _text_of(self, part: _Part, begin: int, end: int) -> str:
-        if not part.starts:
-            return self._codec.decode(part.ids[begin:end])
-        until = part.starts[end] if end < len(part.starts) else len(part.text)
-        return part.text[part.starts[begin] if begin else 0 : until]
 
-
-def _masked(text: str, encoding: Any, spans: Sequence[Span], *, with_starts: bool) -> _Part:
-    return _Part(
-        ids=array.array("i", encoding.ids),
-        trained=bytes(token_mask(text, encoding, spans)),
-        text=text,
-        starts=[start for start, _ in encoding.offsets] if with_starts else (),
-    )
+def _blocks(text: str) -> Iterable[str]:
+    """Return a text in blocks, so that the memory of the tokenizer does not follow its length."""
+    if len(text) <= _BLOCK_CHARACTERS:
+        return [text]
+    return text_blocks(text[at : at + _BLOCK_CHARACTERS] for at in range(0, len(text), _BLOCK_CHARACTERS))
 
 
 def _unusable(row: Row, error: InvalidData) -> FieldViolation:
@@ -270,17 +337,3 @@ def _joined(parts: Sequence[_Part]) -> Document:
     for part in parts:
         ids += part.ids
     return Document(ids=ids, trained=b"".join(part.trained for part in parts))
-
-
-def _merged(spans: Iterable[TextSpan]) -> Iterator[TextSpan]:
-    for trained, run in itertools.groupby(spans, key=lambda span: span.trained):
-        yield TextSpan(text="".join(span.text for span in run), trained=trained)
-
-
-def _runs(mask: bytes) -> Iterator[tuple[int, int]]:
-    begin = 0
-    while begin < len(mask):
-        end = mask.find(1 - mask[begin], begin)
-        end = len(mask) if end < 0 else end
-        yield begin, end
-        begin = end

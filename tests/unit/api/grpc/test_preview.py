@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from horizon_proto.v1 import dataset_pb2, job_pb2
-from horizon_server.datasets.preview.request import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
+from horizon_server.datasets.preview import DatasetPreview, PreviewOptions, PreviewRow, PreviewSpan
 from horizon_server.records.account import Principal
 
 

@@ -9,21 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from horizon_formats.formats import DatasetFormat
-from horizon_server.datasets.reading import StoredFile
-from horizon_server.datasets.recipe import METHODS, TRAIN_ON, PrepareOptions
+from horizon_server.datasets.reading import StoredFile, from_plain, to_plain
 from horizon_server.errors import FieldViolation, InvalidSpec, WorkerFailed
 
 MAX_ROWS = 100
+# Maximum text of one row that is shown, and of all rows together; all their tokens are counted.
 MAX_ROW_CHARACTERS = 16 * 1024
-"""Maximum text of one row that is shown; all its tokens are counted."""
 MAX_CHARACTERS = 512 * 1024
-"""Maximum text of all rows together."""
 MAX_SPANS = 1000
 MAX_PROBLEMS = 5
-_SEQUENCE_LENGTHS = (8, 1_048_576)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +33,18 @@ class PreviewOptions:
     sequence_length: int = 1024
 
     def check(self) -> None:
-        """Refuse what cannot be shown.
+        """Refuse what cannot be shown. Raises: InvalidSpec with one violation per field."""
+        # Here, as the child reads this module too: it starts 0.14 s sooner without pydantic.
+        from horizon_server.spec import Method, TrainOn, TrainSpec
 
-        Raises: InvalidSpec with one violation per field.
-        """
-        low, high = _SEQUENCE_LENGTHS
+        length = TrainSpec.model_json_schema()["properties"]["sequence_length"]
+        low, high = length["minimum"], length["maximum"]
+        methods, train_on = get_args(Method), get_args(TrainOn)
         wrong = {
             "num_rows": f"1 to {MAX_ROWS}" if not 1 <= self.num_rows <= MAX_ROWS else "",
             "offset": "0 or more" if self.offset < 0 else "",
-            "method": f"one of {', '.join(METHODS)}" if self.method not in METHODS else "",
-            "train_on": f"one of {', '.join(TRAIN_ON)}" if self.train_on not in TRAIN_ON else "",
+            "method": f"one of {', '.join(methods)}" if self.method not in methods else "",
+            "train_on": f"one of {', '.join(train_on)}" if self.train_on not in train_on else "",
             "sequence_length": f"{low} to {high}" if not low <= self.sequence_length <= high else "",
         }
         violations = [
@@ -106,34 +104,18 @@ class PreviewRequest:
     field_map: dict[str, str]
     options: PreviewOptions
 
-    @property
-    def prepare_options(self) -> PrepareOptions:
-        """The same options as the preparation of a job has them."""
-        return PrepareOptions(
-            format=DatasetFormat(self.format),
-            field_map=self.field_map,
-            method=self.options.method,
-            sequence_length=self.options.sequence_length,
-            train_on=self.options.train_on,
-        )
-
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        return {
-            "dataset_files": [{"path": str(file.path), "name": file.name} for file in self.dataset_files],
+        return dataclasses.asdict(self) | {
+            "dataset_files": to_plain(self.dataset_files),
             "model_dir": str(self.model_dir),
-            "format": self.format,
-            "field_map": self.field_map,
-            "options": dataclasses.asdict(self.options),
         }
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> PreviewRequest:
         """Return the request that `to_mapping` has made plain."""
         return cls(
-            dataset_files=tuple(
-                StoredFile.at(Path(file["path"]), name=file["name"]) for file in plain["dataset_files"]
-            ),
+            dataset_files=from_plain(plain["dataset_files"]),
             model_dir=Path(plain["model_dir"]),
             format=plain["format"],
             field_map=plain["field_map"],
@@ -144,15 +126,14 @@ class PreviewRequest:
 def rows_from_answer(answer: Any) -> tuple[PreviewRow, ...]:
     """Return the rows that the child answered with, each as `dataclasses.asdict` makes it plain.
 
-    Raises: WorkerFailed when it answered something else: the child runs a template that came with a model.
+    Raises: WorkerFailed when it answered something else.
     """
+    rows: list[PreviewRow] = []
     try:
-        return tuple(_row(plain) for plain in answer)
+        for plain in answer:
+            spans = tuple(PreviewSpan(text=str(span["text"]), trained=bool(span["trained"])) for span in plain["spans"])
+            rows.append(PreviewRow(**plain | {"spans": spans, "problems": tuple(map(str, plain["problems"]))}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # The child runs a template that came with a model, so its answer is not trusted.
         raise WorkerFailed("the preview answered with something that is not rows") from error
-
-
-def _row(plain: dict[str, Any]) -> PreviewRow:
-    spans = [PreviewSpan(text=str(span["text"]), trained=bool(span["trained"])) for span in plain.pop("spans")]
-    problems = [str(problem) for problem in plain.pop("problems")]
-    return PreviewRow(**plain, spans=tuple(spans), problems=tuple(problems))
+    return tuple(rows)

@@ -1,1 +1,0 @@
-"""Rows of a dataset as a model would see them, rendered in a child process."""
