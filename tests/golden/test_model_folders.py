@@ -25,7 +25,7 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import plane_sizes
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import TinyModel
+    from tests.support.tiny_models import TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 OTHERWISE_ON_DISK = {

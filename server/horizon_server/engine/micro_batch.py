@@ -1,7 +1,5 @@
 """One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a step, joined.
 
-Owns the meaning of labels, positions and document boundaries.
-
 Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = supervised tokens.
 """
 
@@ -14,10 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from horizon_formats.row_checks import UNTRAINED
 from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import FieldViolation, InvalidData
 
-IGNORED_LABEL = -100
+# As in the rows that users upload, and as torch's cross_entropy takes it.
+IGNORED_LABEL = UNTRAINED
 
 Item = TypeVar("Item")
 
