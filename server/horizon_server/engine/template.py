@@ -74,7 +74,7 @@ class Template:
         # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
         self._model, self._tape = model, Tape(num_layers=self.num_layers)
-        # Layers that are alike run as the first of them, so that what a module keeps between calls exists once.
+        # Layers that are alike run as the first of them, so that trials, buffers and workspace are counted once per kind.
         first_alike: dict[tuple[object, ...], int] = {}
         self.layer_groups = [first_alike.setdefault(layer_signature(layer), i) for i, layer in enumerate(layer_list)]
         self._layers = [layer_list[group] for group in self.layer_groups]
