@@ -132,3 +132,27 @@ def test_untrained_positions_have_no_part_in_the_loss(
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     error, name = worst_error(run, reference)
     assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_embedding_of_the_padding_token_gets_the_gradient_of_plain_autograd(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack([torch.tensor([3, 7, 7, 9, 7, 11])]), pack([torch.tensor([5, 9, 3])])]
+    run = start(model)
+
+    run.trainer.train_step(rows)
+
+    reference = model.reference()
+    num_targets = sum(row.num_targets for row in rows)
+    torch.autograd.backward([plain_loss(reference, row) / num_targets for row in rows])
+    error, name = worst_error(run, reference)
+    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    # Where the table is not the projection too, nothing else can give the row a gradient.
+    row_of_padding = run.store.tensor("model.embed_tokens.weight", "grad")[model.config.pad_token_id]
+    assert bool(row_of_padding.any()) == model.template.tied

@@ -144,7 +144,7 @@ class ForwardBackward:
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        self.activations.reserve(tokens.num_tokens)
+        self.activations.reserve(tokens.row_ids_N.numel())
         return _Pass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
@@ -277,7 +277,8 @@ class ForwardBackward:
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
         template, sink, tokens = self._template, self._sink, current.tokens
-        padding_row = tokens.row_of(template.padding_id)
+        padding_id = template.padding_id
+        padding_rows = [] if padding_id is None else (tokens.rows_R == padding_id).nonzero().flatten().tolist()
         gradient = sink.open(0)
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
@@ -285,8 +286,8 @@ class ForwardBackward:
 
         def accumulate(gradient_RD: Tensor) -> None:
             # As nn.Embedding does, whose padding_idx the template removed.
-            if padding_row is not None:
-                gradient_RD[padding_row].zero_()
+            for row in padding_rows:
+                gradient_RD[row].zero_()
             if by_rows:
                 table.add_(gradient_RD)
             else:

@@ -93,19 +93,9 @@ class StepTokens:
         )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return self.row_ids_N.numel()
-
-    @property
     def num_targets(self) -> int:
         """Supervised tokens of the step, by which every chunk of the loss is scaled."""
         return self.targets_S.numel()
-
-    def row_of(self, token_id: int | None) -> int | None:
-        """The row that a token id was renumbered to, if the step uses it."""
-        found = (self.rows_R == token_id).nonzero() if token_id is not None else torch.empty(0)
-        return int(found[0]) if found.numel() else None
 
 
 def grouped(items: Sequence[Item], sizes: Iterable[int], limit: int) -> list[list[Item]]:

@@ -52,15 +52,12 @@ def find_packing_limit(
     """
     trials = [_own_positions_agree(*layer, hidden_size=hidden_size) for layer in layers]
     trials.append(_calls_agree(calls_of, max_document_tokens=max_document_tokens or _MAX_ROW_TOKENS))
-
-    def differs(num_tokens: int) -> bool:
-        return not all(agree(num_tokens) for agree in trials)
-
-    if not differs(_MAX_ROW_TOKENS):
+    if all(agree(_MAX_ROW_TOKENS) for agree in trials):
         return None
     # Once a length changes something, all greater ones do: thresholds are crossed once.
     lengths = range(_DOCUMENT_TOKENS, _MAX_ROW_TOKENS)
-    return lengths[bisect.bisect_left(lengths, True, key=differs)] - 1
+    first = bisect.bisect_left(lengths, True, key=lambda length: not all(agree(length) for agree in trials))
+    return lengths[first] - 1
 
 
 def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dtype: torch.dtype) -> bool:

@@ -37,19 +37,20 @@ class SlotRings:
         num_slots: int,
         edge_elements: int,
     ) -> None:
-        self._device, self._units, self._give_back = device, units, give_back
+        self._device, self._give_back = device, give_back
         layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
-        self._layers = deque(Slot(flat=allocate(layer_elements)) for _ in range(num_slots))
+        layers = deque(Slot(flat=allocate(layer_elements)) for _ in range(num_slots))
         # Only one: embedding and head can be far larger than a layer, and are needed once or twice a step.
-        self._edges = deque([Slot(flat=allocate(edge_elements))])
+        edges = deque([Slot(flat=allocate(edge_elements))])
+        self._rings = [layers if unit.kind == "layer" else edges for unit in units]
 
     def available(self, unit_index: int) -> bool:
         """Whether the next slot in turn for a unit has been released."""
-        return not self._ring(unit_index)[0].in_use
+        return not self._rings[unit_index][0].in_use
 
     def take(self, unit_index: int, queue: Queue) -> Slot:
         """The next slot in turn for a unit; later work of `queue` waits until its last user has let go."""
-        ring = self._ring(unit_index)
+        ring = self._rings[unit_index]
         slot = ring[0]
         assert not slot.in_use, "slots are released in the order they were taken"
         ring.rotate(-1)
@@ -67,9 +68,6 @@ class SlotRings:
 
     def close(self) -> None:
         """Give the memory back. The queues must be idle."""
-        for ring in (self._layers, self._edges):
+        for ring in self._rings:
             while ring:
                 self._give_back(ring.popleft().flat)
-
-    def _ring(self, unit_index: int) -> deque[Slot]:
-        return self._layers if self._units[unit_index].kind == "layer" else self._edges
