@@ -5,7 +5,7 @@ Everything follows from (dataset, arguments, i): the cursor of a checkpoint is t
 Packing is best-fit decreasing: the longest document first, each into the row that it leaves fullest. What that does depends on lengths
 only, so it is done once for a histogram of them: rows that hold documents of the same lengths are one pattern, and ten million
 documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
-every epoch. Permutations need no list: a Feistel network computes any place of an order by itself.
+every epoch. Permutations need no list: a Feistel network computes any one place of an order.
 
 Shapes: N tokens of the dataset, D documents, T tokens of one row.
 """

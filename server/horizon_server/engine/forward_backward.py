@@ -170,7 +170,7 @@ class ForwardBackward:
         template, tokens = self._template, current.tokens
 
         def embed(index: int, span: slice) -> None:
-            parameters = {place.name: place.piece.read(flat) for place in template.places_beside_the_table}
+            parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             self._seed(current, 0, index)
             with torch.no_grad():
@@ -295,7 +295,7 @@ class ForwardBackward:
                 table.index_add_(0, tokens.placed_rows_R, gradient_RD.to(table.dtype))
 
         def backward(index: int, span: slice) -> None:
-            leaves = _leaves(template.places_beside_the_table, flat, gradient, sink.reached)
+            leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
             sink.reached.update(template.table_place.stored_names)
             weight = self._table(current, flat, by_rows=template.embeds_by_rows)
             leaves[template.table_place.name] = _leaf(weight, accumulate)

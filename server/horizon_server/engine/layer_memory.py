@@ -37,7 +37,7 @@ def _saved_bytes(template: Template, num_tokens: int) -> int:
         hidden_1TD, calls = template.embed(table, ids_T, positions_T)
     counts: dict[int, int] = {}
     for index, group in enumerate(template.layer_groups):
-        # Layers of a group are alike, so that one of them counts for all.
+        # Layers of a group are equal, so one of them counts for all.
         if group in counts:
             continue
         kept: dict[int, int] = {}

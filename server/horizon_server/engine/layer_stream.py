@@ -74,23 +74,21 @@ class LayerStream:
         self._rings.close()
 
     def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
-        device, template = self._device, self._template
+        device, template, units = self._device, self._template, self._template.layout.units
         slot = self._rings.take(request.unit_index, device.h2d)
-        # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
-        self._wait_for_update(request.unit_index)
-        if request.rows_R is not None:
-            rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-            device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
-            return slot, device.h2d.record()
-        unit = template.layout.units[request.unit_index]
-        device.upload_unit(self._store, unit.index, slot.flat[: unit.num_elements])
+        indices, start = [request.unit_index], 0
         # A tied head computes with the table, which is in another unit with an update of its own.
-        if unit.kind == "head" and template.tied:
-            self._wait_for_update(0)
-            device.upload_unit(self._store, 0, slot.flat[unit.num_elements : template.head_elements])
+        if units[request.unit_index].kind == "head" and template.tied:
+            indices.append(0)
+        for index in indices:
+            # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
+            if index in self._updated:
+                device.h2d.wait(self._updated[index])
+            if request.rows_R is not None:
+                rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
+                device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
+            else:
+                end = start + units[index].num_elements
+                device.upload_unit(self._store, index, slot.flat[start:end])
+                start = end
         return slot, device.h2d.record()
-
-    def _wait_for_update(self, unit_index: int) -> None:
-        event = self._updated.get(unit_index)
-        if event is not None:
-            self._device.h2d.wait(event)

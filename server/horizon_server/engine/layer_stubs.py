@@ -54,10 +54,11 @@ class LayerCall:
             return (hidden, *self.args), dict(self.kwargs)
         return self.args, {**self.kwargs, self.keyword: hidden}
 
-    def without_storage(self) -> LayerCall:
-        """The same call on the meta device."""
+    def without_storage(self, *, hidden_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the same call on the meta device, with a hidden state of a few tokens."""
+        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta", requires_grad=True)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (self.args, dict(self.kwargs)))
-        return replace(self, args=args, kwargs=kwargs)
+        return replace(self, args=args, kwargs=kwargs).with_hidden(hidden_1TD)
 
 
 class Tape:
@@ -213,8 +214,7 @@ def _refuse_second_results(
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         if not any(value is second for value in (*call.args, *call.kwargs.values())):
             continue
-        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, model.config.get_text_config().hidden_size, device="meta")
-        args, kwargs = call.without_storage().with_hidden(hidden_1TD)
+        args, kwargs = call.without_storage(hidden_size=model.config.get_text_config().hidden_size)
         try:
             # On a copy: some layers move what they hold to where they find the hidden state.
             with torch.no_grad():
@@ -252,13 +252,7 @@ class _ForeignParameters(TorchFunctionMode):
         self._tape = tape
         self.names: list[str] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self._tape.calls) < self._tape.num_layers:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, Tensor) and value.is_meta and id(value) in self._names:

@@ -1,10 +1,10 @@
-"""A transformers model as structure without storage: how it is built, which of its layers are alike, and what it keeps between calls."""
+"""A transformers model as structure without storage: how it is built, which layers are equal, and what it keeps between calls."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,7 @@ _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 class _EmptyTensorsOnMeta(TorchFunctionMode):
     """Sends `torch.empty` to the meta device: that is how modules make parameters, while buffers are made from values."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
             return func(*args, **{**(kwargs or {}), "device": "meta"})
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ Shapes: T = tokens of the trial, N = tokens of all its rows, D = hidden size.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroB
 
 
 def _calls_agree(calls_of: CallsOf, *, max_document_tokens: int) -> Callable[[int], bool]:
-    """Tests whether the model calls its layers alike for a short document alone and after one of a number of tokens."""
+    """Returns a test: does the model call its layers for a short document as it does after a document of N tokens?"""
     short_T = torch.arange(min(_DOCUMENT_TOKENS, max_document_tokens))
 
     def tensors(positions_T: Tensor) -> dict[object, Tensor]:
@@ -136,9 +136,8 @@ def _calls_agree(calls_of: CallsOf, *, max_document_tokens: int) -> Callable[[in
 
 
 def _own_positions_agree(layer: nn.Module, call: LayerCall, *, hidden_size: int) -> Callable[[int], bool]:
-    """Tests whether what a layer computes from positions that it counts by itself is the same in a short row and a longer one."""
-    hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta")
-    args, kwargs = call.without_storage().with_hidden(hidden_1TD)
+    """Returns a test: does a layer compute the same from positions that it counts itself in a short row and one of N tokens?"""
+    args, kwargs = call.without_storage(hidden_size=hidden_size)
 
     def derived(num_tokens: int) -> list[Tensor]:
         counted = _CountedPositions(torch.linspace(0, num_tokens - 1, NUM_TRIAL_TOKENS, dtype=torch.float64).long())
@@ -168,13 +167,7 @@ class _CountedPositions(TorchFunctionMode):
         self._derived: dict[int, Tensor] = {}
         self.used: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func is torch.arange:
             counted: Tensor = func(*args, **{**named, "device": "cpu"})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
+from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
 
 
 class SkippedProjection:
@@ -56,8 +56,7 @@ class SkippedProjection:
 
 def find_skipped_projection(layer: nn.Module, call: LayerCall, *, hidden_size: int) -> SkippedProjection | None:
     """The projection after which autograd saves nothing more, if a layer has one. The layer has no storage."""
-    hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta", requires_grad=True)
-    args, kwargs = call.without_storage().with_hidden(hidden_1TD)
+    args, kwargs = call.without_storage(hidden_size=hidden_size)
     # On a copy: some layers move what they hold to where they find the hidden state.
     trial = copy.deepcopy(layer)
     called: list[nn.Module] = []

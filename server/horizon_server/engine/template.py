@@ -47,7 +47,7 @@ class Template:
 
     `places` are the parameters in each unit's buffer, by unit index; the head's buffer is `head_elements` long: its own unit, then the
     embedding's where that is the projection. `table_place` is the embedding table among the embedding unit's places, `embedding_name`
-    its name in the layout, and `places_beside_the_table` what else the first layer's input is made of (learned positions, a norm).
+    its name in the layout, and `places_besides_table` what else the first layer's input is made of (learned positions, a norm).
     Where there is nothing else, the model `embeds_by_rows`: the rows in use are all it needs. `num_skipped_parameters` are those of all
     layers whose product the recompute of a layer skips.
     """
@@ -74,9 +74,9 @@ class Template:
         # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
         self._model, self._tape = model, Tape(num_layers=self.num_layers)
-        # Layers that are alike run as the first of them, so that trials, buffers and workspace are counted once per kind.
-        first_alike: dict[tuple[object, ...], int] = {}
-        self.layer_groups = [first_alike.setdefault(layer_signature(layer), i) for i, layer in enumerate(layer_list)]
+        # Equal layers run as the first of them, so that trials, buffers and workspace are counted once per kind.
+        first_equal: dict[tuple[object, ...], int] = {}
+        self.layer_groups = [first_equal.setdefault(layer_signature(layer), i) for i, layer in enumerate(layer_list)]
         self._layers = [layer_list[group] for group in self.layer_groups]
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
@@ -105,8 +105,8 @@ class Template:
         self.places = [self._unit_places(unit, bound) for unit in units]
         local_name = self.embedding_parameter.removeprefix(self._prefixes["embedding"])
         self.table_place = next(place for place in self.places[0] if place.name == local_name)
-        self.places_beside_the_table = [place for place in self.places[0] if place is not self.table_place]
-        self.embeds_by_rows = not self.places_beside_the_table
+        self.places_besides_table = [place for place in self.places[0] if place is not self.table_place]
+        self.embeds_by_rows = not self.places_besides_table
         piece = self.table_place.piece
         assert isinstance(piece, Strided), "a table is one tensor"
         self.embedding_name = next(tensor.name for tensor in units[0].tensors if tensor.offset == piece.offset)
@@ -215,7 +215,7 @@ class Template:
         num_tokens = hidden_1CD.shape[1]
         # What precedes the layers is not used, but its code runs: zeros of the right shape stand in, without memory.
         zero, bound = hidden_1CD.new_zeros(()), {}
-        for place in self.places_beside_the_table:
+        for place in self.places_besides_table:
             num_rows, *rest = place.piece.shape
             # Tables of positions get rows enough for a chunk, whose tokens are counted as if they were neighbours.
             if isinstance(self._base_model.get_submodule(place.name.rpartition(".")[0]), nn.Embedding):

@@ -74,7 +74,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
-        # Before anything is copied: what is not registered by then takes the detour through staging memory.
+        # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
@@ -103,8 +103,8 @@ class Trainer:
     def supports_packing(self) -> bool:
         """Whether the model keeps packed documents apart; tested once, on the real weights.
 
-        Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves; where it is True, they
-        split rows beyond the template's packing limit.
+        Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they split rows
+        beyond the template's packing limit.
         """
         answer = supports_packing(
             self._forward_backward.hidden_states,

@@ -239,7 +239,7 @@ def test_learned_positions_travel_with_the_table() -> None:
 
     assert not template.embeds_by_rows
     assert template.embedding_name == "transformer.wte.weight"
-    assert [place.name for place in template.places_beside_the_table] == ["wpe.weight"]
+    assert [place.name for place in template.places_besides_table] == ["wpe.weight"]
     assert template.max_document_tokens == 32
     assert Template.from_config(config_of("llama")).embeds_by_rows
 
