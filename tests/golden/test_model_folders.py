@@ -148,9 +148,9 @@ def test_fused_experts_are_views_of_what_the_checkpoint_stores(
     unit = torch.empty(template.layout.units[2].num_elements)
     store.merge_master(2, unit)
 
-    places = {place.local_name: place for place in template.places(2)}
+    places = {place.name: place for place in template.places[2]}
     for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-        view = places[name].view(unit)
+        view = places[name].piece.read(unit)
         assert view.untyped_storage().data_ptr() == unit.untyped_storage().data_ptr()
         assert torch.equal(view, reference[f"model.layers.1.{name}"])
 
