@@ -95,7 +95,7 @@ class Trainer:
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
-            template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_parameter
+            template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
