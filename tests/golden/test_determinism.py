@@ -13,7 +13,7 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq", "grad")
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

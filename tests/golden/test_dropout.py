@@ -17,7 +17,7 @@ from horizon_server.engine.meta_model import find_layer_list
 from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
     from transformers import PreTrainedModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]

@@ -7,52 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 
 from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
-ARCHITECTURES = [
-    "qwen3",
-    "llama",
-    "qwen2",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "granite",
-    "smollm3",
-    "cohere2",
-    "mixtral",
-    "qwen3_moe",
-    "glm4",
-    # A buffer that belongs to the checkpoint (the routers' correction bias), dense and expert layers in one list.
-    "deepseek_v3",
-    # Tables of learned positions, names of their own, layers that answer with tuples, biases everywhere.
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "phi",
-    "stablelm",
-    "starcoder2",
-    "nemotron",
-    "llama4_text",
-]
-MIXES_DOCUMENTS = {
-    "gpt_oss": "attention sinks",
-    "qwen3_next": "linear attention",
-    "olmo_hybrid": "linear attention, and convolutions that are cut otherwise on disk",
-    "minimax": "linear attention with buffers of the checkpoint",
-    "mamba": "a state space, no positions at all",
-    "falcon_mamba": "a state space, no positions at all",
-    "mamba2": "a state space computed in chunks",
-    "xlstm": "a matrix memory, no positions at all",
-    "bloom": "distances instead of positions, a norm between embedding and layers",
-    "opt": "positions counted from the attention mask",
-}
 Pack = Callable[[list[Tensor]], MicroBatch]
 
 
@@ -170,3 +132,27 @@ def test_untrained_positions_have_no_part_in_the_loss(
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     error, name = worst_error(run, reference)
     assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_embedding_of_the_padding_token_gets_the_gradient_of_plain_autograd(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack([torch.tensor([3, 7, 7, 9, 7, 11])]), pack([torch.tensor([5, 9, 3])])]
+    run = start(model)
+
+    run.trainer.train_step(rows)
+
+    reference = model.reference()
+    num_targets = sum(row.num_targets for row in rows)
+    torch.autograd.backward([plain_loss(reference, row) / num_targets for row in rows])
+    error, name = worst_error(run, reference)
+    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
+    # Where the table is not the projection too, nothing else can give the row a gradient.
+    row_of_padding = run.store.tensor("model.embed_tokens.weight", "grad")[model.config.pad_token_id]
+    assert bool(row_of_padding.any()) == model.template.tied

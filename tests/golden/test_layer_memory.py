@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden.conftest import Run, TinyModel
+from tests.support.tiny_models import Run, TinyModel
 from torch import Tensor
 
 from horizon_server.engine.layer_memory import measure_layer_memory

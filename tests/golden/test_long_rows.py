@@ -14,7 +14,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from .test_gradients import worst_error
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 

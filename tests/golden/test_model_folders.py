@@ -26,7 +26,7 @@ from horizon_server.store.layout import plane_sizes
 from horizon_server.store.model_load import load_model
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import TinyModel
+    from tests.support.tiny_models import TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 OTHERWISE_ON_DISK = {
@@ -149,9 +149,9 @@ def test_fused_experts_are_views_of_what_the_checkpoint_stores(
     unit = torch.empty(template.layout.units[2].num_elements)
     store.merge_master(2, unit)
 
-    places = {place.local_name: place for place in template.places(2)}
+    places = {place.name: place for place in template.places[2]}
     for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
-        view = places[name].view(unit)
+        view = places[name].piece.read(unit)
         assert view.untyped_storage().data_ptr() == unit.untyped_storage().data_ptr()
         assert torch.equal(view, reference[f"model.layers.1.{name}"])
 

@@ -17,7 +17,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.figures import StepFigures, TransferFigures
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 NUM_STEPS = 5

@@ -18,7 +18,7 @@ from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
 Pack = Callable[[list[Tensor]], MicroBatch]
 MAX_GRAD_NORM = 1.8

@@ -2,7 +2,7 @@
 
 On a machine with torch and pytest only::
 
-    PYTHONPATH=server:. HORIZON_REQUIRE_GPU=1 python -m pytest -c /dev/null --rootdir . --import-mode=importlib tests/gpu
+    PYTHONPATH=proto:server:. HORIZON_REQUIRE_GPU=1 python -m pytest -c /dev/null --rootdir . --import-mode=importlib tests/gpu
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.golden.conftest import documents, pack, plain_loss, quiet_transformers, start, tiny_model
+from tests.support.tiny_models import documents, pack, plain_loss, quiet_transformers, start, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from horizon_server.engine.device.cuda import CudaDevice

@@ -18,7 +18,7 @@ from horizon_server.planning.ledger import ActivationPlacement, plan_memory
 from horizon_server.planning.model_folder import ModelShape
 
 if TYPE_CHECKING:
-    from tests.golden.conftest import Run, TinyModel
+    from tests.support.tiny_models import Run, TinyModel
 
 pytestmark = pytest.mark.gpu
 Pack = Callable[[list[Tensor]], MicroBatch]

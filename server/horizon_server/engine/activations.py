@@ -1,7 +1,5 @@
 """Recompute points: the input of every layer, for all tokens of a step, kept on the device or offloaded to the host.
 
-Owns that memory, the gradient of the hidden state, and the copies that offloading takes. Must not know layers.
-
 The schedule announces what it does with the input of each (layer, micro-batch): `before_write`, `produced`, `await_input`, `consumed`.
 Both placements give the same bits; they differ in where the memory is and what crosses the link.
 
@@ -10,25 +8,24 @@ Shapes: L = layers, N = tokens of the step over all its micro-batches, D = hidde
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS, ActivationPlacement
-
-__all__ = ["ActivationPlacement", "Activations", "DeviceActivations", "OffloadedActivations", "make_activations"]
+from horizon_server.planning.ledger import ACTIVATION_ALIGN_ELEMENTS
 
 
-class Activations(Protocol):
+class Activations:
     """Hidden states of a step: layer inputs 0 to L - 1, the last output L, and one gradient.
 
-    It grows to the largest step seen and then stays, so that a running job allocates nothing.
+    Everything stays on the device, in one block of L + 2 planes of N tokens, and nothing crosses the link. The block grows to the
+    largest step seen and then stays, so that a running job allocates nothing; `capacity_tokens` is what a step may have before it grows.
     """
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens a step may have before the memory grows."""
+    def __init__(self, device: Device, *, num_layers: int, hidden_size: int, num_planes: int | None = None) -> None:
+        self._device, self._num_layers, self._hidden_size = device, num_layers, hidden_size
+        self._num_planes = num_planes or num_layers + 2
+        self._block: Tensor | None = None
+        self._num_tokens = self.capacity_tokens = 0
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for a step, and forget the last one. The queues must be idle.
@@ -36,13 +33,24 @@ class Activations(Protocol):
         Raises:
             DoesNotFit: the device's memory limit would be exceeded.
         """
+        self._num_tokens = num_tokens
+        if num_tokens <= self.capacity_tokens:
+            return
+        # The old block goes first: the limit need not hold both.
+        self.close()
+        num_elements = self._num_planes * num_tokens * self._hidden_size
+        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
+        self.capacity_tokens = num_tokens
 
     def layer_input(self, index: int) -> Tensor:
         """The device memory of the input of layer `index`; index L is the last layer's output. Shapes: [N, D]."""
+        # With fewer planes than inputs, they take turns.
+        return self._plane(index % (self._num_planes - 1))
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of the hidden state, at the layer that backward has reached. Shapes: [N, D]."""
+        return self._plane(self._num_planes - 1)
 
     def before_write(self, index: int, span: slice) -> None:
         """Compute is about to write some tokens of a layer's input: let it wait until their memory is free."""
@@ -58,36 +66,6 @@ class Activations(Protocol):
 
     def close(self) -> None:
         """Free the memory. The queues must be idle."""
-
-
-def make_activations(
-    placement: ActivationPlacement, device: Device, *, num_layers: int, hidden_size: int
-) -> Activations:
-    """The activations of a placement."""
-    kind = DeviceActivations if placement == "device" else OffloadedActivations
-    return kind(device, num_layers=num_layers, hidden_size=hidden_size)
-
-
-class _Planes:
-    """Equal hidden states in one block of device memory."""
-
-    def __init__(self, device: Device, *, num_planes: int, hidden_size: int) -> None:
-        self._device, self._num_planes, self._hidden_size = device, num_planes, hidden_size
-        self._block: Tensor | None = None
-        self._num_tokens = 0
-        self.capacity_tokens = 0
-
-    def reserve(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        if num_tokens <= self.capacity_tokens:
-            return
-        # The old block goes first: the limit need not hold both.
-        self.close()
-        num_elements = self._num_planes * num_tokens * self._hidden_size
-        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
-        self.capacity_tokens = num_tokens
-
-    def close(self) -> None:
         if self._block is not None:
             self._device.free(self._block)
         self._block, self.capacity_tokens = None, 0
@@ -98,33 +76,7 @@ class _Planes:
         return self._block[index * plane_elements : (index + 1) * plane_elements].view(-1, self._hidden_size)
 
 
-class DeviceActivations(_Planes):
-    """Everything stays on the device: L + 2 hidden states of N tokens, nothing crosses the link."""
-
-    def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        super().__init__(device, num_planes=num_layers + 2, hidden_size=hidden_size)
-
-    def layer_input(self, index: int) -> Tensor:
-        return self._plane(index)
-
-    @property
-    def gradient(self) -> Tensor:
-        return self._plane(self._num_planes - 1)
-
-    def before_write(self, index: int, span: slice) -> None:
-        """Every input has memory of its own."""
-
-    def produced(self, index: int, span: slice) -> None:
-        """It stays."""
-
-    def await_input(self, index: int, span: slice) -> None:
-        """It is there."""
-
-    def consumed(self, index: int, span: slice) -> None:
-        """Its memory waits for the next step."""
-
-
-class OffloadedActivations(_Planes):
+class OffloadedActivations(Activations):
     """Three hidden states on the device for any number of layers: two that layers read and write in turn, and the gradient.
 
     An input is copied to host memory as soon as it is produced, and its memory is used again two layers later; in backward it
@@ -133,9 +85,9 @@ class OffloadedActivations(_Planes):
     """
 
     def __init__(self, device: Device, *, num_layers: int, hidden_size: int) -> None:
-        super().__init__(device, num_planes=3, hidden_size=hidden_size)
-        self._num_layers = num_layers
+        super().__init__(device, num_layers=num_layers, hidden_size=hidden_size, num_planes=3)
         self._host: Tensor | None = None
+        self._host_stride = 0
         self._gone: dict[tuple[int, int], Event] = {}
         self._back: dict[tuple[int, int], Event] = {}
 
@@ -145,22 +97,16 @@ class OffloadedActivations(_Planes):
         self._back.clear()
         super().reserve(num_tokens)
         if self._host is None:
-            stride = self._host_stride
+            # Each layer's part begins on a page of its own, because a GPU's driver registers them one by one.
+            num_pages = -(-self.capacity_tokens * self._hidden_size // ACTIVATION_ALIGN_ELEMENTS)
+            stride = self._host_stride = num_pages * ACTIVATION_ALIGN_ELEMENTS
             self._host = self._device.allocate_host(
                 "activations", (self._num_layers - 1) * stride, self._device.compute_dtype, piece_elements=stride
             )
 
-    def layer_input(self, index: int) -> Tensor:
-        """The inputs of every other layer share their memory."""
-        return self._plane(index % 2)
-
-    @property
-    def gradient(self) -> Tensor:
-        return self._plane(2)
-
     def before_write(self, index: int, span: slice) -> None:
-        """What is there must have been copied to the host."""
         event = self._gone.get((index - 2, span.start))
+        # What is there must have been copied to the host first.
         if event is not None:
             self._device.compute.wait(event)
             self._device.poison(self._device.compute, self.layer_input(index)[span])
@@ -180,7 +126,7 @@ class OffloadedActivations(_Planes):
             self._device.compute.wait(event)
 
     def consumed(self, index: int, span: slice) -> None:
-        """The memory is free for the input two layers before."""
+        # The memory is free now for the input two layers before, which had it in forward too.
         wanted, device = index - 2, self._device
         if wanted < 0:
             return
@@ -195,11 +141,6 @@ class OffloadedActivations(_Planes):
         if self._host is not None:
             self._device.free_host(self._host)
         self._host = None
-
-    @property
-    def _host_stride(self) -> int:
-        num_elements = self.capacity_tokens * self._hidden_size
-        return -(-num_elements // ACTIVATION_ALIGN_ELEMENTS) * ACTIVATION_ALIGN_ELEMENTS
 
     def _host_part(self, index: int, span: slice) -> Tensor:
         assert self._host is not None, "reserve comes first"

@@ -2,39 +2,168 @@
 
 A checkpoint may name and split its tensors differently from the model class (one tensor per expert where the class has them
 fused). The store keeps the checkpoint's tensors, so that an export has the names and forms of the source. Here the model's
-parameters are found among them, as views where the layout allows it.
+parameters are found among them: as strided views into a unit's flat buffer where the layout allows it, else as views to be joined.
 
-Owns that translation and the messages about a checkpoint that does not fit. Must not know how units travel or compute.
+Units: elements.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from horizon_server.engine.pieces import Piece, Strided, concatenate, stack
+from horizon_server.engine.meta_model import checkpoint_tensors
 from horizon_server.errors import InvalidModel
 from horizon_server.store.layout import StoreLayout, TensorLayout, natural_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided:
+    """A view into a flat buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, offset: int, shape: Sequence[int]) -> Strided:
+        """A contiguous tensor."""
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return cls(offset=offset, shape=tuple(shape), strides=strides)
+
+    def read(self, flat: Tensor) -> Tensor:
+        """The view. Shapes: `flat` is one-dimensional and contiguous."""
+        # as_strided counts from the storage, and `flat` may itself be a part of one.
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
+
+    def add(self, flat: Tensor, values: Tensor) -> None:
+        """Add to the values there."""
+        self.read(flat).add_(values)
+
+    def shifted(self, elements: int) -> Strided:
+        """The same, further on in the buffer."""
+        return replace(self, offset=self.offset + elements)
+
+    def transposed(self, dim0: int, dim1: int) -> Strided:
+        """With two dimensions swapped."""
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = dim1, dim0
+        shape, strides = (tuple(values[dim] for dim in order) for values in (self.shape, self.strides))
+        return replace(self, shape=shape, strides=strides)
+
+    def narrowed(self, dim: int, start: int, length: int) -> Strided:
+        """Part of it along a dimension."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return replace(self, offset=self.offset + start * self.strides[dim], shape=shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Parts that are joined along a dimension when they are read, because they are not one view."""
+
+    parts: tuple[Piece, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        first = self.parts[0].shape
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+    def read(self, flat: Tensor) -> Tensor:
+        """A copy of the parts, joined."""
+        return torch.cat([part.read(flat) for part in self.parts], dim=self.dim)
+
+    def add(self, flat: Tensor, values: Tensor) -> None:
+        """Add to each part."""
+        sizes = [part.shape[self.dim] for part in self.parts]
+        for part, share in zip(self.parts, torch.split(values, sizes, dim=self.dim), strict=True):
+            part.add(flat, share)
+
+    def shifted(self, elements: int) -> Joined:
+        """The same, further on in the buffer."""
+        return replace(self, parts=tuple(part.shifted(elements) for part in self.parts))
+
+    def transposed(self, dim0: int, dim1: int) -> Joined:
+        """With two dimensions swapped."""
+        dim = {dim0: dim1, dim1: dim0}.get(self.dim, self.dim)
+        return Joined(parts=tuple(part.transposed(dim0, dim1) for part in self.parts), dim=dim)
+
+    def narrowed(self, dim: int, start: int, length: int) -> Piece:
+        """Part of it along a dimension."""
+        if dim != self.dim:
+            return replace(self, parts=tuple(part.narrowed(dim, start, length) for part in self.parts))
+        kept: list[Piece] = []
+        position = 0
+        for part in self.parts:
+            first, last = max(start, position), min(start + length, position + part.shape[dim])
+            if first < last:
+                kept.append(part.narrowed(dim, first - position, last - first))
+            position += part.shape[dim]
+        return concatenate(kept, dim)
+
+
+Piece = Strided | Joined
+
+
+def stack(pieces: Sequence[Piece], dim: int) -> Piece:
+    """Pieces of one shape, one after the other along a new dimension."""
+    first = pieces[0]
+    distance = math.prod(first.shape)
+    # Tensors of one list (a projection of every expert) may be at equal distances with others between them: that is one view too.
+    if len(pieces) > 1 and isinstance(first, Strided) and isinstance(pieces[1], Strided):
+        distance = max(distance, pieces[1].offset - first.offset)
+
+    def unsqueezed(piece: Piece) -> Piece:
+        if isinstance(piece, Joined):
+            return Joined(parts=tuple(unsqueezed(part) for part in piece.parts), dim=piece.dim + (piece.dim >= dim))
+        shape, strides = piece.shape, piece.strides
+        return replace(piece, shape=(*shape[:dim], 1, *shape[dim:]), strides=(*strides[:dim], distance, *strides[dim:]))
+
+    return concatenate([unsqueezed(piece) for piece in pieces], dim)
+
+
+def concatenate(pieces: Sequence[Piece], dim: int) -> Piece:
+    """Pieces one after the other along a dimension they have."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    for one, other in itertools.pairwise(pieces):
+        if not isinstance(one, Strided) or not isinstance(other, Strided) or one.strides != other.strides:
+            return Joined(parts=tuple(pieces), dim=dim)
+        step = one.shape[dim] * one.strides[dim]
+        if step <= 0 or other.offset - one.offset != step:
+            return Joined(parts=tuple(pieces), dim=dim)
+    assert isinstance(first, Strided)
+    total = sum(piece.shape[dim] for piece in pieces)
+    return replace(first, shape=(*first.shape[:dim], total, *first.shape[dim + 1 :]))
+
 
 Pieces = dict[str, list[Piece]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binding:
-    """One parameter, or buffer that the checkpoint holds, by the name its model knows it by, and its place in a unit."""
+class Place:
+    """A parameter inside a unit's flat buffer, under the name its model (or, in `Template`, its module) knows it by.
+
+    A buffer that belongs to the checkpoint has a place too; it is not trained.
+    """
 
     name: str
     unit_index: int
     piece: Piece
-    is_buffer: bool
     stored_names: tuple[str, ...]
+    trained: bool
 
 
 @dataclass
@@ -49,32 +178,21 @@ class _Sources:
         return [tensor for tensors in self.by_pattern.values() for tensor in tensors]
 
 
-def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
+def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Place]:
     """Every parameter of the model, and every floating-point buffer that belongs to its checkpoint, in the layout's order.
 
     Raises:
         InvalidModel: a tensor is missing, unknown to the model, misshapen, or stored in a form that cannot be trained in.
     """
     wanted = checkpoint_tensors(model)
-    bindings = []
     all_sources, unknown = _sources_of(model, layout, wanted)
-    for name, sources in all_sources.items():
-        for target, piece in _pieces_of(name, sources, wanted).items():
-            if target not in wanted:
-                raise InvalidModel(f"tensor {sources.tensors()[0].name} makes {target}, which the model does not have")
-            if piece.shape != tuple(wanted[target].shape):
-                raise InvalidModel(_misshapen(target, piece, sources, tuple(wanted[target].shape)))
-            bindings.append(
-                Binding(
-                    name=target,
-                    unit_index=_unit_of(target, sources),
-                    piece=piece,
-                    is_buffer=not isinstance(wanted[target], nn.Parameter),
-                    stored_names=tuple(tensor.name for tensor in sources.tensors()),
-                )
-            )
+    places = [
+        _place(target, piece, sources, wanted.get(target))
+        for name, sources in all_sources.items()
+        for target, piece in _pieces_of(name, sources, wanted).items()
+    ]
     # By identity, because tied parameters go by two names and are stored under one.
-    bound = {id(wanted[binding.name]) for binding in bindings}
+    bound = {id(wanted[place.name]) for place in places}
     for name, tensor in wanted.items():
         if id(tensor) not in bound:
             raise InvalidModel(
@@ -85,13 +203,7 @@ def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Binding]:
         raise InvalidModel(
             f"tensor {unknown[0]} is in the checkpoint, but the model of this config has no such parameter"
         )
-    return bindings
-
-
-def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: its parameters, and the floating-point buffers it does not compute again."""
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    return places
 
 
 def _sources_of(
@@ -138,6 +250,31 @@ def _pieces_of(name: str, sources: _Sources, wanted: Mapping[str, Tensor]) -> di
     for operation in converter.operations:
         pieces = _converted(operation, pieces, converter, name, wanted)
     return {name.replace(targets[0], target): only for target, (only,) in pieces.items()}
+
+
+def _place(target: str, piece: Piece, sources: _Sources, wanted: Tensor | None) -> Place:
+    tensors = sources.tensors()
+    if wanted is None:
+        raise InvalidModel(f"tensor {tensors[0].name} makes {target}, which the model does not have")
+    shape = tuple(wanted.shape)
+    if piece.shape != shape:
+        asked = f"the model's config asks for {list(shape)}"
+        if len(tensors) == 1:
+            raise InvalidModel(f"tensor {tensors[0].name} has shape {list(piece.shape)}, {asked}")
+        ends = f"{tensors[0].name} to {tensors[-1].name}"
+        raise InvalidModel(f"tensors {ends} together have shape {list(piece.shape)}, {asked} as {target}")
+    if len(sources.unit_indices) != 1:
+        names = sorted(tensor.name for tensor in tensors)
+        raise InvalidModel(
+            f"tensors {names[0]} and {names[-1]} make one parameter, {target}, but belong to different layers"
+        )
+    return Place(
+        name=target,
+        unit_index=next(iter(sources.unit_indices)),
+        piece=piece,
+        stored_names=tuple(tensor.name for tensor in tensors),
+        trained=isinstance(wanted, nn.Parameter),
+    )
 
 
 def _converted(
@@ -189,22 +326,3 @@ def _check_lists(sources: _Sources) -> None:
             raise InvalidModel(
                 f"tensor {odd.name} has shape {list(odd.shape)}, the others of its list have {list(usual)}"
             )
-
-
-def _misshapen(target: str, piece: Piece, sources: _Sources, shape: Sequence[int]) -> str:
-    tensors = sources.tensors()
-    if len(tensors) == 1:
-        return f"tensor {tensors[0].name} has shape {list(piece.shape)}, the model's config asks for {list(shape)}"
-    return (
-        f"tensors {tensors[0].name} to {tensors[-1].name} together have shape {list(piece.shape)}, "
-        f"the model's config asks for {list(shape)} as {target}"
-    )
-
-
-def _unit_of(target: str, sources: _Sources) -> int:
-    if len(sources.unit_indices) != 1:
-        names = sorted(tensor.name for tensor in sources.tensors())
-        raise InvalidModel(
-            f"tensors {names[0]} and {names[-1]} make one parameter, {target}, but belong to different layers"
-        )
-    return next(iter(sources.unit_indices))

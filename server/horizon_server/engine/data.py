@@ -1,7 +1,11 @@
 """From a prepared dataset on disk to the micro-batches of step i: order, packing and labels.
 
-Owns the order in which documents are seen. Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number
-of its step, so a resume asks for the next i.
+Everything follows from (dataset, arguments, i): the cursor of a checkpoint is the number of its step, so a resume asks for the next i.
+
+Packing is best-fit decreasing: the longest document first, each into the row that it leaves fullest. What that does depends on lengths
+only, so it is done once for a histogram of them: rows that hold documents of the same lengths are one pattern, and ten million
+documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
+every epoch. Permutations need no list: a Feistel network computes any one place of an order.
 
 Shapes: N tokens of the dataset, D documents, T tokens of one row.
 """
@@ -9,8 +13,11 @@ Shapes: N tokens of the dataset, D documents, T tokens of one row.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +26,22 @@ import torch
 from numpy.typing import NDArray
 
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
-from horizon_server.engine.packing import PackedRows, SingleRows
-from horizon_server.engine.permutation import Keys, permutation_keys, permuted
 from horizon_server.errors import InvalidData
 from horizon_server.store.prepared import open_prepared
+
+Keys = NDArray[np.uint64]
 
 # What is permuted; part of the key of its permutation.
 _ROWS, _DOCUMENTS = 1, 2
 _ROWS_AT_ONCE = 1 << 16
+_NUM_ROUNDS = 6
 
 
 class PreparedDataset:
-    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole."""
+    """The tokens of a prepared dataset, mapped from disk and never loaded as a whole.
+
+    A document is never split, and never sees its neighbours.
+    """
 
     def __init__(
         self,
@@ -50,9 +61,8 @@ class PreparedDataset:
             raise InvalidData("the prepared dataset's tensors differ in length; prepare the dataset again")
         self.report = report
         self.document_lengths = np.diff(document_starts)
-        self._input_ids_N = input_ids_N
-        self._trained_N = trained_N
-        self._document_starts = document_starts
+        self.num_documents, self.num_tokens = len(self.document_lengths), len(input_ids_N)
+        self._input_ids_N, self._trained_N, self._document_starts = input_ids_N, trained_N, document_starts
 
     @classmethod
     def open(cls, folder: Path) -> PreparedDataset:
@@ -67,16 +77,6 @@ class PreparedDataset:
             document_starts=planes["document_starts"],
             report=report,
         )
-
-    @property
-    def num_documents(self) -> int:
-        """Documents: what is never split, and never sees its neighbours."""
-        return len(self.document_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return int(self._document_starts[-1])
 
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
         """Join these documents to one row."""
@@ -106,15 +106,16 @@ class StepPlan:
     Each epoch is its own seeded order: documents are packed into rows of at most `sequence_length` tokens, the rows follow a
     permutation and are grouped into steps of at most `tokens_per_step` real tokens (a single longer row makes a step of its own). The
     last step of an epoch is smaller; nothing is dropped or repeated within an epoch. With `max_steps` epochs follow each other until
-    the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps.
+    the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps, at least one.
 
     `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one document.
-    `shuffle=False` keeps the order of the file: for evaluation.
+    `shuffle=False` keeps the order of the file: for evaluation. `packing_efficiency` is the share of an epoch's rows that would hold
+    tokens if every row were padded to its limit.
     Thread: not thread-safe; a plan caches the epoch it is in.
     """
 
+    # Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it began in.
     ORDER = 2
-    """Raised whenever the same arguments would give another order: a checkpoint continues only in the order that it began in."""
 
     def __init__(
         self,
@@ -129,34 +130,32 @@ class StepPlan:
         max_steps: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        assert sequence_length > 0, "sequence_length is positive"
-        assert tokens_per_step > 0, "tokens_per_step is positive"
+        assert sequence_length > 0 and tokens_per_step > 0, "sequence_length and tokens_per_step are positive"
         assert seed >= 0, "seed is not negative"
         assert (epochs is None) != (max_steps is None), "give epochs or max_steps, not both"
         assert (epochs or max_steps or 0) > 0, "epochs and max_steps are positive"
-        _check_lengths(dataset, sequence_length)
-        self._dataset = dataset
-        # A row longer than a whole step would overrun it, so rows are never packed beyond it.
-        self._row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
-        self._tokens_per_step = tokens_per_step
         lengths = dataset.document_lengths
-        self._rows = PackedRows(lengths, self._row_limit) if packing else SingleRows(lengths)
-        self._seed = seed
-        self._shuffle = shuffle
+        longest = int(lengths.max())
+        if longest > sequence_length:
+            raise InvalidData(
+                f"the dataset was prepared with documents of up to {longest} tokens, train.sequence_length is "
+                f"{sequence_length}; prepare the dataset again with this sequence_length"
+            )
+        self._dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
+        # A row longer than a whole step would overrun it, so rows are never packed beyond it.
+        row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
+        self._rows = PackedRows(lengths, row_limit) if packing else SingleRows(lengths)
+        self.num_rows = self._rows.num_rows
+        self.packing_efficiency = dataset.num_tokens / (self.num_rows * max(row_limit, longest))
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
         self._epoch: tuple[int, list[int]] | None = None  # the one at hand, and the first row of each of its steps
-        self.num_steps = max_steps if max_steps is not None else self._steps_of_epochs(epochs or 0)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch."""
-        return self._rows.num_rows
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Share of an epoch's rows that holds tokens, were every row padded to its limit; 1 = full rows."""
-        longest = int(self._dataset.document_lengths.max())
-        return self._dataset.num_tokens / (self._rows.num_rows * max(self._row_limit, longest))
+        if max_steps is not None:
+            self.num_steps = max_steps
+        else:
+            fraction, whole = math.modf(epochs or 0)
+            self.num_steps = self._steps_before(int(whole))
+            if fraction:
+                self.num_steps += math.ceil(fraction * self._steps_in(int(whole)))
 
     def step(self, i: int) -> list[MicroBatch]:
         """Return the micro-batches of step i (from 0); the same in any order of calls and in any process."""
@@ -167,7 +166,8 @@ class StepPlan:
         epoch, within = self._locate(i)
         starts = self._step_starts(epoch)
         rows = self._row_order(epoch, starts[within], starts[within + 1])
-        return self._rows.documents_of(rows, self._keys(epoch, _DOCUMENTS))
+        keys = permutation_keys(self._seed, epoch, _DOCUMENTS) if self._shuffle else None
+        return self._rows.documents_of(rows, keys)
 
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""
@@ -181,12 +181,6 @@ class StepPlan:
         epoch = bisect.bisect_right(self._first_steps, i) - 1
         return epoch, i - self._first_steps[epoch]
 
-    def _steps_of_epochs(self, epochs: float) -> int:
-        # A fraction takes that share of the last epoch's steps, at least one.
-        whole = int(epochs)
-        steps = self._steps_before(whole)
-        return steps if epochs == whole else steps + math.ceil((epochs - whole) * self._steps_in(whole))
-
     def _steps_before(self, epoch: int) -> int:
         while len(self._first_steps) <= epoch:
             self._first_steps.append(self._first_steps[-1] + self._steps_in(len(self._first_steps) - 1))
@@ -198,43 +192,181 @@ class StepPlan:
     def _step_starts(self, epoch: int) -> list[int]:
         """Return the first row of each step of an epoch, and the number of its rows."""
         # One epoch is kept: a run asks for its steps one after the other.
-        if self._epoch is None or self._epoch[0] != epoch:
-            starts, filled = [0], 0
-            # In parts, so that the order of ten million rows is never in memory as a whole.
-            for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
-                order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
-                filled = _fill_steps(starts, begin, filled, self._rows.tokens_of(order), self._tokens_per_step)
-            self._epoch = (epoch, [*starts, self.num_rows])
+        if self._epoch is not None and self._epoch[0] == epoch:
+            return self._epoch[1]
+        starts, filled = [0], 0
+        # In parts, so that the order of ten million rows is never in memory as a whole.
+        for begin in range(0, self.num_rows, _ROWS_AT_ONCE):
+            order = self._row_order(epoch, begin, min(begin + _ROWS_AT_ONCE, self.num_rows))
+            ends = np.cumsum(self._rows.tokens_of(order))
+            # Negative where the last part left a step open.
+            before = -filled
+            while (row := int(np.searchsorted(ends, before + self._tokens_per_step, side="right"))) < len(ends):
+                if begin + row == starts[-1]:
+                    # The row alone is longer than a step.
+                    row += 1
+                    if row == len(ends):
+                        break
+                starts.append(begin + row)
+                before = int(ends[row - 1]) if row else 0
+            filled = int(ends[-1]) - before
+        self._epoch = (epoch, [*starts, self.num_rows])
         return self._epoch[1]
 
     def _row_order(self, epoch: int, begin: int, end: int) -> NDArray[np.int64]:
         places = np.arange(begin, end)
-        keys = self._keys(epoch, _ROWS)
-        return places if keys is None else permuted(places, self.num_rows, keys)
-
-    def _keys(self, epoch: int, what: int) -> Keys | None:
-        return permutation_keys(self._seed, epoch, what) if self._shuffle else None
+        if not self._shuffle:
+            return places
+        return permuted(places, self.num_rows, permutation_keys(self._seed, epoch, _ROWS))
 
 
-def _fill_steps(starts: list[int], begin: int, filled: int, tokens: NDArray[np.int64], limit: int) -> int:
-    """Continue filling steps with rows of `tokens` tokens each, from row `begin`; returns the tokens in the last, open step."""
-    ends = np.cumsum(tokens)
-    before = -filled
-    while (row := int(np.searchsorted(ends, before + limit, side="right"))) < len(ends):
-        if begin + row == starts[-1]:
-            # The row alone is longer than a step.
-            row += 1
-            if row == len(ends):
-                break
-        starts.append(begin + row)
-        before = int(ends[row - 1]) if row else 0
-    return int(ends[-1]) - before
+class SingleRows:
+    """Every document is a row of its own, in the order of the dataset."""
+
+    def __init__(self, lengths: NDArray[np.int64]) -> None:
+        self._lengths = lengths
+        self.num_rows = len(lengths)
+
+    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens each of these rows holds."""
+        return self._lengths[rows]
+
+    def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
+        """Return the document of each of these rows; `keys` have nothing to decide."""
+        del keys
+        return [[document] for document in rows.tolist()]
 
 
-def _check_lengths(dataset: PreparedDataset, sequence_length: int) -> None:
-    longest = int(dataset.document_lengths.max())
-    if longest > sequence_length:
-        raise InvalidData(
-            f"the dataset was prepared with documents of up to {longest} tokens, train.sequence_length is "
-            f"{sequence_length}; prepare the dataset again with this sequence_length"
-        )
+class PackedRows:
+    """Rows of at most `limit` tokens; a longer document is a row of its own."""
+
+    def __init__(self, lengths: NDArray[np.int64], limit: int) -> None:
+        counts = np.bincount(lengths)
+        self._patterns = _best_fit_decreasing(counts, limit)
+        self._class_starts = np.concatenate([[0], np.cumsum(counts)])
+        # Sixteen bits sort by radix, ten times as fast.
+        keys = lengths.astype(np.uint16) if len(counts) <= 2**16 else lengths
+        self._by_length = np.argsort(keys, kind="stable").astype(np.min_scalar_type(len(lengths)))
+        self._first_rows = np.cumsum([0, *(pattern.num_rows for pattern in self._patterns)])
+        tokens = [sum(length * per_row for length, per_row in pattern.contents) for pattern in self._patterns]
+        self._tokens = np.array(tokens, dtype=np.int64)
+        # Per pattern, for each of its lengths, how many documents of that length are in the patterns before it.
+        self._first_slots: list[list[int]] = []
+        taken: defaultdict[int, int] = defaultdict(int)
+        for pattern in self._patterns:
+            self._first_slots.append([taken[length] for length, _ in pattern.contents])
+            for length, per_row in pattern.contents:
+                taken[length] += per_row * pattern.num_rows
+        self.num_rows = int(self._first_rows[-1])
+
+    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens each of these rows holds."""
+        return self._tokens[self._pattern_of(rows)]
+
+    def documents_of(self, rows: NDArray[np.int64], keys: Keys | None) -> list[list[int]]:
+        """Return the documents of each of these rows, in the order that `keys` decide; None keeps that of the dataset."""
+        lengths: list[int] = []
+        slots: list[int] = []
+        ends = [0]
+        for row, number in zip(rows.tolist(), self._pattern_of(rows).tolist(), strict=True):
+            within = row - int(self._first_rows[number])
+            contents = self._patterns[number].contents
+            for (length, per_row), first in zip(contents, self._first_slots[number], strict=True):
+                lengths += [length] * per_row
+                slots += range(first + within * per_row, first + (within + 1) * per_row)
+            ends.append(len(slots))
+        of_length, at = np.array(lengths), np.array(slots)
+        starts = self._class_starts[of_length]
+        if keys is not None:
+            # Only documents of one length change places, so that every row keeps its number of tokens.
+            at = permuted(at, self._class_starts[of_length + 1] - starts, keys, salt=of_length)
+        documents = self._by_length[starts + at].tolist()
+        return [documents[begin:end] for begin, end in itertools.pairwise(ends)]
+
+    def _pattern_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pattern:
+    """`num_rows` rows that hold the same lengths: `contents` are (length, number of documents of it in each row)."""
+
+    num_rows: int
+    contents: tuple[tuple[int, int], ...] = ()
+
+
+def _best_fit_decreasing(counts: NDArray[np.int64], limit: int) -> list[_Pattern]:
+    """Rows of at most `limit` tokens for `counts[length]` documents of each length."""
+    rooms: list[int] = []  # the room that some row has left: sorted, each once
+    by_room: defaultdict[int, list[_Pattern]] = defaultdict(list)
+
+    def put(room: int, pattern: _Pattern) -> None:
+        if room not in by_room:
+            bisect.insort(rooms, room)
+        by_room[room].append(pattern)
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        count = int(counts[length])
+        while count:
+            found = bisect.bisect_left(rooms, length)
+            if found < len(rooms):
+                room = rooms[found]
+                pattern = by_room[room].pop()
+                # A room without rows must not be found again.
+                if not by_room[room]:
+                    del by_room[room], rooms[found]
+            else:
+                room, pattern = max(limit, length), _Pattern(num_rows=count)
+            # One after the other they go into the same row while it has room: it is always the fullest that they fit into.
+            per_row = min(room // length, count)
+            num_rows = min(pattern.num_rows, count // per_row)
+            contents = (*pattern.contents, (length, per_row))
+            put(room - length * per_row, _Pattern(num_rows=num_rows, contents=contents))
+            if pattern.contents and pattern.num_rows > num_rows:
+                put(room, _Pattern(num_rows=pattern.num_rows - num_rows, contents=pattern.contents))
+            count -= num_rows * per_row
+    # In a fixed order: the numbers of the rows follow from it, and a resumed run must find the same ones.
+    return [pattern for room in sorted(by_room) for pattern in by_room[room]]
+
+
+def permutation_keys(*seeds: int) -> Keys:
+    """Return what decides a permutation: other seeds, another order."""
+    keys: Keys = np.random.SeedSequence(seeds).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
+    return keys
+
+
+def permuted(
+    places: NDArray[np.int64], size: int | NDArray[np.int64], keys: Keys, *, salt: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Return what is at these places of the permutation of range(size).
+
+    `size` may differ from place to place; equal `salt` (any number) and size mean the same permutation.
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3.
+    """
+    sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), places.shape)
+    salts = np.broadcast_to(np.uint64(0) if salt is None else salt.astype(np.uint64), places.shape)
+    found = _feistel(places.astype(np.uint64), sizes, salts, keys)
+    # The pairs of digits cover a few more numbers than asked for; one that lands there is mapped again until it is back (cycle
+    # walking). That ends, because the orbit of a number below its size comes back to it at the latest.
+    while len(outside := np.flatnonzero(found >= sizes)):
+        found[outside] = _feistel(found[outside], sizes[outside], salts[outside], keys)
+    return found.astype(np.int64)
+
+
+def _feistel(
+    numbers: NDArray[np.uint64], sizes: NDArray[np.uint64], salts: NDArray[np.uint64], keys: Keys
+) -> NDArray[np.uint64]:
+    """A bijection whatever the hash: each round adds to one of two digits a hash of the other, which can be undone."""
+    # low * high is the smallest product of about equal factors that covers the size.
+    low = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
+    high = (sizes + low - np.uint64(1)) // low
+    left, right = numbers // low, numbers % low
+    for number, key in enumerate(keys):
+        changed, other, radix = (left, right, high) if number % 2 else (right, left, low)
+        # The finaliser of SplitMix64; arithmetic is modulo 2**64.
+        mixed = (other ^ key) + salts * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        changed = (changed + (mixed ^ (mixed >> np.uint64(31))) % radix) % radix
+        left, right = (changed, other) if number % 2 else (other, changed)
+    return left * low + right

@@ -3,9 +3,6 @@
 Forward keeps each layer's input and no graph; the head turns chunks of tokens into loss and gradient; backward recomputes one
 layer at a time with local autograd. Weights cross the link twice a step and gradients once, for any number of micro-batches.
 
-Owns the order of the work, the seeds of dropout and the scaling of the loss. Must not know how units travel, what an optimizer does
-with gradients, or any architecture.
-
 Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of a chunk, D = hidden size, V = vocabulary,
 R = embedding rows in use.
 Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
@@ -14,7 +11,7 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizon_server.engine.activations import ActivationPlacement, make_activations
+from horizon_server.engine.activations import Activations, OffloadedActivations
+from horizon_server.engine.binding import Place
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
+from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
-from horizon_server.engine.template import LayerCall, Place, Template
+from horizon_server.engine.template import Template
+from horizon_server.planning.ledger import ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
-Accumulate = Callable[[Tensor], object]
 
 
 def chunk_loss(logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int) -> Tensor:
@@ -65,6 +64,8 @@ class _Pass:
     """What one pass over the units carries along. Thread: after the driver built it, compute's own."""
 
     tokens: StepTokens
+    embedding: UnitRequest
+    chunks: Sequence[slice]
     loss: Tensor
     key: StepKey | None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
@@ -85,43 +86,29 @@ class ForwardBackward:
         sink: GradientSink,
         *,
         head_chunk_tokens: int,
-        activation_placement: ActivationPlacement = "device",
+        activation_placement: ActivationPlacement,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens = head_chunk_tokens
-        self._activations = make_activations(
-            activation_placement, device, num_layers=template.num_layers, hidden_size=template.hidden_size
-        )
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit without growing the device's memory."""
-        return self._activations.capacity_tokens
-
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for steps of `num_tokens` tokens now. The queues must be idle.
-
-        Raises:
-            DoesNotFit: the device's memory limit would be exceeded.
-        """
-        self._activations.reserve(num_tokens)
+        kind = Activations if activation_placement == "device" else OffloadedActivations
+        self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
+        self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
+        self._head = UnitRequest(unit_index=template.layout.units[-1].index)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
         """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
-        current, layers = self._start(micro_batches, key), range(self._template.num_layers)
+        current = self._start(micro_batches, key)
         self._sink.start_step()
-        embedding = self._embedding_request(current)
+        forward = [(unit, partial(self._enqueue_layer, current, i, i, i + 1)) for i, unit in enumerate(self._layers)]
+        backward = [(unit, partial(self._enqueue_layer_backward, current, i)) for i, unit in enumerate(self._layers)]
         self._run(
             current,
             [
-                (embedding, partial(self._enqueue_embed, current)),
-                *((UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_forward, current, i)) for i in layers),
-                (self._head_request, partial(self._enqueue_head_gradients, current)),
-                *(
-                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer_backward, current, i))
-                    for i in reversed(layers)
-                ),
-                (embedding, partial(self._enqueue_embed_backward, current)),
+                (current.embedding, partial(self._enqueue_embed, current)),
+                *forward,
+                (self._head, partial(self._enqueue_head_gradients, current)),
+                *reversed(backward),
+                (current.embedding, partial(self._enqueue_embed_backward, current)),
             ],
         )
         return self._sink.loss
@@ -129,56 +116,44 @@ class ForwardBackward:
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over the supervised tokens, without gradients."""
         current = self._start(micro_batches)
+        # All layers write their outputs into one place, because no backward wants their inputs.
+        forward = [(unit, partial(self._enqueue_layer, current, i, 0, 0)) for i, unit in enumerate(self._layers)]
         self._run(
             current,
             [
-                (self._embedding_request(current), partial(self._enqueue_embed, current)),
-                *(
-                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, 0, 0))
-                    for i in range(self._template.num_layers)
-                ),
-                (self._head_request, partial(self._enqueue_head_loss, current)),
+                (current.embedding, partial(self._enqueue_embed, current)),
+                *forward,
+                (self._head, partial(self._enqueue_head_loss, current)),
             ],
         )
         return self._sink.loss
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
-        current, layers = self._start(micro_batches), range(self._template.num_layers)
-        self._run(
-            current,
-            [
-                (self._embedding_request(current), partial(self._enqueue_embed, current)),
-                *(
-                    (UnitRequest(unit_index=i + 1), partial(self._enqueue_layer, current, i, min(i, 1), 1))
-                    for i in layers
-                ),
-            ],
-        )
-        # The first layer wrote from 0 to 1 and all others within 1, so that 0 still holds what went in.
-        inputs, outputs = self._activations.layer_input(0), self._activations.layer_input(1)
+        current = self._start(micro_batches)
+        # The first layer writes from 0 to 1 and all others within 1, so that 0 still holds what went in.
+        forward = [
+            (unit, partial(self._enqueue_layer, current, i, min(i, 1), 1)) for i, unit in enumerate(self._layers)
+        ]
+        self._run(current, [(current.embedding, partial(self._enqueue_embed, current)), *forward])
+        inputs, outputs = self.activations.layer_input(0), self.activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
-    def close(self) -> None:
-        """Free the activations' memory. The queues must be idle."""
-        self._activations.close()
-
-    @property
-    def _head_request(self) -> UnitRequest:
-        return UnitRequest(unit_index=len(self._template.layout.units) - 1)
-
-    def _embedding_request(self, current: _Pass) -> UnitRequest:
-        return UnitRequest(unit_index=0, rows_R=current.tokens.rows_R if self._template.embeds_by_rows else None)
-
     def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
+        by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
-        all_rows = None if self._template.embeds_by_rows else self._template.vocab_size
-        tokens = StepTokens.of(micro_batches, self._device, num_rows=all_rows)
-        self._activations.reserve(tokens.num_tokens)
-        # In fp64, because the losses of all chunks of a step add up in it.
-        loss = self._device.place(torch.zeros((), dtype=torch.float64))
-        return _Pass(tokens=tokens, loss=loss, key=key)
+        tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
+        self.activations.reserve(tokens.row_ids_N.numel())
+        return _Pass(
+            tokens=tokens,
+            embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
+            # Of supervised tokens only: the head runs on no others.
+            chunks=[slice(start, start + size) for start in range(0, tokens.num_targets, size)],
+            # In fp64, because the losses of all chunks of a step add up in it.
+            loss=self._device.place(torch.zeros((), dtype=torch.float64)),
+            key=key,
+        )
 
     def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
@@ -195,12 +170,12 @@ class ForwardBackward:
         template, tokens = self._template, current.tokens
 
         def embed(index: int, span: slice) -> None:
-            parameters = {place.local_name: place.view(flat) for place in template.places_beside_the_table}
-            parameters[template.table_place.local_name] = self._table(current, flat, by_rows=template.embeds_by_rows)
+            parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
+            parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             self._seed(current, 0, index)
             with torch.no_grad():
                 hidden_1TD, calls = template.embed(parameters, tokens.row_ids_N[span], tokens.position_ids_N[span])
-            self._activations.layer_input(0)[span].copy_(hidden_1TD[0])
+            self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
             # All layers of a kind get the same masks and tables, which count once.
             storages = [tensor.untyped_storage() for call in calls for tensor in call.tensors()]
@@ -212,44 +187,51 @@ class ForwardBackward:
             self._device.compute.submit(partial(embed, index, span), label="forward 0")
 
     def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
-        for index in range(len(current.tokens.spans)):
-            work = partial(self._layer, current, index, layer, source, output, flat)
-            self._device.compute.submit(work, label=f"forward {layer + 1}")
+        template, activations = self._template, self.activations
 
-    def _enqueue_layer_forward(self, current: _Pass, layer: int, flat: Tensor) -> None:
+        def forward(index: int, span: slice) -> None:
+            parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
+            hidden_1TD = activations.layer_input(source)[span][None]
+            self._seed(current, layer + 1, index)
+            with torch.no_grad():
+                output_1TD = template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
+            activations.layer_input(output)[span].copy_(output_1TD[0])
+
+        # Only a training step has a backward, which wants the inputs again.
+        keeps = current.key is not None
         for index, span in enumerate(current.tokens.spans):
-            # The embedding wrote it, but only a pass with a backward has to keep it.
-            if layer == 0:
-                self._activations.produced(0, span)
-            self._activations.before_write(layer + 1, span)
-            work = partial(self._layer, current, index, layer, layer, layer + 1, flat)
-            self._device.compute.submit(work, label=f"forward {layer + 1}")
-            self._activations.produced(layer + 1, span)
+            if keeps:
+                # The embedding's output too, which is the first layer's input.
+                if layer == 0:
+                    activations.produced(0, span)
+                activations.before_write(output, span)
+            self._device.compute.submit(partial(forward, index, span), label=f"forward {layer + 1}")
+            if keeps:
+                activations.produced(output, span)
 
     def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
         template, tokens = self._template, current.tokens
 
         def head(chunk: slice) -> None:
-            parameters = {p.local_name: p.view(flat) for p in template.places(self._head_request.unit_index)}
-            # An evaluation writes all layers' outputs into one place, because no backward wants their inputs.
-            hidden_1SD = self._activations.layer_input(0)[tokens.supervised_S[chunk]][None]
+            parameters = {place.name: place.piece.read(flat) for place in template.places[self._head.unit_index]}
+            hidden_1SD = self.activations.layer_input(0)[tokens.supervised_S[chunk]][None]
             with torch.no_grad():
                 logits_SV = template.head(parameters, hidden_1SD)
                 current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
 
-        for chunk in self._chunks(tokens):
+        for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label="head loss")
         self._sink.send_loss(current.loss)
 
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
-        template, tokens, activations = self._template, current.tokens, self._activations
-        unit_index = self._head_request.unit_index
-        slot = self._sink.open(unit_index)
+        template, tokens, activations = self._template, current.tokens, self.activations
+        unit_index = self._head.unit_index
+        gradient = self._sink.open(unit_index)
 
         def head(chunk: slice) -> None:
             supervised_S = tokens.supervised_S[chunk]
             hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
-            leaves = _leaves(template.places(unit_index), flat, slot.flat, self._sink.reached)
+            leaves = _leaves(template.places[unit_index], flat, gradient, self._sink.reached)
             self._seed(current, unit_index, chunk.start)
             with self._device.workspace(("head", supervised_S.numel())):
                 logits_SV = template.head(leaves, hidden_1SD)
@@ -261,23 +243,23 @@ class ForwardBackward:
 
         # Tokens without a target get no gradient from the head, but backward reads theirs.
         self._device.compute.submit(activations.gradient.zero_, label="zero hidden gradient")
-        for chunk in self._chunks(tokens):
+        for chunk in current.chunks:
             self._device.compute.submit(partial(head, chunk), label=f"backward {unit_index}")
         # First, because an update in backward looks at the loss as soon as the first gradient has landed.
         self._sink.send_loss(current.loss)
-        self._sink.send(unit_index, slot)
+        self._sink.send(unit_index)
         for span in tokens.spans:
             activations.consumed(template.num_layers, span)
 
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
-        template, activations = self._template, self._activations
-        slot = self._sink.open(layer + 1)
+        template, activations = self._template, self.activations
+        gradient = self._sink.open(layer + 1)
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
             hidden_1TD = activations.layer_input(layer)[span][None].data.requires_grad_()
-            leaves = _leaves(template.places(layer + 1), flat, slot.flat, self._sink.reached)
+            leaves = _leaves(template.places[layer + 1], flat, gradient, self._sink.reached)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
@@ -291,20 +273,21 @@ class ForwardBackward:
             self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
             # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
             activations.consumed(layer, span)
-        self._sink.send(layer + 1, slot)
+        self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
         template, sink, tokens = self._template, self._sink, current.tokens
-        padding_row = tokens.row_of(template.padding_id)
-        slot = sink.open_table() if template.tied else sink.open(0)
-        gradient = sink.embedding_part(slot)
+        padding_id = template.padding_id
+        padding_rows = [] if padding_id is None else (tokens.rows_R == padding_id).nonzero().flatten().tolist()
+        gradient = sink.open(0)
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
         table = self._table(current, gradient, by_rows=by_rows)
 
         def accumulate(gradient_RD: Tensor) -> None:
-            if padding_row is not None:
-                gradient_RD[padding_row].zero_()
+            # As nn.Embedding does, whose padding_idx the template removed.
+            for row in padding_rows:
+                gradient_RD[row].zero_()
             if by_rows:
                 table.add_(gradient_RD)
             else:
@@ -312,43 +295,25 @@ class ForwardBackward:
                 table.index_add_(0, tokens.placed_rows_R, gradient_RD.to(table.dtype))
 
         def backward(index: int, span: slice) -> None:
-            leaves = _leaves(template.places_beside_the_table, flat, gradient, sink.reached)
+            leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
             sink.reached.update(template.table_place.stored_names)
             weight = self._table(current, flat, by_rows=template.embeds_by_rows)
-            leaves[template.table_place.local_name] = _leaf(weight, accumulate)
+            leaves[template.table_place.name] = _leaf(weight, accumulate)
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
                 hidden_1TD, _ = template.embed(leaves, tokens.row_ids_N[span], tokens.position_ids_N[span])
-                torch.autograd.backward(hidden_1TD, self._activations.gradient[span][None])
+                torch.autograd.backward(hidden_1TD, self.activations.gradient[span][None])
 
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
-        if template.tied:
-            sink.send_table(slot)
-        elif by_rows:
-            sink.send_rows(slot, tokens.rows_R)
-        else:
-            sink.send(0, slot)
-
-    def _chunks(self, tokens: StepTokens) -> Iterator[slice]:
-        for start in range(0, tokens.num_targets, self._head_chunk_tokens):
-            yield slice(start, start + self._head_chunk_tokens)
+        sink.send(0, tokens.rows_R if by_rows else None)
 
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
         if not by_rows:
-            return self._template.table_place.view(flat)
+            return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
-
-    def _layer(self, current: _Pass, index: int, layer: int, source: int, output: int, flat: Tensor) -> None:
-        span, places = current.tokens.spans[index], self._template.places(layer + 1)
-        parameters = {place.local_name: place.view(flat) for place in places}
-        hidden_1TD = self._activations.layer_input(source)[span][None]
-        self._seed(current, layer + 1, index)
-        with torch.no_grad():
-            output_1TD = self._template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
-        self._activations.layer_input(output)[span].copy_(output_1TD[0])
 
     def _seed(self, current: _Pass, unit_index: int, index: int) -> None:
         """Have the work that follows draw the numbers that are its own, the first time and when it is recomputed."""
@@ -357,17 +322,20 @@ class ForwardBackward:
 
 
 def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: set[str]) -> dict[str, Tensor]:
-    def leaf(place: Place) -> Tensor:
-        def accumulate(values: Tensor) -> None:
-            place.add(gradient, values)
-            reached.update(place.stored_names)
+    """The parameters of a unit, in its flat weights; autograd adds their gradients to the flat `gradient`."""
 
-        return _leaf(place.view(flat), accumulate) if place.trained else place.view(flat)
+    def accumulate(place: Place, values: Tensor) -> None:
+        place.piece.add(gradient, values)
+        reached.update(place.stored_names)
 
-    return {place.local_name: leaf(place) for place in places}
+    leaves = {}
+    for place in places:
+        weight = place.piece.read(flat)
+        leaves[place.name] = _leaf(weight, partial(accumulate, place)) if place.trained else weight
+    return leaves
 
 
-def _leaf(weight: Tensor, accumulate: Accumulate) -> Tensor:
+def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
     """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is complete."""
     leaf = weight.detach().requires_grad_()
 

@@ -1,47 +1,63 @@
 """Gradients on their way to the host: accumulated in fp32 on the device, sent to the host once a step, their squares summed.
 
-Owns the gradient slots, the square sums and the loss of a step. Must not know how gradients are computed or applied.
-
 Shapes: R = rows of the embedding in use, D = hidden size.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.gradient_landing import GradientLanding, IsFinite
-from horizon_server.engine.slot_ring import Slot, SlotRing, UnitRings
+from horizon_server.engine.optimizer import Optimizer
+from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
+from horizon_server.store.host_store import HostStore
 
 
 class GradientSink:
     """A ring of gradient slots for layers, and one slot for head and embedding.
 
+    On the host a gradient lands in the store's `grad` plane, which keeps all of them until the norm is known. A store without one has
+    a few slots instead: a landed gradient is updated from at once, and its slot is free after that, so gradients never add up there.
+
     `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite when an
-    element is not. Where the table serves as projection too, the head's slot stays until the embedding's gradient has joined it.
+    element is not. `reached` are the stored tensors that got a gradient in the step begun last.
+    Thread: compute adds to `reached`.
     """
 
-    def __init__(self, template: Template, device: Device, landing: GradientLanding, *, num_slots: int) -> None:
-        self._template, self._device, self._landing = template, device, landing
+    def __init__(
+        self, template: Template, store: HostStore, device: Device, optimizer: Optimizer, *, num_slots: int
+    ) -> None:
+        self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         units = template.layout.units
         # Two sets in turn: the updates of a step may still look at its numbers when the next step begins, but not at its end.
         self._numbers = device.allocate_host("staging", 2 * (len(units) + 1), torch.float64)
         self._sets = self._numbers.view(2, -1)
         self._set = 0
-        self._rings = UnitRings(
+        self._rings = SlotRings(
+            device,
             units,
-            partial(SlotRing.on_device, device, component="gradients"),
+            # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
+            allocate=lambda num_elements: device.allocate("gradients", num_elements, torch.float32),
+            give_back=device.free,
             num_slots=num_slots,
             edge_elements=max(units[0].num_elements, template.head_elements),
         )
-        self._head_slot: Slot | None = None
+        self._landing: SlotRings | None = None
+        if store.grad_dtype is None:
+            self._landing = SlotRings(
+                device,
+                units,
+                allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
+                give_back=device.free_host,
+                num_slots=num_slots,
+                edge_elements=max(unit.num_elements for unit in units if unit.kind != "layer"),
+            )
+        self._open: dict[int, Slot] = {}
         self.reached: set[str] = set()
-        """Stored tensors that got a gradient in the step begun last. Thread: compute adds to it."""
 
     @property
     def square_sums(self) -> Tensor:
@@ -60,69 +76,57 @@ class GradientSink:
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int) -> Slot:
-        """A zeroed slot for a unit's gradient; compute waits until it is free."""
-        slot = self._rings.of(unit_index).take(self._device.compute)
+    def open(self, unit_index: int) -> Tensor:
+        """Memory that a unit's places are views into: zeros, but for a tied table's head part; compute waits until it is free."""
+        units = self._template.layout.units
+        if unit_index == 0 and self._template.tied:
+            # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
+            slot = self._open[0] = self._open.pop(len(units) - 1)
+            return slot.flat[units[-1].num_elements : self._template.head_elements]
+        slot = self._open[unit_index] = self._rings.take(unit_index, self._device.compute)
         self._device.compute.submit(slot.flat.zero_, label=f"zero gradient {unit_index}")
-        return slot
+        return slot.flat
 
     def send_loss(self, loss: Tensor) -> None:
         """Send the loss, ahead of the gradients of the same step."""
         self._device.d2h.wait(self._device.compute.record())
         self._device.read_back(loss, self._sets[self._set, 0])
 
-    def send(self, unit_index: int, slot: Slot) -> None:
-        """Send what compute has accumulated; a tied head keeps the table's part, and its slot, for `open_table`."""
-        self._send_flat(unit_index, slot.flat)
-        if self._template.layout.units[unit_index].kind == "head" and self._template.tied:
-            self._head_slot = slot
-            return
-        self._rings.of(unit_index).release(slot, self._device.d2h)
-
-    def open_table(self) -> Slot:
-        """The slot with the head's part of a tied table's gradient, for the embedding to add to."""
-        slot, self._head_slot = self._head_slot, None
-        assert slot is not None, "a tied head sends first"
-        return slot
-
-    def embedding_part(self, slot: Slot) -> Tensor:
-        """Where the embedding unit's gradient is in a slot of `open_table` or `open`. Shapes: [unit.num_elements]."""
-        units = self._template.layout.units
-        if self._template.tied:
-            return slot.flat[units[-1].num_elements : self._template.head_elements]
-        return slot.flat[: units[0].num_elements]
-
-    def send_table(self, slot: Slot) -> None:
-        """Send the whole gradient of a tied table."""
-        self._send_flat(0, self.embedding_part(slot))
-        self._rings.of(0).release(slot, self._device.d2h)
-
-    def send_rows(self, slot: Slot, rows_R: Tensor) -> None:
-        """Send the gradient of the embedding's rows; the other rows have none."""
-        device, template = self._device, self._template
-        gradient_RD = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-        target = self._landing.open(0)
+    def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
+        """Send what compute has accumulated since `open`; with `rows_R` only these rows of the embedding, as the others have none."""
+        device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
+        slot, update_slot = self._open[unit_index], None
+        if self._landing is None:
+            # Free when the last step's update has read it, and that is before the forward of this unit.
+            target = self._store.unit(unit_index, "grad")
+        else:
+            update_slot = self._landing.take(unit_index, device.d2h)
+            target = update_slot.flat[: unit.num_elements]
+        # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
-        device.download_rows(gradient_RD, target, template.table_place.view(target), rows_R, self.square_sums[0])
-        self._landing.landed(0, self._finiteness(0), self.reached)
-        self._rings.of(0).release(slot, device.d2h)
+        # Views of this step's set, because the update may ask when the next step has begun with the other one.
+        loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
+        if rows_R is not None:
+            gradient_RD = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
+            table_VD = template.table_place.piece.read(target)
+            device.download_rows(gradient_RD, target, table_VD, rows_R, square_sum)
+        else:
+            start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
+            gradient = slot.flat[start : start + unit.num_elements]
+            device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
+        if self._landing is not None and update_slot is not None:
+            landed = device.d2h.record()
+            self._optimizer.update_landed(
+                unit_index, target, landed, lambda: math.isfinite(loss) and math.isfinite(square_sum), self.reached
+            )
+            # To the update's queue and not to d2h: the update still reads it when the copy is over.
+            self._landing.release(update_slot, self._optimizer.queue)
+        if not (unit.kind == "head" and template.tied):
+            self._rings.release(self._open.pop(unit_index), device.d2h)
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
         self._rings.close()
         self._device.free_host(self._numbers)
-        self._landing.close()
-
-    def _send_flat(self, unit_index: int, flat: Tensor) -> None:
-        device, unit = self._device, self._template.layout.units[unit_index]
-        target = self._landing.open(unit_index)
-        # In the queue: the caller continues with the next unit while compute still fills the slot.
-        device.d2h.wait(device.compute.record())
-        square_sum = self.square_sums[unit_index]
-        device.download_unit(flat[: unit.num_elements], target, square_sum, label=f"gradient {unit_index}")
-        self._landing.landed(unit_index, self._finiteness(unit_index), self.reached)
-
-    def _finiteness(self, unit_index: int) -> IsFinite:
-        # Views of this step's set, because the update may ask when the next step has begun with the other one.
-        loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
-        return lambda: math.isfinite(loss) and math.isfinite(square_sum)
+        if self._landing is not None:
+            self._landing.close()

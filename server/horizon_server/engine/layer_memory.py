@@ -15,30 +15,29 @@ from torch import Tensor
 from horizon_server.engine.template import Template
 from horizon_server.planning.ledger import LayerMemory
 
-LENGTHS = (512, 1024)
-"""Tokens of the two rows. Recurrent layers work on chunks of up to 256 tokens and pad to them, so a curve through shorter rows is wrong."""
+# Recurrent layers work on chunks of up to 256 tokens and pad to them, so a curve through shorter rows is wrong.
+_LENGTHS = (512, 1024)
 
 
-def measure_layer_memory(folder: Path, *, lengths: tuple[int, int] = LENGTHS) -> LayerMemory:
-    """Count what the layers of a folder's model keep for one row of tokens.
+def measure_layer_memory(folder: Path, *, lengths: tuple[int, int] = _LENGTHS) -> LayerMemory:
+    """Count what the layers of a folder's model keep for rows of two lengths, in tokens.
 
     Raises:
         InvalidModel: the model cannot be trained layer by layer.
     """
     template = Template.from_folder(folder)
-    short, long = (_saved_bytes(template, length) for length in lengths)
-    return LayerMemory.through(lengths, (short, long))
+    return LayerMemory.through(lengths, (_saved_bytes(template, lengths[0]), _saved_bytes(template, lengths[1])))
 
 
 def _saved_bytes(template: Template, num_tokens: int) -> int:
     """The most that any kind of layer keeps for a row."""
     ids_T, positions_T = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens)
     with torch.no_grad():
-        table = {place.local_name: torch.zeros(place.piece.shape) for place in template.places(0)}
+        table = {place.name: torch.zeros(place.piece.shape) for place in template.places[0]}
         hidden_1TD, calls = template.embed(table, ids_T, positions_T)
     counts: dict[int, int] = {}
     for index, group in enumerate(template.layer_groups):
-        # Layers of a group are alike, so that one of them counts for all.
+        # Layers of a group are equal, so one of them counts for all.
         if group in counts:
             continue
         kept: dict[int, int] = {}
@@ -50,7 +49,7 @@ def _saved_bytes(template: Template, num_tokens: int) -> int:
             return tensor
 
         parameters = {
-            place.local_name: torch.zeros(place.piece.shape, requires_grad=True) for place in template.places(index + 1)
+            place.name: torch.zeros(place.piece.shape, requires_grad=True) for place in template.places[index + 1]
         }
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             # Held until the count is done, so that no address is used twice.

@@ -1,20 +1,17 @@
 """Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it.
 
-Owns the weight slots, the prefetch order and the wait for a unit's update before it is read. Must not know what is computed.
-
 Shapes: R = rows of the embedding in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.engine.slot_ring import Slot, SlotRing, UnitRings
+from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.store.host_store import HostStore
 
@@ -30,7 +27,7 @@ class UnitRequest:
 class LayerStream:
     """Streams units from the host store in the order the schedule asks for them.
 
-    `updated(unit_index)` names the event after which a unit may be read, or None when nothing is pending.
+    `updated` holds the event after which a unit may be read, where an update of it is pending.
     """
 
     def __init__(
@@ -40,14 +37,16 @@ class LayerStream:
         device: Device,
         *,
         num_slots: int,
-        updated: Callable[[int], Event | None],
+        updated: Mapping[int, Event],
     ) -> None:
         assert num_slots >= 1
         self._template, self._store, self._device, self._updated = template, store, device, updated
         units = template.layout.units
-        self._rings = UnitRings(
+        self._rings = SlotRings(
+            device,
             units,
-            partial(SlotRing.on_device, device, component="weights"),
+            allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
+            give_back=device.free,
             num_slots=num_slots,
             edge_elements=max(units[0].num_elements, template.head_elements),
         )
@@ -61,40 +60,35 @@ class LayerStream:
         num_fetched = 0
         for position, request in enumerate(requests):
             # As far ahead as slots are free: with two of them, the next unit is copied while this one computes.
-            while num_fetched < len(requests) and self._ring(requests[num_fetched]).available:
+            while num_fetched < len(requests) and self._rings.available(requests[num_fetched].unit_index):
                 pending.append(self._fetch(requests[num_fetched]))
                 num_fetched += 1
             assert num_fetched > position, "a released slot is always available for the request in turn"
             slot, ready = pending.pop(0)
             self._device.compute.wait(ready)
             yield request, slot.flat
-            self._ring(request).release(slot, self._device.compute)
+            self._rings.release(slot, self._device.compute)
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
         self._rings.close()
 
-    def _ring(self, request: UnitRequest) -> SlotRing:
-        return self._rings.of(request.unit_index)
-
     def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
-        device, template = self._device, self._template
-        slot = self._ring(request).take(device.h2d)
-        # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
-        self._wait_for_update(request.unit_index)
-        if request.rows_R is not None:
-            rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-            device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
-            return slot, device.h2d.record()
-        unit = template.layout.units[request.unit_index]
-        device.upload_unit(self._store, unit.index, slot.flat[: unit.num_elements])
+        device, template, units = self._device, self._template, self._template.layout.units
+        slot = self._rings.take(request.unit_index, device.h2d)
+        indices, start = [request.unit_index], 0
         # A tied head computes with the table, which is in another unit with an update of its own.
-        if unit.kind == "head" and template.tied:
-            self._wait_for_update(0)
-            device.upload_unit(self._store, 0, slot.flat[unit.num_elements : template.head_elements])
+        if units[request.unit_index].kind == "head" and template.tied:
+            indices.append(0)
+        for index in indices:
+            # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
+            if index in self._updated:
+                device.h2d.wait(self._updated[index])
+            if request.rows_R is not None:
+                rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
+                device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
+            else:
+                end = start + units[index].num_elements
+                device.upload_unit(self._store, index, slot.flat[start:end])
+                start = end
         return slot, device.h2d.record()
-
-    def _wait_for_update(self, unit_index: int) -> None:
-        event = self._updated(unit_index)
-        if event is not None:
-            self._device.h2d.wait(event)

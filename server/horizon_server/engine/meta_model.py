@@ -1,19 +1,18 @@
-"""A transformers model as structure without storage: parameters on the meta device, buffers real.
-
-Owns how such a model is built and which of its decoder layers are alike. Must not know streaming, slots or the store.
-"""
+"""A transformers model as structure without storage: how it is built, which layers are equal, and what it keeps between calls."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
@@ -30,24 +29,13 @@ from horizon_server.store.model_files import CONFIG_FILE, read_config
 
 _SIMPLE = (bool, int, float, str, type(None))
 _POSITION_ATTRIBUTES = frozenset({"layer_idx", "layer_index"})
-_EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_ATTENTIONS = ("eager", "sdpa")
-_AUXILIARY_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
-_POSITION_LIMITS = ("max_position_embeddings", "max_seq_len")
-_RANDOM_SETTINGS = ("dropout", "pdrop", "jitter")
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 class _EmptyTensorsOnMeta(TorchFunctionMode):
     """Sends `torch.empty` to the meta device: that is how modules make parameters, while buffers are made from values."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty:
             return func(*args, **{**(kwargs or {}), "device": "meta"})
         return func(*args, **(kwargs or {}))
@@ -74,7 +62,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model of a config, in evaluation mode, with no parameter allocated.
+    """The causal language model of a config, in evaluation mode: parameters on the meta device, buffers real.
 
     Raises:
         InvalidModel: transformers has no causal language model for the config, or the model needs a buffer that only its
@@ -85,11 +73,11 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
     # Caches are for generation; the engine reads outputs by name.
     config.use_cache = False
     config.return_dict = True
-    if config._attn_implementation not in _ATTENTIONS:
+    if config._attn_implementation not in ("eager", "sdpa"):
         # The folder's choice is one of speed (flash_attention_2, a kernel of the hub) and needs packages that may not be here.
         config._attn_implementation = None
     # The engine reads the hidden state alone. Set only where they are on: not every config has them.
-    for extra in _EXTRA_OUTPUTS:
+    for extra in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if getattr(config, extra, False):
             setattr(config, extra, False)
     try:
@@ -98,34 +86,42 @@ def build_meta_model(config: PretrainedConfig) -> PreTrainedModel:
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except ValueError as error:
-        what = " ".join(str(error).split())
-        raise InvalidModel(
-            f"transformers {__version__} refuses the config of this {config.model_type} model: {what}"
-        ) from error
+        what = f"transformers {__version__} refuses the config of this {config.model_type} model"
+        raise InvalidModel(f"{what}: {' '.join(str(error).split())}") from error
     on_meta: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 # One for each: tied parameters stay tied.
                 module._parameters[name] = on_meta.setdefault(id(parameter), nn.Parameter(parameter.to("meta")))
-    _check_buffers(model)
+    stored = checkpoint_tensors(model)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in stored:
+            raise InvalidModel(f"buffer {name} cannot be computed from the config; this model is not supported")
     model.train(False)
     # The engine differentiates by its own leaves, which are views into streamed weights.
     model.requires_grad_(False)
     return model
 
 
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of the model holds: its parameters, and the floating-point buffers it does not compute again."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+
+
 def max_positions(config: PretrainedConfig) -> int | None:
     """The longest document that a config allows, in tokens, or None where it sets no limit."""
     text = config.get_text_config()
-    limits = (getattr(text, name, None) for name in _POSITION_LIMITS)
+    # dbrx calls it max_seq_len.
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def draws_random_numbers(config: PretrainedConfig) -> bool:
     """Whether a config asks for dropout or router noise anywhere, which training mode then brings."""
     settings = _numbers(config.get_text_config().to_dict())
-    return any(value > 0 and any(part in name for part in _RANDOM_SETTINGS) for name, value in settings)
+    return any(value > 0 and any(part in name for part in ("dropout", "pdrop", "jitter")) for name, value in settings)
 
 
 def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -155,7 +151,7 @@ def _refuse_settings(config: PretrainedConfig) -> None:
             )
     # transformers adds the routers' loss only where the config asks for their logits. It joins the routers of all layers, which are
     # never on the device together.
-    weighted = any(getattr(config, name, None) for name in _AUXILIARY_LOSS)
+    weighted = any(getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
     if getattr(config, "output_router_logits", False) and weighted:
         raise InvalidModel(
             "config.json sets output_router_logits, which adds the routers' auxiliary loss, and that is not supported; "
@@ -175,26 +171,14 @@ def find_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     ]
     outer = [(n, m) for n, m in lists if not any(n.startswith(other + ".") for other, _ in lists)]
-    largest = max((_num_parameters(module) for _, module in outer), default=0)
-    found = [(n, m) for n, m in outer if _num_parameters(m) == largest]
+    sizes = {name: sum(parameter.numel() for parameter in module.parameters()) for name, module in outer}
+    found = [(n, m) for n, m in outer if sizes[n] == max(sizes.values())]
     if len(found) != 1:
         lists_found = f"{len(found)} lists of equal size: {', '.join(name for name, _ in found)}" if found else "none"
         raise InvalidModel(
             f"model_type {model.config.model_type!r}: its decoder layers must be in one list, and this model has {lists_found}"
         )
     return found[0]
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def name_of_parameter(model: nn.Module, parameter: torch.Tensor) -> str:
-    """The first full name of a parameter object."""
-    for name, candidate in model.named_parameters(remove_duplicate=False):
-        if candidate is parameter:
-            return name
-    raise AssertionError("the parameter belongs to the model")
 
 
 def layer_signature(layer: nn.Module) -> tuple[object, ...]:
@@ -231,13 +215,72 @@ def _comparable(value: object) -> object:
     return id(value)
 
 
-def _check_buffers(model: nn.Module) -> None:
-    """A buffer is either computed from the config or a floating-point tensor of the checkpoint, which is then bound like a weight."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            stored = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-            if buffer.is_meta and not stored:
-                full_name = f"{prefix}.{name}".lstrip(".")
-                raise InvalidModel(
-                    f"buffer {full_name} cannot be computed from the config; this model is not supported"
-                )
+@dataclass
+class _KeptBuffer:
+    """A buffer, a copy of its content, and the version that autograd gave the buffer when it had that content."""
+
+    buffer: Tensor
+    content: Tensor
+    version: int
+
+
+class ModuleState:
+    """The buffers and plain attributes of some modules as they are now, put back after each call.
+
+    Some modules of transformers change themselves when they run: a rotary table grows with the longest position it has seen, or is
+    overwritten with other factors. A later call would then depend on an earlier one, and a resumed run on where it was stopped.
+    Thread: the thread that calls the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # Not the training mode, which is switched between calls on purpose.
+        self._modules: list[tuple[nn.Module, dict[str, object], dict[str, _KeptBuffer]]] = []
+        for module in modules:
+            attributes = {name: value for name, value in vars(module).items() if name != "training"}
+            # A buffer without storage belongs to the checkpoint: each call is given its values, so there is nothing to keep.
+            buffers = {
+                name: _KeptBuffer(buffer=buffer, content=buffer.clone(), version=buffer._version)
+                for name, buffer in module.named_buffers(recurse=False)
+                if not buffer.is_meta
+            }
+            self._modules.append((module, attributes, buffers))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put the modules back when the block ends."""
+        try:
+            yield
+        finally:
+            # Also after an error: the trials of a template run code that may fail halfway.
+            for module, attributes, buffers in self._modules:
+                _restore(module, attributes, buffers)
+
+    def place(self, place: Callable[[Tensor], Tensor]) -> None:
+        """Move the buffers to where compute reads them."""
+        for module, _, buffers in self._modules:
+            for name, kept in buffers.items():
+                buffer, content = place(kept.buffer), place(kept.content)
+                buffers[name] = _KeptBuffer(buffer=buffer, content=content, version=buffer._version)
+                module._buffers[name] = buffer
+
+
+def _restore(module: nn.Module, attributes: dict[str, object], buffers: dict[str, _KeptBuffer]) -> None:
+    current = vars(module)
+    # Compared by number first: this runs for every call of a layer.
+    if len(current) != len(attributes) + 1:
+        for name in [name for name in current if name not in attributes and name != "training"]:
+            del current[name]
+    for name, value in attributes.items():
+        if current.get(name) is not value:
+            current[name] = value
+    for name, kept in buffers.items():
+        if kept.buffer._version != kept.version:
+            # Into a new tensor: backward may still need what the call wrote into the old one.
+            with torch.no_grad():
+                kept.buffer = kept.content.clone()
+            kept.version = kept.buffer._version
+        if module._buffers.get(name) is not kept.buffer:
+            module._buffers[name] = kept.buffer
+    for name, buffer in list(module._buffers.items()):
+        if name not in buffers and buffer is not None and not buffer.is_meta:
+            del module._buffers[name]

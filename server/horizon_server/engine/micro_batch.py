@@ -1,7 +1,5 @@
 """One packed row of tokens, ready for the model: the only shape in which data enters the engine. And the rows of a step, joined.
 
-Owns the meaning of labels, positions and document boundaries.
-
 Shapes: T = tokens of the row, N = tokens of the step, R = distinct ids, S = supervised tokens.
 """
 
@@ -14,10 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from horizon_formats.checks import UNTRAINED
 from horizon_server.engine.device.protocol import Device
 from horizon_server.errors import FieldViolation, InvalidData
 
-IGNORED_LABEL = -100
+# As in the rows that users upload, and as torch's cross_entropy takes it.
+IGNORED_LABEL = UNTRAINED
 
 Item = TypeVar("Item")
 
@@ -93,19 +93,9 @@ class StepTokens:
         )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return self.row_ids_N.numel()
-
-    @property
     def num_targets(self) -> int:
         """Supervised tokens of the step, by which every chunk of the loss is scaled."""
         return self.targets_S.numel()
-
-    def row_of(self, token_id: int | None) -> int | None:
-        """The row that a token id was renumbered to, if the step uses it."""
-        found = (self.rows_R == token_id).nonzero() if token_id is not None else torch.empty(0)
-        return int(found[0]) if found.numel() else None
 
 
 def grouped(items: Sequence[Item], sizes: Iterable[int], limit: int) -> list[list[Item]]:

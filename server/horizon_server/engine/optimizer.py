@@ -1,7 +1,5 @@
 """AdamW on the host, at the end of the schedule: a step's updates run in forward order, just ahead of the next step's reads.
 
-Owns when a unit is updated and the events that say so. Must not know how gradients are computed or what reads the weights.
-
 Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite. Where they
 are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the order of backward. What
 is known to be finite then is the loss and the gradients so far. From the first unit that is not, all later units of the step are
@@ -25,23 +23,21 @@ from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
 
 LrSchedule = Literal["constant", "linear", "cosine"]
-
-UpdateIfFinite = Callable[[int, Tensor, Callable[[], bool], Set[str]], None]
-
-_CLIP_EPS = 1e-6
+IsFinite = Callable[[], bool]
 
 
 class Optimizer:
     """Updates every unit of the store once per submitted step, on a queue of its own.
 
+    `updated` holds the event after which a unit's weights may be read, where any update of it was ever submitted.
     Thread: one driving thread submits; updates of one unit never overlap.
     """
 
     def __init__(self, store: HostStore, device: Device, *, num_threads: int) -> None:
-        self._store, self._device, self._num_threads = store, device, num_threads
+        self._store, self._num_threads = store, num_threads
         self.queue = device.host_queue("optimizer")
-        self._updated: dict[int, Event] = {}
-        self._update_if_finite: UpdateIfFinite | None = None
+        self.updated: dict[int, Event] = {}
+        self._update_if_finite: Callable[[int, Tensor, IsFinite, Set[str]], None] | None = None
 
     def submit(self, hyper: AdamWStep, reached: Set[str]) -> None:
         """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated.
@@ -52,14 +48,14 @@ class Optimizer:
             # Forward order is the order in which the next step reads the weights.
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
             self.queue.submit(work, label=f"update {unit.index}")
-            self._updated[unit.index] = self.queue.record()
+            self.updated[unit.index] = self.queue.record()
 
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
         # A flag of this step's own, because updates of the last step may still be queued. The queue's thread alone changes it.
         dropped = False
 
-        def update(unit_index: int, gradient: Tensor, is_finite: Callable[[], bool], reached: Set[str]) -> None:
+        def update(unit_index: int, gradient: Tensor, is_finite: IsFinite, reached: Set[str]) -> None:
             nonlocal dropped
             dropped = dropped or not is_finite()
             if not dropped:
@@ -69,31 +65,17 @@ class Optimizer:
         self._update_if_finite = update
 
     def update_landed(
-        self, unit_index: int, gradient: Tensor, landed: Event, is_finite: Callable[[], bool], reached: Set[str]
+        self, unit_index: int, gradient: Tensor, landed: Event, is_finite: IsFinite, reached: Set[str]
     ) -> None:
-        """Queue the update of one unit from a gradient that is there, and may be looked at, after `landed`; `reached` is as in `submit`."""
+        """Queue the update of one unit from a gradient that is there after `landed`, and with it what `is_finite` looks at.
+
+        `reached` is as in `submit`; it is complete for the unit when the gradient has landed.
+        """
         assert self._update_if_finite is not None, "begin comes first"
         self.queue.wait(landed)
         work = partial(self._update_if_finite, unit_index, gradient, is_finite, reached)
         self.queue.submit(work, label=f"update {unit_index}")
-        self._updated[unit_index] = self.queue.record()
-
-    def updated(self, unit_index: int) -> Event | None:
-        """The event after which a unit's weights may be read, or None when nothing was ever submitted."""
-        return self._updated.get(unit_index)
-
-    def flush(self) -> None:
-        """Block until every submitted update is done.
-
-        Raises:
-            HorizonError: the first error that a queue of the device met.
-        """
-        self.wait()
-        self._device.raise_failure()
-
-    def wait(self) -> None:
-        """Block until nothing is under way, failed or not."""
-        self.queue.record().wait()
+        self.updated[unit_index] = self.queue.record()
 
 
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:
@@ -115,7 +97,8 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
     """What to scale every gradient by so that their norm is at most `max_grad_norm`, as torch.nn.utils.clip_grad_norm_ does."""
     if max_grad_norm is None:
         return 1.0
-    return min(1.0, max_grad_norm / (grad_norm + _CLIP_EPS))
+    # The 1e-6 is torch's.
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))
 
 
 def learning_rate_at(
@@ -125,8 +108,8 @@ def learning_rate_at(
 
     It rises linearly from 0 over `warmup_steps`; then it stays (constant), falls linearly to 0 at `num_steps` (linear), or
     follows half a cosine to 0 at `num_steps` (cosine).
-    The formulas are those of transformers' schedulers of the same names, so that curves compare.
     """
+    # The formulas are those of transformers' schedulers of the same names, so that curves compare.
     if step < warmup_steps:
         return learning_rate * step / max(1, warmup_steps)
     if schedule == "constant":

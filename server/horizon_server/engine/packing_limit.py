@@ -5,15 +5,16 @@ silently mix them, without any error. `supports_packing` finds out by running th
 
 Some architectures change how they count positions once a row is long: the rotary factors of the whole row depend on its longest
 document, or attention gets a temperature by the position in the row. The trial on the real weights runs short documents, so it
-cannot see that. Everything a model derives from positions alone costs next to nothing, so here it is computed for rows of any length.
+cannot see that. Everything a model derives from positions alone costs next to nothing, so `find_packing_limit` computes it for rows
+of any length.
 
-Owns both trials. Shapes: T = tokens of the trial, N = tokens of all its rows, D = hidden size.
+Shapes: T = tokens of the trial, N = tokens of all its rows, D = hidden size.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +22,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
-from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch, grouped
-from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
 
 CallsOf = Callable[[Tensor], list[LayerCall]]
 """Computes the calls of all layers for a row of these positions."""
 
-_MAX_ROW_TOKENS = 1 << 24
-"""Positions up to here are exact in fp32."""
-
 HiddenStates = Callable[[Sequence[MicroBatch]], tuple[Tensor, Tensor]]
 """Runs rows through the layers: what goes into the first one and what comes out of the last."""
 
+# Positions up to here are exact in fp32.
+_MAX_ROW_TOKENS = 1 << 24
 _DOCUMENT_TOKENS = 16
 _TOLERANCE = 1e-5
 _PROBE_LENGTHS = (13, 19)
@@ -51,17 +50,14 @@ def find_packing_limit(
 
     What already differs in short rows is not judged here: the trial on the real weights runs those.
     """
-    trials: list[Callable[[int], bool]] = [_OwnPositions(*layer, hidden_size=hidden_size).agree for layer in layers]
-    trials.append(_LayerCalls(calls_of, max_document_tokens=max_document_tokens).agree)
-
-    def differs(num_tokens: int) -> bool:
-        return not all(agree(num_tokens) for agree in trials)
-
-    if not differs(_MAX_ROW_TOKENS):
+    trials = [_own_positions_agree(*layer, hidden_size=hidden_size) for layer in layers]
+    trials.append(_calls_agree(calls_of, max_document_tokens=max_document_tokens or _MAX_ROW_TOKENS))
+    if all(agree(_MAX_ROW_TOKENS) for agree in trials):
         return None
     # Once a length changes something, all greater ones do: thresholds are crossed once.
     lengths = range(_DOCUMENT_TOKENS, _MAX_ROW_TOKENS)
-    return lengths[bisect.bisect_left(lengths, True, key=differs)] - 1
+    first = bisect.bisect_left(lengths, True, key=lambda length: not all(agree(length) for agree in trials))
+    return lengths[first] - 1
 
 
 def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dtype: torch.dtype) -> bool:
@@ -107,60 +103,59 @@ def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroB
     ]
 
 
-class _LayerCalls:
-    """What the model calls its layers with for a short document, alone and after a long one."""
+def _calls_agree(calls_of: CallsOf, *, max_document_tokens: int) -> Callable[[int], bool]:
+    """Returns a test: does the model call its layers for a short document as it does after a document of N tokens?"""
+    short_T = torch.arange(min(_DOCUMENT_TOKENS, max_document_tokens))
 
-    def __init__(self, calls_of: CallsOf, *, max_document_tokens: int | None) -> None:
-        self._calls_of = calls_of
-        self._max_document_tokens = max_document_tokens or _MAX_ROW_TOKENS
-        self._short = torch.arange(min(_DOCUMENT_TOKENS, self._max_document_tokens))
-        self._alone = _tensors(calls_of(self._short))
-        # What differs after a short document too is for the trial on the real weights to judge.
-        self._alike = self._equal_after(self._short) or set()
+    def tensors(positions_T: Tensor) -> dict[object, Tensor]:
+        return {
+            (index, path): leaf
+            for index, call in enumerate(calls_of(positions_T))
+            for path, leaf in tree_leaves_with_path((call.args, dict(call.kwargs)))
+            if isinstance(leaf, Tensor)
+        }
 
-    def agree(self, num_tokens: int) -> bool:
-        """Whether the short document's part is the same after a document of `num_tokens` tokens."""
-        # A row this long need not be run: the end of the long document alone has its greatest position.
-        longest = min(num_tokens, self._max_document_tokens)
-        equal = self._equal_after(self._short + longest - len(self._short))
-        return equal is not None and equal >= self._alike
+    alone = tensors(short_T)
 
-    def _equal_after(self, before: Tensor) -> set[object] | None:
+    def equal_after(before_T: Tensor) -> set[object] | None:
         try:
-            packed = _tensors(self._calls_of(torch.cat([before, self._short])))
+            packed = tensors(torch.cat([before_T, short_T]))
         except RUN_ERRORS:
             return None
-        return {path for path, alone in self._alone.items() if path in packed and _same_end(packed[path], alone)}
+        return {path for path, tensor in alone.items() if path in packed and _same_end(packed[path], tensor)}
+
+    # What differs after a short document too is for the trial on the real weights to judge.
+    alike = equal_after(short_T) or set()
+
+    def agree(num_tokens: int) -> bool:
+        # A row this long need not be run: the end of the long document alone has its greatest position.
+        equal = equal_after(short_T + min(num_tokens, max_document_tokens) - len(short_T))
+        return equal is not None and equal >= alike
+
+    return agree
 
 
-class _OwnPositions:
-    """What a layer computes from positions that it counts by itself, from the row's first token."""
+def _own_positions_agree(layer: nn.Module, call: LayerCall, *, hidden_size: int) -> Callable[[int], bool]:
+    """Returns a test: does a layer compute the same from positions that it counts itself in a short row and one of N tokens?"""
+    args, kwargs = call.without_storage(hidden_size=hidden_size)
 
-    def __init__(self, layer: nn.Module, call: LayerCall, *, hidden_size: int) -> None:
-        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta")
-        self._layer = layer
-        self._args, self._kwargs = call.without_storage().with_hidden(hidden_1TD)
-        self._first = self._derived(1)
-        self._short = self._derived(_DOCUMENT_TOKENS)
-
-    def agree(self, num_tokens: int) -> bool:
-        """Whether it is still what it is in a short row."""
-        long = self._derived(num_tokens)
-        # Numbers that differ in short rows too are not temperatures but, say, indices of tokens.
-        return all(
-            torch.equal(late, early)
-            for late, early, first in zip(long, self._short, self._first, strict=False)
-            if torch.equal(early, first)
-        )
-
-    def _derived(self, num_tokens: int) -> list[Tensor]:
+    def derived(num_tokens: int) -> list[Tensor]:
         counted = _CountedPositions(torch.linspace(0, num_tokens - 1, NUM_TRIAL_TOKENS, dtype=torch.float64).long())
         try:
             with torch.no_grad(), counted:
-                self._layer(*self._args, **self._kwargs)
+                layer(*args, **kwargs)
         except RUN_ERRORS:
             pass  # Without storage, some layers run only so far (experts are chosen by values).
         return counted.used
+
+    first, short = derived(1), derived(_DOCUMENT_TOKENS)
+
+    def agree(num_tokens: int) -> bool:
+        # Numbers that differ in short rows too are not temperatures but, say, indices of tokens.
+        compared = zip(derived(num_tokens), short, first, strict=False)
+        return all(torch.equal(late, early) for late, early, one in compared if torch.equal(early, one))
+
+    return agree
 
 
 class _CountedPositions(TorchFunctionMode):
@@ -172,13 +167,7 @@ class _CountedPositions(TorchFunctionMode):
         self._derived: dict[int, Tensor] = {}
         self.used: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func is torch.arange:
             counted: Tensor = func(*args, **{**named, "device": "cpu"})
@@ -201,15 +190,6 @@ class _CountedPositions(TorchFunctionMode):
     def _keep(self, tensor: Tensor) -> Tensor:
         self._derived[id(tensor)] = tensor
         return tensor
-
-
-def _tensors(calls: Sequence[LayerCall]) -> dict[object, Tensor]:
-    return {
-        (index, path): leaf
-        for index, call in enumerate(calls)
-        for path, leaf in tree_leaves_with_path((call.args, dict(call.kwargs)))
-        if isinstance(leaf, Tensor)
-    }
 
 
 def _same_end(packed: Tensor, alone: Tensor) -> bool:

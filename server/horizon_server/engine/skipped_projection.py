@@ -4,8 +4,6 @@ Recomputing a layer before its backward calculates every intermediate value agai
 size, in most decoders) is only added to the residual: no gradient depends on it. So it is skipped there, a fifth to a quarter of the
 recompute. Whether that holds for a layer is found by watching what autograd saves, not by the architecture's name.
 
-Owns finding that projection and the stand-in for it. Must not know streaming, units or architectures.
-
 Shapes: T = tokens, I = inputs of the projection, O = its outputs.
 Thread: a layer is called by one thread at a time.
 """
@@ -13,7 +11,7 @@ Thread: a layer is called by one thread at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,24 +20,21 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from horizon_server.engine.layer_stubs import LayerCall
-from horizon_server.engine.template_trial import NUM_TRIAL_TOKENS, RUN_ERRORS
+from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
 
 
 class SkippedProjection:
-    """Replaces a projection's forward: it computes, except inside `skipped`."""
+    """Replaces a projection's forward: it computes, except inside `skipped`.
+
+    `num_parameters` are the elements of its weight; skipping it saves twice as many operations per token.
+    """
 
     def __init__(self, projection: nn.Module) -> None:
         assert isinstance(projection, nn.Linear)
-        self._projection = projection
-        self._skips = False
+        self._projection, self._skips = projection, False
+        self.num_parameters = projection.weight.numel()
         # Replaced on the instance: a hook would come too late, when the value has been computed.
         projection.forward = self._forward  # type: ignore[assignment]
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the weight; skipping it saves twice as many operations per token."""
-        return self._projection.weight.numel()
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
@@ -59,53 +54,38 @@ class SkippedProjection:
         return functional.linear(inputs, weight, bias)
 
 
-def find_skipped_projections(
-    layers: Mapping[int, tuple[nn.Module, LayerCall]], *, hidden_size: int
-) -> dict[int, SkippedProjection]:
-    """The skipped projections of some layers, each with one of its calls, by the layers' numbers.
-
-    The layers have no storage, and those that cannot run without (experts are chosen by values) are computed as they are.
-    """
-    found = {}
-    for number, (layer, call) in layers.items():
-        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta", requires_grad=True)
-        args, kwargs = call.without_storage().with_hidden(hidden_1TD)
-        # On a copy: some layers move what they hold to where they find the hidden state.
-        name = _find(copy.deepcopy(layer), args, kwargs)
-        if name is not None:
-            found[number] = SkippedProjection(layer.get_submodule(name))
-    return found
-
-
-def _find(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The name of the projection after which autograd saves nothing more."""
-    calls: list[nn.Linear] = []
+def find_skipped_projection(layer: nn.Module, call: LayerCall, *, hidden_size: int) -> SkippedProjection | None:
+    """The projection after which autograd saves nothing more, if a layer has one. The layer has no storage."""
+    args, kwargs = call.without_storage(hidden_size=hidden_size)
+    # On a copy: some layers move what they hold to where they find the hidden state.
+    trial = copy.deepcopy(layer)
+    called: list[nn.Module] = []
     saves_after_it = False
 
-    def called(module: nn.Module, _inputs: object, _output: object) -> None:
+    def on_call(module: nn.Module, _inputs: object, _output: object) -> None:
         nonlocal saves_after_it
-        assert isinstance(module, nn.Linear)
-        calls.append(module)
+        called.append(module)
         saves_after_it = False
 
-    def saved(tensor: Tensor) -> Tensor:
+    def on_save(tensor: Tensor) -> Tensor:
         nonlocal saves_after_it
         saves_after_it = True
         return tensor
 
-    handles = [m.register_forward_hook(called) for m in layer.modules() if type(m) is nn.Linear]
+    for module in trial.modules():
+        if type(module) is nn.Linear:
+            module.register_forward_hook(on_call)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-            layer(*args, **kwargs)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(on_save, lambda tensor: tensor):
+            trial(*args, **kwargs)
     except RUN_ERRORS:
+        # Layers that cannot run without storage (experts are chosen by values) are computed as they are.
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
     # One that is called twice would be skipped the first time too, where its value may be needed.
-    if not calls or saves_after_it or calls.count(calls[-1]) > 1:
+    if not called or saves_after_it or called.count(called[-1]) > 1:
         return None
-    return {module: str(name) for name, module in layer.named_modules()}[calls[-1]]
+    name = {module: name for name, module in trial.named_modules()}[called[-1]]
+    return SkippedProjection(layer.get_submodule(name))
 
 
 class _LinearWithoutValue(torch.autograd.Function):

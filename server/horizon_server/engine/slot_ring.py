@@ -1,17 +1,14 @@
-"""A ring of equal pieces of memory, handed out in turn; an event says when a piece may be overwritten.
-
-Owns the pieces and their free events.
-"""
+"""Equal pieces of memory that units travel through, handed out in turn; an event says when a piece may be overwritten."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from horizon_server.engine.device.protocol import Component, Device, Event, Queue
+from horizon_server.engine.device.protocol import Device, Event, Queue
 from horizon_server.store.layout import UnitLayout
 
 
@@ -24,38 +21,39 @@ class Slot:
     free: Event | None = None
 
 
-class SlotRing:
-    """Equal pieces, allocated once. Use `on_device` or `on_host`."""
+class SlotRings:
+    """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
 
-    def __init__(self, device: Device, pieces: list[Tensor], *, give_back: Callable[[Tensor], None]) -> None:
+    `allocate` makes a piece of a number of elements, `give_back` frees one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        units: Sequence[UnitLayout],
+        *,
+        allocate: Callable[[int], Tensor],
+        give_back: Callable[[Tensor], None],
+        num_slots: int,
+        edge_elements: int,
+    ) -> None:
         self._device, self._give_back = device, give_back
-        self._slots = [Slot(flat=piece) for piece in pieces]
-        self._next = 0
+        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
+        layers = deque(Slot(flat=allocate(layer_elements)) for _ in range(num_slots))
+        # Only one: embedding and head can be far larger than a layer, and are needed once or twice a step.
+        edges = deque([Slot(flat=allocate(edge_elements))])
+        self._rings = [layers if unit.kind == "layer" else edges for unit in units]
 
-    @classmethod
-    def on_device(cls, device: Device, *, component: Component, num_slots: int, num_elements: int) -> SlotRing:
-        """`num_slots` pieces of device memory."""
-        # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
-        dtype = torch.float32 if component == "gradients" else device.compute_dtype
-        pieces = [device.allocate(component, num_elements, dtype) for _ in range(num_slots)]
-        return cls(device, pieces, give_back=device.free)
+    def available(self, unit_index: int) -> bool:
+        """Whether the next slot in turn for a unit has been released."""
+        return not self._rings[unit_index][0].in_use
 
-    @classmethod
-    def on_host(cls, device: Device, *, num_slots: int, num_elements: int) -> SlotRing:
-        """`num_slots` pieces of host memory for gradients that leave the device."""
-        pieces = [device.allocate_host("staging", num_elements, device.gradient_dtype) for _ in range(num_slots)]
-        return cls(device, pieces, give_back=device.free_host)
-
-    @property
-    def available(self) -> bool:
-        """Whether the next slot in turn has been released."""
-        return not self._slots[self._next].in_use
-
-    def take(self, queue: Queue) -> Slot:
-        """The next slot in turn; later work of `queue` waits until its last user has let go."""
-        slot = self._slots[self._next]
+    def take(self, unit_index: int, queue: Queue) -> Slot:
+        """The next slot in turn for a unit; later work of `queue` waits until its last user has let go."""
+        ring = self._rings[unit_index]
+        slot = ring[0]
         assert not slot.in_use, "slots are released in the order they were taken"
-        self._next = (self._next + 1) % len(self._slots)
+        ring.rotate(-1)
         slot.in_use = True
         if slot.free is not None:
             queue.wait(slot.free)
@@ -70,30 +68,6 @@ class SlotRing:
 
     def close(self) -> None:
         """Give the memory back. The queues must be idle."""
-        for slot in self._slots:
-            self._give_back(slot.flat)
-        self._slots.clear()
-
-
-class UnitRings:
-    """A ring of `num_slots` for layers (2 is double buffering), and one slot for embedding and head.
-
-    These two can be far larger than a layer and are needed once or twice a step. `make` is `SlotRing.on_device` or `on_host`.
-    """
-
-    def __init__(
-        self, units: Sequence[UnitLayout], make: Callable[..., SlotRing], *, num_slots: int, edge_elements: int
-    ) -> None:
-        self._units = units
-        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
-        self._layers = make(num_slots=num_slots, num_elements=layer_elements)
-        self._edges = make(num_slots=1, num_elements=edge_elements)
-
-    def of(self, unit_index: int) -> SlotRing:
-        """The ring that a unit's slots come from."""
-        return self._layers if self._units[unit_index].kind == "layer" else self._edges
-
-    def close(self) -> None:
-        """Give the memory back. The queues must be idle."""
-        self._layers.close()
-        self._edges.close()
+        for ring in self._rings:
+            while ring:
+                self._give_back(ring.popleft().flat)

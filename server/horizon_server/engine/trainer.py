@@ -1,7 +1,5 @@
 """The engine's interface: takes one optimizer step from the micro-batches of that step.
 
-Owns the state of a run: the step count, clipping, skipped steps, and what is saved to continue.
-
 Thread: one driving thread per trainer.
 """
 
@@ -14,10 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from horizon_server.engine.activations import ActivationPlacement
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
-from horizon_server.engine.gradient_landing import GradientLanding, PlaneLanding, SlotLanding
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
@@ -34,7 +30,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import logits_chunk_tokens
+from horizon_server.planning.ledger import ActivationPlacement, logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -78,7 +74,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
-        # Before anything is copied: what is not registered by then takes the detour through staging memory.
+        # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
         self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
@@ -87,7 +83,7 @@ class Trainer:
         self._stream = LayerStream(
             template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
         )
-        self._sink = GradientSink(template, device, self._landing(), num_slots=config.num_gradient_slots)
+        self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
             device,
@@ -97,26 +93,18 @@ class Trainer:
             activation_placement=config.activation_placement,
         )
         # Now, so that a job that does not fit fails before its first step.
-        self._forward_backward.reserve(config.tokens_per_step)
+        self._forward_backward.activations.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
-        self._step = 0
-        self._num_updates = 0
-        self._num_skipped = 0
-        self._num_skipped_in_a_row = 0
-
-    @property
-    def step(self) -> int:
-        """Steps taken, skipped ones included."""
-        return self._step
+        self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
     @cached_property
     def supports_packing(self) -> bool:
         """Whether the model keeps packed documents apart; tested once, on the real weights.
 
-        Where it is False, `train_step` and `evaluate` split packed rows into single documents by themselves; where it is True, they
-        split rows beyond the template's packing limit.
+        Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they split rows
+        beyond the template's packing limit.
         """
         answer = supports_packing(
             self._forward_backward.hidden_states,
@@ -144,17 +132,24 @@ class Trainer:
         """
         start_s = time.perf_counter()
         rows = self._checked_rows(micro_batches)
-        learning_rate = self._learning_rate
+        config = self.config
+        learning_rate = learning_rate_at(
+            self.step,
+            learning_rate=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            num_steps=config.num_steps,
+        )
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=self.config.seed, step=self._step))
+        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self.step))
         grad_norm = global_norm(self._sink.square_sums)
         skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
         return StepFigures(
             **vars(use),
-            step=self._step,
+            step=self.step,
             loss=loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
@@ -179,7 +174,9 @@ class Trainer:
         rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
         # In groups no larger than a step, so that an evaluation needs no more memory than training.
-        for group in grouped(rows, (row.num_tokens for row in rows), self._forward_backward.capacity_tokens):
+        for group in grouped(
+            rows, (row.num_tokens for row in rows), self._forward_backward.activations.capacity_tokens
+        ):
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
@@ -195,15 +192,21 @@ class Trainer:
         )
 
     def flush(self) -> None:
-        """Block until the store holds the result of every step taken; before saving, exporting or pausing."""
-        self._optimizer.flush()
+        """Block until the store holds the result of every step taken; before saving, exporting or pausing.
+
+        Raises:
+            HorizonError: the first error that a queue of the device met.
+        """
+        self._optimizer.queue.record().wait()
+        # Only now, because after a failure the queues skip their work but let every event happen.
+        self._device.raise_failure()
 
     def state(self) -> dict[str, Any]:
         """What to keep, besides the store's planes, to continue exactly, as JSON values. Flushes."""
         self.flush()
         return {
             "version": _STATE_VERSION,
-            "step": self._step,
+            "step": self.step,
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
@@ -213,7 +216,7 @@ class Trainer:
         """Continue from what `state` returned; the store must hold the planes of that moment."""
         assert state["version"] == _STATE_VERSION, f"unknown trainer state version {state['version']}"
         self.flush()
-        self._step = int(state["step"])
+        self.step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
         # Absent in checkpoints of earlier versions.
@@ -225,34 +228,11 @@ class Trainer:
         It does not complain about a failure that `train_step` has already raised.
         """
         # Work that is still queued would write into freed memory.
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h, self._optimizer.queue):
             queue.record().wait()
-        self._optimizer.wait()
         self._stream.close()
         self._sink.close()
-        self._forward_backward.close()
-
-    def _landing(self) -> GradientLanding:
-        if not self._updates_in_backward:
-            return PlaneLanding(self._store)
-        return SlotLanding(
-            self._store,
-            self._device,
-            num_slots=self.config.num_gradient_slots,
-            update=self._optimizer.update_landed,
-            update_queue=self._optimizer.queue,
-        )
-
-    @property
-    def _learning_rate(self) -> float:
-        config = self.config
-        return learning_rate_at(
-            self._step,
-            learning_rate=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            num_steps=config.num_steps,
-        )
+        self._forward_backward.activations.close()
 
     def _update(self, loss: float, grad_norm: float, learning_rate: float) -> str:
         """Submit the update if all is finite, and count the step. Returns why it was skipped; empty where it was not."""
@@ -265,7 +245,7 @@ class Trainer:
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
-        self._step += 1
+        self.step += 1
         # A skipped step is none for AdamW's bias correction, as a loop that leaves optimizer.step() out would count.
         self._num_updates += num_updated > 0
         self._num_skipped += bool(skipped)
@@ -273,7 +253,7 @@ class Trainer:
         limit = self.config.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
-                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self._step} ({skipped}: the last one's "
+                f"{self._num_skipped_in_a_row} steps in a row were skipped up to step {self.step} ({skipped}: the last one's "
                 f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or "
                 "look for bad rows in the data"
             )

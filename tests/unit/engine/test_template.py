@@ -76,9 +76,9 @@ def test_a_tied_head_finds_the_table_behind_its_own_unit() -> None:
     template = Template.from_config(config_of("qwen3", tie_word_embeddings=True))
     head, embedding = template.layout.units[-1], template.layout.units[0]
 
-    assert [place.local_name for place in template.places(head.index)] == ["model.norm.weight", "lm_head.weight"]
+    assert [place.name for place in template.places[head.index]] == ["model.norm.weight", "lm_head.weight"]
     flat = torch.arange(template.head_elements, dtype=torch.float32)
-    table = template.places(head.index)[1].view(flat)
+    table = template.places[head.index][1].piece.read(flat)
     assert table.shape == (64, 16)
     assert table[0, 0] == head.num_elements
     assert template.head_elements == head.num_elements + embedding.num_elements
@@ -146,7 +146,7 @@ def test_the_pad_token_is_remembered_and_taken_from_the_module() -> None:
     template = Template.from_config(config_of("llama"))
     rows, ids = torch.randn(8, 16), torch.tensor([5, 0, 7, 5])
 
-    hidden, calls = template.embed({template.table_place.local_name: rows}, ids, torch.arange(4))
+    hidden, calls = template.embed({template.table_place.name: rows}, ids, torch.arange(4))
 
     assert template.padding_id == 5
     assert torch.equal(hidden[0], rows[ids])
@@ -239,13 +239,13 @@ def test_learned_positions_travel_with_the_table() -> None:
 
     assert not template.embeds_by_rows
     assert template.embedding_name == "transformer.wte.weight"
-    assert [place.local_name for place in template.places_beside_the_table] == ["wpe.weight"]
+    assert [place.name for place in template.places_besides_table] == ["wpe.weight"]
     assert template.max_document_tokens == 32
     assert Template.from_config(config_of("llama")).embeds_by_rows
 
 
 def test_buffers_of_the_checkpoint_have_a_place_and_are_not_trained() -> None:
     template = Template.from_config(config_of("minimax", num_local_experts=4, num_experts_per_tok=2))
-    untrained = {place.local_name for place in template.places(2) if not place.trained}
+    untrained = {place.name for place in template.places[2] if not place.trained}
 
     assert untrained == {f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}

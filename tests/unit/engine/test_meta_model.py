@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from horizon_server.engine.module_state import ModuleState
+from horizon_server.engine.meta_model import ModuleState
 
 
 class Growing(nn.Module):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from horizon_server.engine.pieces import Joined, Piece, Strided, concatenate, stack
+from horizon_server.engine.binding import Joined, Piece, Strided, concatenate, stack
 
 FLAT = torch.arange(200.0)
 
