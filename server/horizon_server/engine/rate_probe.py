@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
+from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
-from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.forward_backward import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch

@@ -14,8 +14,8 @@ import torch
 from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.durable import remove_unfinished
 from horizon_server.engine.data import PreparedDataset, StepPlan
-from horizon_server.engine.device.factory import device_for
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device import device_for
+from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
