@@ -36,10 +36,16 @@ from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import Address, is_loopback, parse_address
-from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
-from horizon_server.planning.planner import Planner
-from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
+from horizon_server.planning.machine import (
+    Accelerator,
+    IdleMeasurement,
+    Machine,
+    RateBook,
+    find_accelerators,
+    host_memory,
+    usable_accelerators,
+)
+from horizon_server.planning.planner import LayerProbe, Planner
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts
 from horizon_server.services.datasets import DatasetService

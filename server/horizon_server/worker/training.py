@@ -1,12 +1,15 @@
-"""One attempt from the loaded model to the last checkpoint: runs the engine as the spec says.
+"""One attempt from the loaded model to the last checkpoint: steps, evaluations, checkpoints and the daemon's orders.
 
-Owns the loop over steps, evaluations, checkpoints and the orders of the daemon. Every number it reports comes from the engine.
+Every number it reports comes from the engine.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,23 +31,57 @@ from horizon_server.events import (
 )
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.spec import JobSpec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
-from horizon_server.worker.host_memory import host_components, process_bytes
-from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRequest:
+    """One attempt: a JSON file next to its log, so that people can look at it, and run it again by hand."""
+
+    job_id: str
+    attempt: int
+    spec: JobSpec
+    model: Path
+    prepared: Path
+    evaluation: Path | None
+    checkpoints: Path
+    resume_from: Path | None
+    planes: dict[str, int]
+    """Descriptors that the daemon created and lends; the worker only maps them."""
+    grad_dtype_bytes: int
+    num_threads: int
+    device: DeviceKind
+    device_limit_bytes: int
+    activation_placement: ActivationPlacement
+    trace: Path | None = None
+    """Where to write what ran when on the device's queues."""
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
+        """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
+        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "trace")
+        return cls(
+            **{
+                **plain,
+                **{name: Path(plain[name]) if plain[name] else None for name in paths},
+                "spec": parse_job_spec(plain["spec"]),
+                "planes": {str(name): int(fd) for name, fd in plain["planes"].items()},
+            }
+        )
+
 
 class Training:
-    """One attempt's training.
-
-    Thread: everything runs on the caller's thread; the engine has its own.
-    """
+    """One attempt's training. Thread: everything runs on the caller's; the engine has its own."""
 
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
@@ -60,7 +97,11 @@ class Training:
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
         template = Template.from_folder(request.model, layout=layout)
-        _check_sequence_length(self._spec.train.sequence_length, template.max_document_tokens)
+        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
+        length, longest = self._spec.train.sequence_length, template.max_document_tokens
+        if longest is not None and length > longest:
+            field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
+            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         self._packing_limit = template.packing_limit
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
@@ -244,14 +285,6 @@ class Training:
         )
 
 
-def _check_sequence_length(sequence_length: int, max_document_tokens: int | None) -> None:
-    """The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out."""
-    if max_document_tokens is not None and sequence_length > max_document_tokens:
-        field = "train.sequence_length"
-        what = f"is {sequence_length}; the model allows at most {max_document_tokens} positions"
-        raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
-
-
 def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packing_limit: int | None) -> StepPlan:
     train = spec.train
     return StepPlan(
@@ -283,3 +316,23 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
     )
+
+
+def host_components(figures: StepFigures, *, device: str, process_bytes: int) -> dict[str, int]:
+    """Return what the engine reports, plus `other`: the rest of the process.
+
+    On the `host` device the device is host memory too; the plan counts its slots as staging and its activations as activations.
+    """
+    on_host: Mapping[str, int] = figures.device_memory_bytes if device == "host" else {}
+    used = {"activations": 0, "staging": 0, **figures.host_memory_bytes}
+    used["activations"] += on_host.get("activations", 0)
+    used["staging"] += on_host.get("weights", 0) + on_host.get("gradients", 0)
+    # Not below 0: reserved pages that were never written are in the engine's figures but not in the process's.
+    used["other"] = max(0, process_bytes - used["activations"] - used["staging"])
+    return used
+
+
+def process_bytes() -> int:
+    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among them."""
+    fields = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines() if ":" in line)
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024

@@ -15,7 +15,7 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.children.lines import Failure, decode_line
 from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
-from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import WorkerRequest
 
 REQUEST: dict[str, Any] = {
     "job_id": "job_1",
