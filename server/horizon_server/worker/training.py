@@ -22,13 +22,7 @@ from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.events import (
-    AttemptReady,
-    CheckpointWritten,
-    EvalDone,
-    Message,
-    StepDone,
-)
+from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
@@ -105,22 +99,17 @@ class Training:
         self._packing_limit = template.packing_limit
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._resumed_state: dict[str, Any] | None = None
-        if request.resume_from is None:
+        self._resumed = load_checkpoint(self._store, request.resume_from) if request.resume_from else None
+        if self._resumed is None:
             load_model(self._store, request.model)
-        else:
-            self._resumed_state = load_checkpoint(self._store, request.resume_from)
         self._trace = Trace() if request.trace else None
-        self._device = device_for(
-            request.device,
-            limit_bytes=request.device_limit_bytes,
-            num_threads=request.num_threads,
-            trace=self._trace,
-        )
-        dataset = PreparedDataset.open(request.prepared)
-        packing_wanted = self._spec.train.packing != "false"
+        limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
+        self._device = device_for(request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace)
+        dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
-        self._plan = _step_plan(dataset, self._spec, packing=packing_wanted, packing_limit=self._packing_limit)
+        self._plan = self._step_plan(
+            dataset, packing=train.packing != "false", seed=train.seed, epochs=train.epochs, max_steps=train.max_steps
+        )
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
@@ -130,19 +119,13 @@ class Training:
     def run(self) -> bool:
         """Train to the end. Returns False when an order stopped it before."""
         step = self._restore()
-        self._events.send(
-            AttemptReady(
-                step=step,
-                num_steps=self._plan.num_steps,
-                device=self._device.name,
-                packed_rows=self._plan.num_rows,
-            )
-        )
+        num_steps, num_rows = self._plan.num_steps, self._plan.num_rows
+        self._events.send(AttemptReady(step=step, num_steps=num_steps, device=self._device.name, packed_rows=num_rows))
         if step == 0 and self._evaluation is not None:
             self._evaluate(0)
         saved = step
         save_every, evaluate_every = self._spec.checkpoint.every_steps, self._spec.eval_every_steps
-        while step < self._plan.num_steps:
+        while step < num_steps:
             if self._orders.current is not Order.CONTINUE:
                 # A cancelled job is not resumed, so nothing is written for it.
                 if self._orders.current is Order.STOP and step > saved:
@@ -156,7 +139,7 @@ class Training:
             if self._evaluation is not None and evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
             # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
-            if save_every and step % save_every == 0 and step < self._plan.num_steps:
+            if save_every and step % save_every == 0 and step < num_steps:
                 self._save(step)
                 saved = step
         if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
@@ -176,7 +159,7 @@ class Training:
 
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
-        kept = self._resumed_state
+        kept = self._resumed
         if kept is None:
             return 0
         # Other data would train too, without an error, but to another result than a run that was never stopped.
@@ -206,30 +189,20 @@ class Training:
         manifest = save_checkpoint(
             self._store, target, source=self._request.model, trainer_state=state, dtype=self._spec.checkpoint.dtype
         )
-        self._events.send(
-            CheckpointWritten(
-                step=step,
-                duration_s=time.monotonic() - started_s,
-                size_bytes=manifest.size_bytes,
-                eval_loss=eval_loss,
-            )
+        duration_s = time.monotonic() - started_s
+        written = CheckpointWritten(
+            step=step, duration_s=duration_s, size_bytes=manifest.size_bytes, eval_loss=eval_loss
         )
+        self._events.send(written)
         # After the new one is complete, so that there is always one to resume from.
         keep = self._spec.checkpoint
         self._checkpoints.apply_retention(keep_last=keep.keep_last, keep_best=keep.keep_best)
 
     def _evaluate(self, step: int) -> None:
         assert self._evaluation is not None
-        train = self._spec.train
-        plan = StepPlan(
-            self._evaluation,
-            sequence_length=train.sequence_length,
-            tokens_per_step=train.tokens_per_step,
-            packing=train.packing != "false" and self._trainer.supports_packing,
-            packing_limit=self._packing_limit,
-            epochs=1,
-            shuffle=False,
-        )
+        packing = self._spec.train.packing != "false" and self._trainer.supports_packing
+        # In the data's order: every evaluation of a job sees the same rows.
+        plan = self._step_plan(self._evaluation, packing=packing, epochs=1, shuffle=False)
         parts = []
         for i in range(plan.num_steps):
             # A stop lets an evaluation end, because its result belongs to the checkpoint that follows.
@@ -262,6 +235,11 @@ class Training:
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         self._events.send(Message(level="info", text=text))
 
+    def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
+        train, limit = self._spec.train, self._packing_limit
+        length, tokens = train.sequence_length, train.tokens_per_step
+        return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
+
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""
         return {
@@ -283,20 +261,6 @@ class Training:
             tokens_per_second=figures.num_tokens / figures.duration_s if figures.duration_s > 0 else 0.0,
             eta_s=remaining * sum(self._pace) / len(self._pace),
         )
-
-
-def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packing_limit: int | None) -> StepPlan:
-    train = spec.train
-    return StepPlan(
-        dataset,
-        sequence_length=train.sequence_length,
-        tokens_per_step=train.tokens_per_step,
-        packing=packing,
-        packing_limit=packing_limit,
-        seed=train.seed,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-    )
 
 
 def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
