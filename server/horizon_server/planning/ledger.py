@@ -48,6 +48,12 @@ _BF16 = 2
 _HEAP_SHARE = 3
 """Calibrated: what the heap grows to for each byte that a recurrent layer keeps."""
 
+CHECKPOINT_PIECE_ELEMENTS = 1 << 22
+"""Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
+_CHECKPOINT_BYTES = 9 + 5
+"""Of temporary memory for each of them, measured: the weights in bf16, and at the same time the rounding bits."""
+
+_NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 _MIN_CHUNK_TOKENS = 256
@@ -104,8 +110,6 @@ def plan_memory(
     device_kind: DeviceKind,
     grad_bytes: int,
     num_threads: int = 1,
-    num_weight_slots: int = 2,
-    num_gradient_slots: int = 2,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
 ) -> MemoryPlan:
@@ -114,15 +118,16 @@ def plan_memory(
     `layer` was counted on the model where no formula covers its layers.
     """
     row_tokens = min(sequence_length, tokens_per_step)
-    formula_elements = _layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens)
+    formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
     element_bytes = _FP32 if device_kind == "host" else _BF16
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
+    slots = _slot_elements(layout)
     device = {
-        "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
-        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
+        "weights": slots * element_bytes,
+        "gradients": slots * _FP32,
         "activations": on_device * element_bytes,
-        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes),
+        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     host = {
@@ -130,22 +135,22 @@ def plan_memory(
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
-        "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
+        "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
+        "other": _process_bytes(layout, model, tokens_per_step, num_threads),
     }
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
-    else:
-        layer_bytes = formula_elements * element_bytes + uncovered_bytes
-        # Autograd keeps of a logits chunk its log-probabilities and three hidden states.
-        chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-        device["workspace"] += max(layer_bytes, chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32)
-        host["activations"] += device["activations"]
-        host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
+        return MemoryPlan(host=host, device=device)
+    device["workspace"] += max(
+        formula_elements * element_bytes + uncovered_bytes, _chunk_saved_bytes(model, tokens_per_step)
+    )
+    # On the host the device's slots and activations are host memory too.
+    host["activations"] += device["activations"]
+    host["staging"] += device["weights"] + device["gradients"]
+    host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
     return MemoryPlan(host=host, device=device)
 
 
@@ -163,22 +168,33 @@ def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> in
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
 
 
-def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
-    """The rings of layer_stream and gradient_sink: `num_slots` layers, and one slot for embedding rows or the head."""
-    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+def _slot_elements(layout: StoreLayout) -> int:
+    """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return num_slots * largest_layer + max(embedding.num_elements, head_elements)
+    return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
-def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
+def _largest_layer_elements(layout: StoreLayout) -> int:
+    return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+
+
+def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
     numbers = 2 * (len(layout.units) + 1) * _FP64
     if kept:
         return numbers
-    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
     largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
-    return (num_slots * largest_layer + largest_edge) * element_bytes + numbers
+    return (_NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes + numbers
+
+
+def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
+    """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing checkpoints."""
+    # A checkpoint's threads convert tensors piece by piece, into memory that stays their heap's.
+    piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
+    masks = model.num_hidden_layers * model.position_mask_bytes
+    threads = num_threads * THREAD_BYTES
+    return WORKER_BYTES + threads + tokens_per_step * _TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
 
 
 def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> tuple[int, int]:
@@ -190,6 +206,12 @@ def _activation_elements(model: ModelShape, tokens_per_step: int, placement: Act
     pages = -(-elements // ACTIVATION_ALIGN_ELEMENTS)
     # An input, an output and the gradient; on the host the input of every layer but the last.
     return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+
+
+def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
+    """What autograd keeps of a logits chunk: its log-probabilities and three hidden states."""
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
@@ -210,11 +232,6 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
     return per_token * row_tokens
-
-
-def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
-    """The attention scores that a layer keeps where attention is not fused, counted on DeepSeek-V3, BLOOM, GPT-J, MPT and gpt-oss."""
-    return model.num_score_planes * row_tokens * row_tokens
 
 
 def _inner_saved_elements(model: ModelShape) -> int:
@@ -282,7 +299,7 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     largest_weight = _largest_weight_elements(layout, model)
     # Scores that are kept have a gradient; where the softmax is a step of its own, so has its input, and the mask makes a copy.
     gradient_planes = model.num_score_planes + 2 * model.num_score_planes_on_gpu
-    unfused_elements = _unfused_scores_elements(model, row_tokens) + gradient_planes * row_tokens * row_tokens
+    unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))

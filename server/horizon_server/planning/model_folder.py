@@ -60,6 +60,9 @@ TIED_BY_DEFAULT = frozenset(
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
 """Where it is not one: a layer with two attentions; a mask that is multiplied."""
 
+POSITION_MASKS = {"gpt_neo": 1, "openai-gpt": 4}
+"""Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a test compares)."""
+
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
 
@@ -94,6 +97,8 @@ class ModelShape:
     """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
     num_score_planes_on_gpu: int = 0
     """The same on cuda, which has fused kernels for more forms of attention."""
+    position_mask_bytes: int = 0
+    """A mask over all pairs of positions that the attention of each layer holds, whatever the length of a row."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -107,6 +112,9 @@ class ModelShape:
         text = text_config(config)
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
         has_attention = text.get("model_type") not in WITHOUT_ATTENTION
+        longest = config_size(
+            text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
+        )
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
         inner_sizes = text.get("intermediate_size")
         if isinstance(inner_sizes, list) and inner_sizes:
@@ -122,15 +130,17 @@ class ModelShape:
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
-            max_position_embeddings=config_size(
-                text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
-            ),
+            max_position_embeddings=longest,
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
             tied=is_tied(config, names),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),
             num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
+            # A config that leaves the positions out gets those of its class, which are not known here.
+            position_mask_bytes=0
+            if longest == UNBOUNDED_POSITIONS
+            else POSITION_MASKS.get(str(text.get("model_type")), 0) * longest**2,
         )
 
 
