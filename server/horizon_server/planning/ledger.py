@@ -1,15 +1,13 @@
 """How much memory a job takes on host and device, by component, before anything is allocated.
 
-Owns the arithmetic of the plan. Stored planes come from the very layout that allocates them; the device's slots
-follow the engine's layer stream, gradient sink and activations; what frameworks allocate by themselves is calibrated,
-and says so. Torch-free.
+Stored planes come from the very layout that allocates them; the device's slots follow the engine's layer stream, gradient sink and
+activations; what frameworks allocate by themselves is calibrated, and says so. Torch-free.
 
 Host components: weights, moments, gradients (the planes), activations, staging, other. Device components: weights,
 gradients, activations, workspace. On the `host` device the device is host memory too: its slots count as staging, its
 activations as activations and its workspace in other, so that the host's sum is the whole process.
 
-Units: bytes, unless a name says elements. Symbols: T tokens of a row, N tokens of a step, D hidden size, V
-vocabulary, I inner size, C tokens of a logits chunk, R rows of the embedding in use.
+Units: bytes, unless a name says elements.
 """
 
 from __future__ import annotations
@@ -117,23 +115,19 @@ def plan_memory(
 
     `layer` was counted on the model where no formula covers its layers.
     """
-    row_tokens = min(sequence_length, tokens_per_step)
+    row_tokens, element_bytes = min(sequence_length, tokens_per_step), _FP32 if device_kind == "host" else _BF16
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
-    element_bytes = _FP32 if device_kind == "host" else _BF16
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
-    slots = _slot_elements(layout)
     device = {
-        "weights": slots * element_bytes,
-        "gradients": slots * _FP32,
+        "weights": _slot_elements(layout) * element_bytes,
+        "gradients": _slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
-    planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+    layer_bytes = formula_elements * element_bytes + uncovered_bytes
     host = {
-        "weights": planes["hi"] + planes["lo"],
-        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
-        "gradients": planes.get("grad", 0),
+        **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
         "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
         "other": _process_bytes(layout, model, tokens_per_step, num_threads),
@@ -143,14 +137,12 @@ def plan_memory(
         device["gradients"] += min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
-        return MemoryPlan(host=host, device=device)
-    device["workspace"] += max(
-        formula_elements * element_bytes + uncovered_bytes, _chunk_saved_bytes(model, tokens_per_step)
-    )
-    # On the host the device's slots and activations are host memory too.
-    host["activations"] += device["activations"]
-    host["staging"] += device["weights"] + device["gradients"]
-    host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
+    else:
+        device["workspace"] += max(layer_bytes, _chunk_saved_bytes(model, tokens_per_step))
+        # The device's slots and activations are host memory too.
+        host["activations"] += device["activations"]
+        host["staging"] += device["weights"] + device["gradients"]
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
     return MemoryPlan(host=host, device=device)
 
 
@@ -166,6 +158,15 @@ def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> in
     On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
     """
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
+
+
+def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
+    planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+    return {
+        "weights": planes["hi"] + planes["lo"],
+        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
+        "gradients": planes.get("grad", 0),
+    }
 
 
 def _slot_elements(layout: StoreLayout) -> int:

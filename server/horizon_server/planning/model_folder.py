@@ -1,6 +1,6 @@
-"""A Hugging Face model folder as the plan sees it: config.json, tensor headers, the layout they imply.
+"""A Hugging Face model folder as the daemon sees it: config.json, tensor headers, the layout they imply.
 
-Owns what the daemon knows of a model without torch: its sizes and whether it is tied. Reads no weights and runs no code from the folder.
+Reads no weights, runs no code from the folder, and loads no torch.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ModelShape:
         `names` of the tensors decide whether the model is tied where its config does not say.
 
         Raises:
-            InvalidModel: a size is missing or no positive integer; the message names it.
+            InvalidModel: a size is missing or not a positive integer; the message names it.
         """
         text = text_config(config)
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
@@ -133,7 +133,7 @@ class ModelShape:
             max_position_embeddings=longest,
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
-            tied=is_tied(config, names),
+            tied=_is_tied(config, names),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),
             num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
@@ -146,7 +146,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """What a model folder announces, checked: its parsed config, its shape, its tensors and where each will lie."""
+    """What a model folder announces, checked: its parsed config, its shape, its tensors and the place of each in the store."""
 
     path: Path
     config: Mapping[str, Any]
@@ -175,8 +175,9 @@ def open_model_folder(folder: Path) -> ModelFolder:
             )
     if not shape.tied and not any(is_output_projection(name) for name in headers):
         raise InvalidModel(f"{folder}: {_why_no_projection(headers, shape.vocab_size)}")
-    shapes = stored_shapes(config, headers)
-    check_edges(config, shapes, tied=shape.tied)
+    # Heads that predict further tokens are not trained, so they are not stored.
+    shapes = {name: found for name, found in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
+    _check_edges(config, shapes, tied=shape.tied)
     layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
 
@@ -195,12 +196,7 @@ def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> 
     )
 
 
-def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that go into the store: a folder's parameters without its heads that predict further tokens."""
-    return {name: shape for name, shape in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
-
-
-def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Hold the tables at both ends of the model against the sizes in its config, where it names them.
 
     The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
@@ -225,16 +221,14 @@ def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
-    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default.
-
-    A folder without a projection among its tensors' `names` can only be tied.
-    """
+def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default."""
     for source in (config, text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     if config.get("model_type") in TIED_BY_DEFAULT:
         return True
+    # A folder without a projection can only be tied.
     return names is not None and not any(is_output_projection(name) for name in names)
 
 

@@ -140,7 +140,7 @@ class Phase:
     """What forward or backward of a step does. `host_bytes` is the optimizer's traffic alone."""
 
     layer_flops: float
-    head_flops: float
+    head_flops: float = 0
     attention_flops: float
     h2d_bytes: float
     d2h_bytes: float
@@ -169,8 +169,8 @@ def work_of_step(
     """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
     model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
     count = FlopsCount.of_folder(folder)
-    rows = [sequence_length] * (tokens_per_step // sequence_length)
-    attention = count.of_attention([*rows, tokens_per_step % sequence_length])
+    num_full, rest = divmod(tokens_per_step, sequence_length)
+    attention = count.of_attention([sequence_length] * num_full + [rest])
     head_flops = _FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = _FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
@@ -178,29 +178,25 @@ def work_of_step(
     # The projection of a tied model is the embedding's table.
     head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
     # The last layer's input is still on the device when backward begins.
-    num_offloaded = model.num_hidden_layers - 1 if activation_placement == "host" else 0
-    offloaded_bytes = num_offloaded * tokens_per_step * model.hidden_size * element
+    offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
+    offloaded_bytes = offloaded * element if activation_placement == "host" else 0
     optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
-    return StepWork(
-        num_tokens=tokens_per_step,
-        hidden_size=model.hidden_size,
-        forward=Phase(
-            layer_flops=layer_flops * _FORWARD_SHARE,
-            head_flops=0,
-            attention_flops=attention * _FORWARD_SHARE,
-            h2d_bytes=(embedded + layers + head) * element,
-            d2h_bytes=offloaded_bytes,
-            host_bytes=optimizer_bytes if grad_bytes else 0,
-        ),
-        backward=Phase(
-            layer_flops=layer_flops,
-            head_flops=head_flops,
-            attention_flops=attention,
-            h2d_bytes=(layers + embedded) * element + offloaded_bytes,
-            d2h_bytes=(layers + head + (0 if layout.tied else embedded)) * element,
-            host_bytes=0 if grad_bytes else optimizer_bytes,
-        ),
+    forward = Phase(
+        layer_flops=layer_flops * _FORWARD_SHARE,
+        attention_flops=attention * _FORWARD_SHARE,
+        h2d_bytes=(embedded + layers + head) * element,
+        d2h_bytes=offloaded_bytes,
+        host_bytes=optimizer_bytes if grad_bytes else 0,
     )
+    backward = Phase(
+        layer_flops=layer_flops,
+        head_flops=head_flops,
+        attention_flops=attention,
+        h2d_bytes=(layers + embedded) * element + offloaded_bytes,
+        d2h_bytes=(layers + head + (0 if layout.tied else embedded)) * element,
+        host_bytes=0 if grad_bytes else optimizer_bytes,
+    )
+    return StepWork(num_tokens=tokens_per_step, hidden_size=model.hidden_size, forward=forward, backward=backward)
 
 
 def predict_step(
