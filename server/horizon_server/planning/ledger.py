@@ -48,8 +48,8 @@ _HEAP_SHARE = 3
 
 CHECKPOINT_PIECE_ELEMENTS = 1 << 22
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
-_CHECKPOINT_BYTES = 9 + 5
-"""Of temporary memory for each of them, measured: the weights in bf16, and at the same time the rounding bits."""
+_CHECKPOINT_BYTES = 5 * 9
+"""Of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9 bytes."""
 
 _NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
@@ -191,7 +191,7 @@ def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> in
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
     """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing checkpoints."""
-    # A checkpoint's threads convert tensors piece by piece, into memory that stays their heap's.
+    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a converted piece.
     piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
     masks = model.num_hidden_layers * model.position_mask_bytes
     threads = num_threads * THREAD_BYTES

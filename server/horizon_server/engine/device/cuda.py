@@ -202,7 +202,7 @@ class CudaDevice(QueuedDevice):
             # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
             self._runtime.synchronize()
         except RuntimeError as error:
-            self._failure.keep(error)
+            self._group.keep(error)
         self._pinned.clear()
         if self._cast is not None:
             self.free(self._cast)

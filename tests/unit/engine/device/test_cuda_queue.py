@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.cpu_runtime import CpuMark, CpuRuntime
 
+from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.cuda_queue import CudaEvent, CudaQueue, StreamClock
 from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
 from horizon_server.errors import DoesNotFit
@@ -108,6 +109,18 @@ def test_a_broken_device_fails_the_queues_instead_of_the_waiting_thread(group: Q
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
         group.raise_first()
+
+
+def test_a_device_that_is_lost_is_closed_all_the_same_and_keeps_the_reason() -> None:
+    class Lost(CpuRuntime):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: device lost")
+
+    device = CudaDevice(runtime=Lost(), staging_bytes=1 << 16)
+    device.close()
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        device.raise_failure()
 
 
 def _wait(gate: threading.Event) -> None:
