@@ -37,12 +37,12 @@ from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
+# Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down.
 _NUM_RUNS = 4
-"""Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down."""
 
 _HEAD_SIZE = 64
+# Of the one-layer models: small, so that their head hardly counts.
 _VOCABULARY = 256
-"""Of the one-layer models: small, so that their head hardly counts."""
 
 _COPY_ELEMENTS = 1 << 24
 

@@ -22,40 +22,40 @@ from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
 
+# An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
-"""An offloaded layer input begins on a page of its own: 4 KiB in bf16."""
 
+# Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step.
 WORKER_BYTES = 395 << 20
-"""Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step."""
 
+# Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings.
 CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
-"""Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings."""
 
+# Calibrated: stacks and matrix-packing buffers per compute thread.
 THREAD_BYTES = 8 << 20
-"""Calibrated: stacks and matrix-packing buffers per compute thread."""
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
+# Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
-"""Of a large model's host memory; the rest is staging, activations and the worker's heap."""
 
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
+# Calibrated: what the heap grows to for each byte that a recurrent layer keeps.
 _HEAP_SHARE = 3
-"""Calibrated: what the heap grows to for each byte that a recurrent layer keeps."""
 
 CHECKPOINT_PIECE_ELEMENTS = 1 << 22
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
+# Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
-"""Of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9 bytes."""
 
 _NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
+# Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
 _MIN_CHUNK_TOKENS = 256
-"""Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
 _MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
 _ROUTING_ELEMENTS = 10

@@ -31,14 +31,14 @@ from horizon_server.version import VERSION
 log = structlog.get_logger(__name__)
 
 RATES_FILE = "rates.json"
+# A child that takes longer is killed; on two slow processors it took 15 s.
 MEASURE_TIMEOUT_S = 120.0
-"""A child that takes longer is killed; on two slow processors it took 15 s."""
 
 IDLE_S = 30.0
 """How long the queue must have been empty before the daemon measures by itself."""
 
+# More than the child takes at its peak.
 MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
-"""More than the child takes at its peak."""
 
 _FILE_VERSION = 1
 _CPU_INFO = Path("/proc/cpuinfo")

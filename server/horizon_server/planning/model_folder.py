@@ -57,8 +57,8 @@ TIED_BY_DEFAULT = frozenset(
 )  # fmt: skip
 """Model types whose class in transformers ties the embedding where config.json does not say (a test compares)."""
 
+# Where it is not one: a layer with two attentions; a mask that is multiplied.
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
-"""Where it is not one: a layer with two attentions; a mask that is multiplied."""
 
 POSITION_MASKS = {"gpt_neo": 1, "openai-gpt": 4}
 """Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a test compares)."""

@@ -30,15 +30,15 @@ from horizon_server.store.planes import create_memory_file
 log = structlog.get_logger(__name__)
 
 PROBE_TIMEOUT_S = 120.0
+# The host device keeps gradients in fp32; over a link they travel in bf16.
 GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
-"""The host device keeps gradients in fp32; over a link they travel in bf16."""
 
+# Sizes travel as 64-bit numbers.
 _MAX_PLAN_BYTES = 1 << 60
-"""Sizes travel as 64-bit numbers."""
 
 _CUDA_RESERVE_BYTES = 1 << 30
+# What the CUDA context and fragmentation take of an accelerator is not planned with.
 _CUDA_USABLE = 0.96
-"""What the CUDA context and fragmentation take of an accelerator is not planned with."""
 
 _MAX_REMEMBERED = 256
 _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")

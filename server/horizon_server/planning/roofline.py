@@ -25,8 +25,8 @@ from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import WITHOUT_ATTENTION, ModelFolder
 from horizon_server.records.plan import Bound, StepPrediction
 
+# Of a weight on its way up, and of a hidden state: the host device computes in fp32.
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
-"""Of a weight on its way up, and of a hidden state: the host device computes in fp32."""
 
 _FLOPS_PER_PARAMETER = 6
 _FLOPS_PER_PAIR_ELEMENT = 12

@@ -16,8 +16,8 @@ from horizon_server.engine.device.cuda_runtime import Mark, Runtime
 from horizon_server.errors import DoesNotFit
 from horizon_server.store import planes
 
+# Drivers refuse to register very much at once: 512 GiB is too much for some, 64 GiB for none that we know of.
 MAX_PIECE_BYTES = 64 << 30
-"""Drivers refuse to register very much at once: 512 GiB is too much for some, 64 GiB for none that we know of."""
 
 STAGING_BYTES = 32 << 20
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from horizon_server.figures import QueueFigures, TransferFigures
 
+# The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
 MAX_SPANS = 50_000
-"""The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON."""
 
 Interval = tuple[float, float]
 
