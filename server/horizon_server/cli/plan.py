@@ -16,8 +16,8 @@ from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
 from horizon_server.planning.machine import Machine, RateBook, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import LayerProbe, Planner
+from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
-from horizon_server.sizes import size_text
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.cpus import available_cpus
 

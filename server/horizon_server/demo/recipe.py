@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from horizon_server.demo.chats import demo_chats
-from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
+from horizon_server.store.safetensors_files import TensorBytes, write_sharded
 
 DEMO_DATASET_FILE = "lab-box-chats.jsonl"
 
@@ -111,7 +111,7 @@ def write_demo_model(folder: Path, seed: int = 0) -> Path:
     _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="ascii")
     (folder / "tokenizer.json").write_text(_trained_tokenizer().to_str(pretty=False), encoding="utf-8")
-    write_sharded(folder, "model", _weights(seed), on_bytes=lambda _: None)
+    write_sharded(folder, "model", _weights(seed))
     return folder
 
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
-from horizon_server.planning.model_folder import WITHOUT_ATTENTION, ModelFolder
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.plan import Bound, StepPrediction
+from horizon_server.store.model_files import text_config
 
 # Of a weight on its way up, and of a hidden state: the host device computes in fp32.
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
@@ -39,16 +39,19 @@ class FlopsCount:
     """Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
 
     Per token, forward and backward: 6 per parameter in a matrix product, plus attention: 12 x layers x heads x head size per pair of
-    tokens that may see each other (causal, inside the document, inside the window of sliding layers). The config's fields are read as
-    attributes: the engine has a transformers config, the daemon config.json.
+    tokens that may see each other (causal, inside the document, inside the window of sliding layers). The config is config.json's object,
+    or `to_dict` of its class.
 
     Source: PaLM (arXiv 2204.02311), appendix B, with the causal half and the window left out as never computed.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: Any, *, tied: bool, embedding_name: str) -> None:
-        num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, tied: bool, embedding_name: str
+    ) -> None:
+        text = text_config(config)
+        model = ModelShape.from_config(config)
         # A token visits only some of the routed experts.
-        visited = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
+        visited = 1.0 if model.experts is None else model.experts.num_experts_per_token / model.experts.num_experts
         self.active_parameters: float = sum(
             # An expert's tensor: stacked in one tensor by the model class, one by one in a checkpoint.
             math.prod(shape) * (visited if len(shape) == _EXPERT_DIMENSIONS or ".experts." in name else 1.0)
@@ -56,22 +59,17 @@ class FlopsCount:
             # An untied input table is looked up, not multiplied.
             if len(shape) > 1 and (tied or name != embedding_name)
         )
-        # A model without attention names no heads, or its recurrent layers' own.
-        num_heads = 0 if getattr(config, "model_type", None) in WITHOUT_ATTENTION else config.num_attention_heads
-        head_size = 0 if num_heads == 0 else getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        self._width: int = num_heads * head_size
-        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        window = getattr(config, "sliding_window", None)
-        self._windows = [window if kind == "sliding_attention" else None for kind in layer_types]
+        self._width: int = model.num_attention_heads * model.head_dim
+        layer_types = text.get("layer_types") or ["full_attention"] * model.num_hidden_layers
+        # A window that config.json does not give layer by layer is left out.
+        self._windows = [text.get("sliding_window") if kind == "sliding_attention" else None for kind in layer_types]
 
     @classmethod
     def of_folder(cls, folder: ModelFolder) -> FlopsCount:
-        """The count of a model folder, without torch. A window that its config.json does not give layer by layer is left out."""
-        text = folder.config["text_config"] if isinstance(folder.config.get("text_config"), dict) else folder.config
-        config = SimpleNamespace(**{**text, **asdict(folder.shape)})
+        """The count of a model folder, without torch."""
         table = max(folder.layout.units[0].tensors, key=lambda tensor: tensor.num_elements)
         shapes = {tensor.name: tensor.shape for _, tensor in folder.layout.tensors()}
-        return cls(shapes, config, tied=folder.shape.tied, embedding_name=table.name)
+        return cls(shapes, folder.config, tied=folder.shape.tied, embedding_name=table.name)
 
     def of(self, document_lengths: Sequence[int]) -> float:
         """Operations of one step over documents of these lengths, forward and backward."""

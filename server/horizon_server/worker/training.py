@@ -28,9 +28,10 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
-from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
+from horizon_server.store.model_load import load_model
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""

@@ -19,7 +19,7 @@ from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning import ledger
 from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, max_parameters, plan_memory
 from horizon_server.planning.model_folder import POSITION_MASKS, ModelFolder, ModelShape, open_model_folder
-from horizon_server.store import checkpoint, weight_formats
+from horizon_server.store import checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -173,9 +173,9 @@ def test_a_mask_of_all_positions_is_in_the_plan_of_the_workspace(row_tokens: int
 def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
     folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ledger.CHECKPOINT_PIECE_ELEMENTS == weight_formats._PIECE_ELEMENTS
+    assert ledger.CHECKPOINT_PIECE_ELEMENTS == checkpoint._PIECE_ELEMENTS
     piece_elements, name = 1 << 14, "model.embed_tokens.weight"
-    monkeypatch.setattr(weight_formats, "_PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(checkpoint, "_PIECE_ELEMENTS", piece_elements)
     shapes = {name: (64, 1 << 10), "model.layers.0.w.weight": (1, 1), "model.norm.weight": (1,)}
     store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), grad_dtype=None, num_threads=1)
     # The worst case: every weight is halfway between two numbers in bf16, so that each piece is converted.
@@ -183,10 +183,10 @@ def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
     store.plane("lo").fill_(-32768)
     peaks = []
     tracemalloc.start()
-    for pieces in (weight_formats.exported(store, name, "BF16"), weight_formats.rounding(store, name)):
+    for stem, dtype in (("model", "BF16"), ("rounding", "U8")):
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        for _ in pieces:
+        for _ in checkpoint._pieces(store, name, stem, dtype):
             pass
         peaks.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
@@ -206,3 +206,15 @@ def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
     )
     grown = plan_of(folder, device_kind="cuda").host["other"] - plan_of(smaller, device_kind="cuda").host["other"]
     assert grown == (table.num_elements - 1) * ledger._CHECKPOINT_BYTES
+
+
+@pytest.mark.parametrize(("planes", "planes_on_gpu", "copies"), [(4, 0, 3), (4, 4, 4)])
+def test_scores_that_no_kernel_fuses_are_planned_with_their_gradients(
+    folder: ModelFolder, planes: int, planes_on_gpu: int, copies: int
+) -> None:
+    def planned(num_planes: int, num_on_gpu: int) -> int:
+        shape = dataclasses.replace(folder.shape, num_score_planes=num_planes, num_score_planes_on_gpu=num_on_gpu)
+        return plan_of(dataclasses.replace(folder, shape=shape)).host["other"]
+
+    # Kept by the layer, then in its backward the gradients of both sides of the softmax, and of the mask's copy.
+    assert planned(planes, planes_on_gpu) - planned(0, 0) == copies * planes * 64 * 64 * 4
