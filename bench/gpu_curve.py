@@ -29,7 +29,7 @@ from transformers import AutoConfig, PretrainedConfig
 from bench.gpu_machine import deepspeed_line, device_limit_bytes, free_host_bytes, link_line
 from bench.gpu_resident import Resident, measure_resident
 from bench.models import random_rows
-from horizon_server.engine.device.factory import device_for
+from horizon_server.engine.device import device_for
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template

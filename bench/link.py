@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.models import qwen3_config, random_rows, random_store
 from bench.trace_overlap import DirectionOverlap, overlap_of_step
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from bench.models import SHAPES, qwen3_config, random_rows
-from horizon_server.engine.device.factory import device_for
+from horizon_server.engine.device import device_for
 from horizon_server.engine.rate_probe import measure_rates
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer

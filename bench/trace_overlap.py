@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from horizon_server.engine.device.trace import Span
+from horizon_server.engine.device.timeline import Span
 
 Interval = tuple[float, float]
 

@@ -37,10 +37,16 @@ from horizon_server.network import (
     own_certificate,
     parse_address,
 )
-from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
-from horizon_server.planning.planner import Planner
-from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
+from horizon_server.planning.machine import (
+    Accelerator,
+    IdleMeasurement,
+    Machine,
+    RateBook,
+    find_accelerators,
+    host_memory,
+    usable_accelerators,
+)
+from horizon_server.planning.planner import LayerProbe, Planner
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts, UserTurns
 from horizon_server.services.jobs import JobService

@@ -12,7 +12,7 @@ from bench.trace_overlap import DirectionOverlap, overlap_of_step
 from torch import Tensor
 
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.figures import StepFigures, TransferFigures
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.cuda_runtime import TorchCuda
-from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.errors import DoesNotFit
 from horizon_server.planning.ledger import ActivationPlacement, plan_memory

@@ -18,9 +18,16 @@ from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.planning.ledger import max_parameters
-from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.machine import (
+    Accelerator,
+    Machine,
+    RateBook,
+    find_accelerators,
+    host_memory,
+    measure_rates,
+    usable_accelerators,
+)
 from horizon_server.planning.planner import GRAD_BYTES
-from horizon_server.planning.rates import Machine, RateBook, measure_rates
 from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store.cpus import available_cpus

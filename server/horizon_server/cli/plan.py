@@ -14,10 +14,8 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
-from horizon_server.planning.planner import Planner
-from horizon_server.planning.rates import Machine, RateBook
+from horizon_server.planning.machine import Machine, RateBook, find_accelerators, host_memory, usable_accelerators
+from horizon_server.planning.planner import LayerProbe, Planner
 from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.spec import parse_job_spec

@@ -1,7 +1,7 @@
 """How fast this machine computes, copies and updates, measured with the engine itself: what `planning.roofline` predicts steps from.
 
 Layers are timed as training runs them (template, slots, recompute, fp32 accumulation), on one-layer llamas of a few widths with random
-weights; copies and the optimizer on a store of their own. Owns what is timed and how often.
+weights; copies and the optimizer on a store of their own.
 
 A run is bounded in time, by `budget_s` and what the last width takes beyond it, and in memory, by its widest model: the process peaked
 at 2.3 GiB on the host device, and keeps 2.8 GiB of planes for the widest one on cuda.
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
+from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
-from horizon_server.engine.device.factory import device_for
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.forward_backward import chunk_loss
 from horizon_server.engine.micro_batch import MicroBatch
@@ -37,18 +37,14 @@ from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
+# Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down.
 _NUM_RUNS = 4
-"""Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down."""
 
 _HEAD_SIZE = 64
+# Of the one-layer models: small, so that their head hardly counts.
 _VOCABULARY = 256
-"""Of the one-layer models: small, so that their head hardly counts."""
 
 _COPY_ELEMENTS = 1 << 24
-_GRADIENT_DTYPES: Mapping[DeviceKind, torch.dtype] = {
-    "host": HostDevice.gradient_dtype,
-    "cuda": CudaDevice.gradient_dtype,
-}
 
 AnyDevice = HostDevice | CudaDevice
 MakeDevice = Callable[[], AnyDevice]
@@ -80,14 +76,16 @@ def measure_rates(kind: DeviceKind, *, num_threads: int, budget_s: float = 10.0)
     """
     sizes, start_s = _SIZES[kind], time.perf_counter()
     make = partial(device_for, kind, num_threads=num_threads)
+    grad_dtype = CudaDevice.gradient_dtype if kind == "cuda" else HostDevice.gradient_dtype
     with closing(make()) as device:
         attention = _attention_flops_per_s(device, sizes)
-        peak = _product_flops_per_s(device, sizes)
-    up, down, adamw = _copies(make, _GRADIENT_DTYPES[kind], num_threads)
+        left, right = (_random(device, sizes.product, sizes.product) for _ in range(2))
+        peak = 2 * sizes.product**3 / _best(lambda: _compute_s(device, partial(torch.matmul, left, right)))
+    up, down, adamw = _copies(make, grad_dtype, num_threads)
     widths: list[WidthRates] = []
     for width in sizes.widths:
         width_start_s = time.perf_counter()
-        layer = _layer_flops_per_s(make, _GRADIENT_DTYPES[kind], width, sizes, attention)
+        layer = _layer_flops_per_s(make, grad_dtype, width, sizes, attention)
         with closing(make()) as device:
             head = _head_flops_per_s(device, width, sizes)
         widths.append(WidthRates(hidden_size=width, layer_flops_per_s=layer, head_flops_per_s=head))
@@ -187,15 +185,6 @@ def _attention_flops(width: int, row_tokens: int) -> float:
     return 16 * width * row_tokens * (row_tokens + 1) / 2
 
 
-def _product_flops_per_s(device: AnyDevice, sizes: _Sizes) -> float:
-    left, right = (_random(device, sizes.product, sizes.product) for _ in range(2))
-
-    def product() -> None:
-        torch.matmul(left, right)
-
-    return float(2 * sizes.product**3 / _best(lambda: _compute_s(device, product)))
-
-
 def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tuple[float, float, float]:
     """Bytes per second up, down and through the optimizer, over units in memory files, as in a job."""
     num_units = 4
@@ -243,7 +232,7 @@ def _random(device: AnyDevice, *shape: int) -> Tensor:
     return device.place((0.02 * torch.randn(shape)).to(device.compute_dtype))
 
 
-def _compute_s(device: AnyDevice, work: Callable[[], None]) -> float:
+def _compute_s(device: AnyDevice, work: Callable[[], object]) -> float:
     device.compute.submit(work)
     device.compute.record().wait()
     device.raise_failure()

@@ -1,15 +1,13 @@
 """How much memory a job takes on host and device, by component, before anything is allocated.
 
-Owns the arithmetic of the plan. Stored planes come from the very layout that allocates them; the device's slots
-follow the engine's layer stream, gradient sink and activations; what frameworks allocate by themselves is calibrated,
-and says so. Torch-free.
+Stored planes come from the very layout that allocates them; the device's slots follow the engine's layer stream, gradient sink and
+activations; what frameworks allocate by themselves is calibrated, and says so. Torch-free.
 
 Host components: weights, moments, gradients (the planes), activations, staging, other. Device components: weights,
 gradients, activations, workspace. On the `host` device the device is host memory too: its slots count as staging, its
 activations as activations and its workspace in other, so that the host's sum is the whole process.
 
-Units: bytes, unless a name says elements. Symbols: T tokens of a row, N tokens of a step, D hidden size, V
-vocabulary, I inner size, C tokens of a logits chunk, R rows of the embedding in use.
+Units: bytes, unless a name says elements.
 """
 
 from __future__ import annotations
@@ -24,34 +22,40 @@ from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
 
+# An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
-"""An offloaded layer input begins on a page of its own: 4 KiB in bf16."""
 
+# Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step.
 WORKER_BYTES = 395 << 20
-"""Measured, torch 2.13 and transformers 5.23 on x86-64: a worker with everything imported (340 MiB) after its first step."""
 
+# Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings.
 CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
-"""Estimated, not measured yet: what the CUDA libraries and context add to a worker, and its pinned staging rings."""
 
+# Calibrated: stacks and matrix-packing buffers per compute thread.
 THREAD_BYTES = 8 << 20
-"""Calibrated: stacks and matrix-packing buffers per compute thread."""
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
+# Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
-"""Of a large model's host memory; the rest is staging, activations and the worker's heap."""
 
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
+# Calibrated: what the heap grows to for each byte that a recurrent layer keeps.
 _HEAP_SHARE = 3.3
-"""Calibrated: what the heap grows to for each byte that a recurrent layer keeps."""
 
+CHECKPOINT_PIECE_ELEMENTS = 1 << 22
+"""Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
+# Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
+_CHECKPOINT_BYTES = 5 * 9
+
+_NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
+# Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
 _MIN_CHUNK_TOKENS = 256
-"""Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk."""
 _MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
 _ROUTING_ELEMENTS = 10
@@ -104,8 +108,6 @@ def plan_memory(
     device_kind: DeviceKind,
     grad_bytes: int,
     num_threads: int = 1,
-    num_weight_slots: int = 2,
-    num_gradient_slots: int = 2,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
 ) -> MemoryPlan:
@@ -113,25 +115,22 @@ def plan_memory(
 
     `layer` was counted on the model where no formula covers its layers.
     """
-    row_tokens = min(sequence_length, tokens_per_step)
-    formula_elements = _layer_saved_elements(model, row_tokens) + _unfused_scores_elements(model, row_tokens)
+    row_tokens, element_bytes = min(sequence_length, tokens_per_step), _FP32 if device_kind == "host" else _BF16
+    formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     uncovered_bytes = 0 if layer is None else max(0, layer.at(row_tokens) - formula_elements * _FP32)
-    element_bytes = _FP32 if device_kind == "host" else _BF16
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
-        "weights": _slot_elements(layout, num_weight_slots) * element_bytes,
-        "gradients": _slot_elements(layout, num_gradient_slots) * _FP32,
+        "weights": _slot_elements(layout) * element_bytes,
+        "gradients": _slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes,
-        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes),
+        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
-    planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+    layer_bytes = formula_elements * element_bytes + uncovered_bytes
     host = {
-        "weights": planes["hi"] + planes["lo"],
-        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
-        "gradients": planes.get("grad", 0),
+        **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, num_gradient_slots, element_bytes, kept=grad_bytes > 0),
-        "other": WORKER_BYTES + num_threads * THREAD_BYTES + tokens_per_step * _TOKEN_BYTES,
+        "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
+        "other": _process_bytes(layout, model, tokens_per_step, num_threads),
     }
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
@@ -139,10 +138,8 @@ def plan_memory(
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
-        layer_bytes = formula_elements * element_bytes + uncovered_bytes
-        # Autograd keeps of a logits chunk its log-probabilities and three hidden states.
-        chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-        device["workspace"] += max(layer_bytes, chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32)
+        device["workspace"] += max(layer_bytes, _chunk_saved_bytes(model, tokens_per_step))
+        # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + int(_HEAP_SHARE * uncovered_bytes)
@@ -163,22 +160,42 @@ def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> in
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
 
 
-def _slot_elements(layout: StoreLayout, num_slots: int) -> int:
-    """The rings of layer_stream and gradient_sink: `num_slots` layers, and one slot for embedding rows or the head."""
-    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
+    planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
+    return {
+        "weights": planes["hi"] + planes["lo"],
+        "moments": planes["exp_avg"] + planes["exp_avg_sq"],
+        "gradients": planes.get("grad", 0),
+    }
+
+
+def _slot_elements(layout: StoreLayout) -> int:
+    """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return num_slots * largest_layer + max(embedding.num_elements, head_elements)
+    return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
-def _landing_bytes(layout: StoreLayout, num_slots: int, element_bytes: int, *, kept: bool) -> int:
+def _largest_layer_elements(layout: StoreLayout) -> int:
+    return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+
+
+def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
     numbers = 2 * (len(layout.units) + 1) * _FP64
     if kept:
         return numbers
-    largest_layer = max(unit.num_elements for unit in layout.units if unit.kind == "layer")
     largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
-    return (num_slots * largest_layer + largest_edge) * element_bytes + numbers
+    return (_NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes + numbers
+
+
+def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
+    """What a worker takes whatever it computes on: libraries, threads, tokens, masks of the model's class, and writing checkpoints."""
+    # Every checkpoint starts new threads, which take over the heaps of earlier ones: in the end each heap has held a converted piece.
+    piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
+    masks = model.num_hidden_layers * model.position_mask_bytes
+    threads = num_threads * THREAD_BYTES
+    return WORKER_BYTES + threads + tokens_per_step * _TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
 
 
 def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> tuple[int, int]:
@@ -190,6 +207,12 @@ def _activation_elements(model: ModelShape, tokens_per_step: int, placement: Act
     pages = -(-elements // ACTIVATION_ALIGN_ELEMENTS)
     # An input, an output and the gradient; on the host the input of every layer but the last.
     return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+
+
+def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
+    """What autograd keeps of a logits chunk: its log-probabilities and three hidden states."""
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
+    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
@@ -210,11 +233,6 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
     return per_token * row_tokens
-
-
-def _unfused_scores_elements(model: ModelShape, row_tokens: int) -> int:
-    """The attention scores that a layer keeps where attention is not fused, counted on DeepSeek-V3, BLOOM, GPT-J, MPT and gpt-oss."""
-    return model.num_score_planes * row_tokens * row_tokens
 
 
 def _inner_saved_elements(model: ModelShape) -> int:
@@ -283,7 +301,7 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     # Scores that are kept have a gradient, and so has the softmax's input; where attention is written out in the model's class
     # (no kernel fuses it on cuda either), the mask makes a copy as well.
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
-    unfused_elements = _unfused_scores_elements(model, row_tokens) + gradient_planes * row_tokens * row_tokens
+    unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))

@@ -1,6 +1,6 @@
-"""A Hugging Face model folder as the plan sees it: config.json, tensor headers, the layout they imply.
+"""A Hugging Face model folder as the daemon sees it: config.json, tensor headers, the layout they imply.
 
-Owns what the daemon knows of a model without torch: its sizes and whether it is tied. Reads no weights and runs no code from the folder.
+Reads no weights, runs no code from the folder, and loads no torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ TIED_BY_DEFAULT = frozenset(
 )  # fmt: skip
 """Model types whose class in transformers ties the embedding where config.json does not say (a test compares)."""
 
+# Where it is not one: a layer with two attentions; a mask that is multiplied.
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
-"""Where it is not one: a layer with two attentions; a mask that is multiplied."""
+
+POSITION_MASKS = {"gpt_neo": 1, "openai-gpt": 4}
+"""Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a test compares)."""
 
 _EXPERT_SIZES = (
     "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size",
@@ -108,6 +111,8 @@ class ModelShape:
     """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
     num_score_planes_on_gpu: int = 0
     """The same on cuda, which has fused kernels for more forms of attention."""
+    position_mask_bytes: int = 0
+    """A mask over all pairs of positions that the attention of each layer holds, whatever the length of a row."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -116,11 +121,14 @@ class ModelShape:
         `names` of the tensors decide whether the model is tied where its config does not say.
 
         Raises:
-            InvalidModel: a size is missing or no positive integer; the message names it.
+            InvalidModel: a size is missing or not a positive integer; the message names it.
         """
         text = text_config(config)
         hidden_size = config_size(text, "hidden_size", "n_embd", "d_model")
         has_attention = text.get("model_type") not in WITHOUT_ATTENTION
+        longest = config_size(
+            text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
+        )
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
         inner_sizes = text.get("intermediate_size")
         if isinstance(inner_sizes, list) and inner_sizes:
@@ -136,21 +144,23 @@ class ModelShape:
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
-            max_position_embeddings=config_size(
-                text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
-            ),
+            max_position_embeddings=longest,
             # A soft cap on the scores rules out fused attention, so that the scores are kept.
             softcaps_attention=text.get("attn_logit_softcapping") is not None,
-            tied=is_tied(config, names),
+            tied=_is_tied(config, names),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),
             num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
+            # A config that leaves the positions out gets those of its class, which are not known here.
+            position_mask_bytes=0
+            if longest == UNBOUNDED_POSITIONS
+            else POSITION_MASKS.get(str(text.get("model_type")), 0) * longest**2,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """What a model folder announces, checked: its parsed config, its shape, its tensors and where each will lie."""
+    """What a model folder announces, checked: its parsed config, its shape, its tensors and the place of each in the store."""
 
     path: Path
     config: Mapping[str, Any]
@@ -179,8 +189,9 @@ def open_model_folder(folder: Path) -> ModelFolder:
             )
     if not shape.tied and not any(is_output_projection(name) for name in headers):
         raise InvalidModel(f"{folder}: {_why_no_projection(headers, shape.vocab_size)}")
-    shapes = stored_shapes(config, headers)
-    check_edges(config, shapes, tied=shape.tied)
+    # Heads that predict further tokens are not trained, so they are not stored.
+    shapes = {name: found for name, found in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
+    _check_edges(config, shapes, tied=shape.tied)
     layout = build_layout(shapes, num_layers=shape.num_hidden_layers, tied=shape.tied)
     return ModelFolder(path=folder, config=config, shape=shape, headers=headers, layout=layout)
 
@@ -199,12 +210,7 @@ def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> 
     )
 
 
-def stored_shapes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that go into the store: a folder's parameters without its heads that predict further tokens."""
-    return {name: shape for name, shape in parameter_shapes(headers).items() if not is_prediction_head(config, name)}
-
-
-def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
     """Hold the tables at both ends of the model against the sizes in its config, where it names them.
 
     The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
@@ -229,16 +235,14 @@ def check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
-    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default.
-
-    A folder without a projection among its tensors' `names` can only be tied.
-    """
+def _is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
+    """Whether one table serves as embedding and as output projection: as config.json says, else as the model's class does by default."""
     for source in (config, text_config(config)):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     if config.get("model_type") in TIED_BY_DEFAULT:
         return True
+    # A folder without a projection can only be tied.
     return names is not None and not any(is_output_projection(name) for name in names)
 
 

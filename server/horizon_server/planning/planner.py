@@ -2,33 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizon_server.errors import FieldViolation, InvalidModel, InvalidSpec
+import structlog
+
+from horizon_server.children.child import Limits, run_child
+from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
-from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.machine import Accelerator, HostMemory, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.rates import RatesByDevice
 from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction, size_text
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.planes import create_memory_file
 
-GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
-"""The host device keeps gradients in fp32; over a link they travel in bf16."""
+log = structlog.get_logger(__name__)
 
+PROBE_TIMEOUT_S = 120.0
+# The host device keeps gradients in fp32; over a link they travel in bf16.
+GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+
+# Sizes travel as 64-bit numbers.
 _MAX_PLAN_BYTES = 1 << 60
-"""Sizes travel as 64-bit numbers."""
 
 _CUDA_RESERVE_BYTES = 1 << 30
+# What the CUDA context and fragmentation take of an accelerator is not planned with.
 _CUDA_USABLE = 0.96
-"""What the CUDA context and fragmentation take of an accelerator is not planned with."""
+
+_MAX_REMEMBERED = 256
+_RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
+"""Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
+
+
+class LayerProbe:
+    """Counts once per config what the layers of a recurrent model keep, in a child process that loads torch.
+
+    Thread: any but an event loop's; one probe runs at a time.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._found: dict[str, LayerMemory | None] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, folder: ModelFolder) -> LayerMemory | None:
+        """Return the count; None for models that the ledger's formulas cover, and where the child fails. Blocking."""
+        names = (tensor.name for _, tensor in folder.layout.tensors())
+        if not any(part in name for name in names for part in _RECURRENT):
+            return None
+        key = hashlib.sha256((folder.path / CONFIG_FILE).read_bytes()).hexdigest()
+        with self._lock:
+            if key not in self._found:
+                # Pushed models come and go for as long as the daemon runs.
+                if len(self._found) >= _MAX_REMEMBERED:
+                    self._found.clear()
+                self._found[key] = asyncio.run(self._count(folder))
+            return self._found[key]
+
+    async def _count(self, folder: ModelFolder) -> LayerMemory | None:
+        # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
+        limits = Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2)
+        request = {"layers_of": str(folder.path)}
+        who = "the count of a model's layers"
+        try:
+            answer = await run_child(
+                "horizon_server.worker.measure", request, who=who, environment=self._environment, limits=limits
+            )
+            return LayerMemory(**answer)
+        except (HorizonError, OSError, TypeError) as error:
+            # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.
+            log.warning(
+                "the memory of a model's layers could not be counted", folder=folder.path.name, why=str(error)[:200]
+            )
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)

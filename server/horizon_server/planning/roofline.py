@@ -1,7 +1,5 @@
-"""How long a step takes on a machine whose speeds were measured, before it is run.
-
-Owns the arithmetic from a model's layout and a step's size to seconds: what the schedule computes, what crosses the link, what the
-optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed.
+"""How long a step takes on a machine whose speeds were measured, before it is run: what the schedule computes, what crosses the
+link, what the optimizer moves. Every speed is measured (`engine.rate_probe`), none is guessed.
 
 A step has two phases. Forward computes the layers once, and the last step's deferred update runs just ahead of it; backward is the
 head, each layer once more and twice that for its gradients. A device with memory of its own overlaps what its queues do, so a phase
@@ -10,28 +8,83 @@ takes as long as its slowest queue. The host device's queues share the same proc
 What is not known before the data is prepared is taken at its upper end: all tokens are trained on, each row is one document as long
 as `sequence_length`, no two tokens are the same.
 
-Units: seconds, bytes, floating-point operations. Symbols: N tokens of a step, P parameters in matrix products.
+Units: seconds, bytes, floating-point operations.
 Source: docs/architecture.md, "One step of training"; Williams et al., Roofline (CACM 52:4).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
-from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.plan import Bound, StepPrediction
+from horizon_server.store.model_files import text_config
 
+# Of a weight on its way up, and of a hidden state: the host device computes in fp32.
 ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
-"""Of a weight on its way up, and of a hidden state: the host device computes in fp32."""
 
+_FLOPS_PER_PARAMETER = 6
+_FLOPS_PER_PAIR_ELEMENT = 12
 _FORWARD_SHARE = 1 / 3
 """Of a model's own operations; backward is twice that, and recomputes the layers' forward besides."""
+_EXPERT_DIMENSIONS = 3
+
+
+class FlopsCount:
+    """Floating-point operations a step is worth: the model's own, whatever the engine really spends on recomputing.
+
+    Per token, forward and backward: 6 per parameter in a matrix product, plus attention: 12 x layers x heads x head size per pair of
+    tokens that may see each other (causal, inside the document, inside the window of sliding layers). The config is config.json's object,
+    or `to_dict` of its class.
+
+    Source: PaLM (arXiv 2204.02311), appendix B, with the causal half and the window left out as never computed.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, tied: bool, embedding_name: str
+    ) -> None:
+        text = text_config(config)
+        model = ModelShape.from_config(config)
+        # A token visits only some of the routed experts.
+        visited = 1.0 if model.experts is None else model.experts.num_experts_per_token / model.experts.num_experts
+        self.active_parameters: float = sum(
+            # An expert's tensor: stacked in one tensor by the model class, one by one in a checkpoint.
+            math.prod(shape) * (visited if len(shape) == _EXPERT_DIMENSIONS or ".experts." in name else 1.0)
+            for name, shape in shapes.items()
+            # An untied input table is looked up, not multiplied.
+            if len(shape) > 1 and (tied or name != embedding_name)
+        )
+        self._width: int = model.num_attention_heads * model.head_dim
+        layer_types = text.get("layer_types") or ["full_attention"] * model.num_hidden_layers
+        # A window that config.json does not give layer by layer is left out.
+        self._windows = [text.get("sliding_window") if kind == "sliding_attention" else None for kind in layer_types]
+
+    @classmethod
+    def of_folder(cls, folder: ModelFolder) -> FlopsCount:
+        """The count of a model folder, without torch."""
+        table = max(folder.layout.units[0].tensors, key=lambda tensor: tensor.num_elements)
+        shapes = {tensor.name: tensor.shape for _, tensor in folder.layout.tensors()}
+        return cls(shapes, folder.config, tied=folder.shape.tied, embedding_name=table.name)
+
+    def of(self, document_lengths: Sequence[int]) -> float:
+        """Operations of one step over documents of these lengths, forward and backward."""
+        matrices = _FLOPS_PER_PARAMETER * self.active_parameters * sum(document_lengths)
+        return matrices + self.of_attention(document_lengths)
+
+    def of_attention(self, document_lengths: Sequence[int]) -> float:
+        """The part of `of` that attention's scores and values are."""
+        pairs = 0
+        for window in set(self._windows):
+            for length in document_lengths:
+                # What is outside the window is a triangle too.
+                beyond = 0 if window is None else max(0, length - window)
+                pairs += self._windows.count(window) * (length * (length + 1) - beyond * (beyond + 1)) // 2
+        return float(_FLOPS_PER_PAIR_ELEMENT * self._width * pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +119,7 @@ class DeviceRates:
         """The rates that `dataclasses.asdict` made plain.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none, or a rate is not above zero.
+            KeyError, TypeError, ValueError: a field is missing or unknown, or a rate is not above zero.
         """
         widths = tuple(WidthRates(**width) for width in plain["widths"])
         rates = cls(**{**plain, "widths": widths})
@@ -85,7 +138,7 @@ class Phase:
     """What forward or backward of a step does. `host_bytes` is the optimizer's traffic alone."""
 
     layer_flops: float
-    head_flops: float
+    head_flops: float = 0
     attention_flops: float
     h2d_bytes: float
     d2h_bytes: float
@@ -115,36 +168,33 @@ def work_of_step(
     model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
     count = FlopsCount.of_folder(folder)
     num_full, rest = divmod(tokens_per_step, sequence_length)
-    attention = count.of_attention([*[sequence_length] * num_full, rest])
-    head_flops = FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
-    layer_flops = FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
+    attention = count.of_attention([sequence_length] * num_full + [rest])
+    head_flops = _FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
+    layer_flops = _FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
-    rows = min(tokens_per_step, model.vocab_size) * model.hidden_size
+    embedded = min(tokens_per_step, model.vocab_size) * model.hidden_size
     # The projection of a tied model is the embedding's table.
     head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
-    num_offloaded = model.num_hidden_layers - 1 if activation_placement == "host" else 0
-    offloaded_bytes = num_offloaded * tokens_per_step * model.hidden_size * element
+    # The last layer's input is still on the device when backward begins.
+    offloaded = (model.num_hidden_layers - 1) * tokens_per_step * model.hidden_size
+    offloaded_bytes = offloaded * element if activation_placement == "host" else 0
     optimizer_bytes = layout.num_elements * adamw_bytes_per_parameter(grad_bytes or element)
-    return StepWork(
-        num_tokens=tokens_per_step,
-        hidden_size=model.hidden_size,
-        forward=Phase(
-            layer_flops=layer_flops * _FORWARD_SHARE,
-            head_flops=0,
-            attention_flops=attention * _FORWARD_SHARE,
-            h2d_bytes=(rows + layers + head) * element,
-            d2h_bytes=offloaded_bytes,
-            host_bytes=optimizer_bytes if grad_bytes else 0,
-        ),
-        backward=Phase(
-            layer_flops=layer_flops,
-            head_flops=head_flops,
-            attention_flops=attention,
-            h2d_bytes=(layers + rows) * element + offloaded_bytes,
-            d2h_bytes=(layers + head + (0 if layout.tied else rows)) * element,
-            host_bytes=0 if grad_bytes else optimizer_bytes,
-        ),
+    forward = Phase(
+        layer_flops=layer_flops * _FORWARD_SHARE,
+        attention_flops=attention * _FORWARD_SHARE,
+        h2d_bytes=(embedded + layers + head) * element,
+        d2h_bytes=offloaded_bytes,
+        host_bytes=optimizer_bytes if grad_bytes else 0,
     )
+    backward = Phase(
+        layer_flops=layer_flops,
+        head_flops=head_flops,
+        attention_flops=attention,
+        h2d_bytes=(layers + embedded) * element + offloaded_bytes,
+        d2h_bytes=(layers + head + (0 if layout.tied else embedded)) * element,
+        host_bytes=0 if grad_bytes else optimizer_bytes,
+    )
+    return StepWork(num_tokens=tokens_per_step, hidden_size=model.hidden_size, forward=forward, backward=backward)
 
 
 def predict_step(

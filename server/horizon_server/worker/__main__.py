@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, Orders, serve
-from horizon_server.worker.request import WorkerRequest
 
 
 def work(request: Any, events: EventWriter) -> str:
@@ -18,7 +17,7 @@ def work(request: Any, events: EventWriter) -> str:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     orders = Orders()
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
-    from horizon_server.worker.training import Training
+    from horizon_server.worker.training import Training, WorkerRequest
 
     training = Training(WorkerRequest.from_mapping(request), events=events, orders=orders)
     try:

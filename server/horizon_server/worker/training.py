@@ -1,12 +1,15 @@
-"""One attempt from the loaded model to the last checkpoint: runs the engine as the spec says.
+"""One attempt from the loaded model to the last checkpoint: steps, evaluations, checkpoints and the daemon's orders.
 
-Owns the loop over steps, evaluations, checkpoints and the orders of the daemon. Every number it reports comes from the engine.
+Every number it reports comes from the engine.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,38 +17,66 @@ import torch
 from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.durable import remove_unfinished
 from horizon_server.engine.data import PreparedDataset, StepPlan
-from horizon_server.engine.device.factory import device_for
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device import device_for
+from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.events import (
-    AttemptReady,
-    CheckpointWritten,
-    EvalDone,
-    Message,
-    StepDone,
-)
+from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.spec import JobSpec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.store.model_load import load_model
-from horizon_server.worker.host_memory import host_components, process_bytes
-from horizon_server.worker.request import WorkerRequest
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRequest:
+    """One attempt: a JSON file next to its log, so that people can look at it, and run it again by hand."""
+
+    job_id: str
+    attempt: int
+    spec: JobSpec
+    model: Path
+    prepared: Path
+    evaluation: Path | None
+    checkpoints: Path
+    resume_from: Path | None
+    planes: dict[str, int]
+    """Descriptors that the daemon created and lends; the worker only maps them."""
+    grad_dtype_bytes: int
+    num_threads: int
+    device: DeviceKind
+    device_limit_bytes: int
+    activation_placement: ActivationPlacement
+    trace: Path | None = None
+    """Where to write what ran when on the device's queues."""
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
+        """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
+        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "trace")
+        return cls(
+            **{
+                **plain,
+                **{name: Path(plain[name]) if plain[name] else None for name in paths},
+                "spec": parse_job_spec(plain["spec"]),
+                "planes": {str(name): int(fd) for name, fd in plain["planes"].items()},
+            }
+        )
+
 
 class Training:
-    """One attempt's training.
-
-    Thread: everything runs on the caller's thread; the engine has its own.
-    """
+    """One attempt's training. Thread: everything runs on the caller's; the engine has its own."""
 
     def __init__(self, request: WorkerRequest, *, events: EventWriter, orders: Orders) -> None:
         self._request = request
@@ -61,26 +92,25 @@ class Training:
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
         template = Template.from_folder(request.model, layout=layout)
-        _check_sequence_length(self._spec.train.sequence_length, template.max_document_tokens)
+        # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
+        length, longest = self._spec.train.sequence_length, template.max_document_tokens
+        if longest is not None and length > longest:
+            field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
+            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         self._packing_limit = template.packing_limit
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._resumed_state: dict[str, Any] | None = None
-        if request.resume_from is None:
+        self._resumed = load_checkpoint(self._store, request.resume_from) if request.resume_from else None
+        if self._resumed is None:
             load_model(self._store, request.model)
-        else:
-            self._resumed_state = load_checkpoint(self._store, request.resume_from)
         self._trace = Trace() if request.trace else None
-        self._device = device_for(
-            request.device,
-            limit_bytes=request.device_limit_bytes,
-            num_threads=request.num_threads,
-            trace=self._trace,
-        )
-        dataset = PreparedDataset.open(request.prepared)
-        packing_wanted = self._spec.train.packing != "false"
+        limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
+        self._device = device_for(request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace)
+        dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
-        self._plan = _step_plan(dataset, self._spec, packing=packing_wanted, packing_limit=self._packing_limit)
+        self._plan = self._step_plan(
+            dataset, packing=train.packing != "false", seed=train.seed, epochs=train.epochs, max_steps=train.max_steps
+        )
         self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
@@ -90,19 +120,13 @@ class Training:
     def run(self) -> bool:
         """Train to the end. Returns False when an order stopped it before."""
         step = self._restore()
-        self._events.send(
-            AttemptReady(
-                step=step,
-                num_steps=self._plan.num_steps,
-                device=self._device.name,
-                packed_rows=self._plan.num_rows,
-            )
-        )
+        num_steps, num_rows = self._plan.num_steps, self._plan.num_rows
+        self._events.send(AttemptReady(step=step, num_steps=num_steps, device=self._device.name, packed_rows=num_rows))
         if step == 0 and self._evaluation is not None:
             self._evaluate(0)
         saved = step
         save_every, evaluate_every = self._spec.checkpoint.every_steps, self._spec.eval_every_steps
-        while step < self._plan.num_steps:
+        while step < num_steps:
             if self._orders.current is not Order.CONTINUE:
                 # A cancelled job is not resumed, so nothing is written for it.
                 if self._orders.current is Order.STOP and step > saved:
@@ -116,7 +140,7 @@ class Training:
             if self._evaluation is not None and evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
             # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
-            if save_every and step % save_every == 0 and step < self._plan.num_steps:
+            if save_every and step % save_every == 0 and step < num_steps:
                 self._save(step)
                 saved = step
         if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
@@ -136,7 +160,7 @@ class Training:
 
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
-        kept = self._resumed_state
+        kept = self._resumed
         if kept is None:
             return 0
         # Other data would train too, without an error, but to another result than a run that was never stopped. A checkpoint of a
@@ -176,30 +200,20 @@ class Training:
         manifest = save_checkpoint(
             self._store, target, source=self._request.model, trainer_state=state, dtype=self._spec.checkpoint.dtype
         )
-        self._events.send(
-            CheckpointWritten(
-                step=step,
-                duration_s=time.monotonic() - started_s,
-                size_bytes=manifest.size_bytes,
-                eval_loss=eval_loss,
-            )
+        duration_s = time.monotonic() - started_s
+        written = CheckpointWritten(
+            step=step, duration_s=duration_s, size_bytes=manifest.size_bytes, eval_loss=eval_loss
         )
+        self._events.send(written)
         # After the new one is complete, so that there is always one to resume from.
         keep = self._spec.checkpoint
         self._checkpoints.apply_retention(keep_last=keep.keep_last, keep_best=keep.keep_best)
 
     def _evaluate(self, step: int) -> None:
         assert self._evaluation is not None
-        train = self._spec.train
-        plan = StepPlan(
-            self._evaluation,
-            sequence_length=train.sequence_length,
-            tokens_per_step=train.tokens_per_step,
-            packing=train.packing != "false" and self._trainer.supports_packing,
-            packing_limit=self._packing_limit,
-            epochs=1,
-            shuffle=False,
-        )
+        packing = self._spec.train.packing != "false" and self._trainer.supports_packing
+        # In the data's order: every evaluation of a job sees the same rows.
+        plan = self._step_plan(self._evaluation, packing=packing, epochs=1, shuffle=False)
         parts = []
         for i in range(plan.num_steps):
             # A stop lets an evaluation end, because its result belongs to the checkpoint that follows.
@@ -232,6 +246,11 @@ class Training:
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         self._events.send(Message(level="info", text=text))
 
+    def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
+        train, limit = self._spec.train, self._packing_limit
+        length, tokens = train.sequence_length, train.tokens_per_step
+        return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
+
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""
         limit = self._packing_limit if self._spec.train.packing != "false" else None
@@ -258,28 +277,6 @@ class Training:
         )
 
 
-def _check_sequence_length(sequence_length: int, max_document_tokens: int | None) -> None:
-    """The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out."""
-    if max_document_tokens is not None and sequence_length > max_document_tokens:
-        field = "train.sequence_length"
-        what = f"is {sequence_length}; the model allows at most {max_document_tokens} positions"
-        raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
-
-
-def _step_plan(dataset: PreparedDataset, spec: JobSpec, *, packing: bool, packing_limit: int | None) -> StepPlan:
-    train = spec.train
-    return StepPlan(
-        dataset,
-        sequence_length=train.sequence_length,
-        tokens_per_step=train.tokens_per_step,
-        packing=packing,
-        packing_limit=packing_limit,
-        seed=train.seed,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-    )
-
-
 def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
     train = request.spec.train
     return TrainConfig(
@@ -297,3 +294,23 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
     )
+
+
+def host_components(figures: StepFigures, *, device: str, process_bytes: int) -> dict[str, int]:
+    """Return what the engine reports, plus `other`: the rest of the process.
+
+    On the `host` device the device is host memory too; the plan counts its slots as staging and its activations as activations.
+    """
+    on_host: Mapping[str, int] = figures.device_memory_bytes if device == "host" else {}
+    used = {"activations": 0, "staging": 0, **figures.host_memory_bytes}
+    used["activations"] += on_host.get("activations", 0)
+    used["staging"] += on_host.get("weights", 0) + on_host.get("gradients", 0)
+    # Not below 0: reserved pages that were never written are in the engine's figures but not in the process's.
+    used["other"] = max(0, process_bytes - used["activations"] - used["staging"])
+    return used
+
+
+def process_bytes() -> int:
+    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among them."""
+    fields = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines() if ":" in line)
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024

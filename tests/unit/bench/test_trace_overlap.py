@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from bench.trace_overlap import overlap_of_step
 
-from horizon_server.engine.device.trace import Span
+from horizon_server.engine.device.timeline import Span
 
 
 def work(queue: str, label: str, start_s: float, end_s: float) -> Span:

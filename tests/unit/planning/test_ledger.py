@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning import ledger
 from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, max_parameters, plan_memory
-from horizon_server.planning.model_folder import ModelFolder, ModelShape, open_model_folder
+from horizon_server.planning.model_folder import POSITION_MASKS, ModelFolder, ModelShape, open_model_folder
+from horizon_server.store import checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -102,6 +111,101 @@ def test_the_largest_model_of_a_machine_fits_it_and_a_larger_one_does_not(gibiby
         ).host_total_bytes
 
     assert planned_bytes(0.75 * largest) <= limit_bytes < planned_bytes(1.25 * largest)
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "openai-gpt": {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 256},
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(POSITION_MASKS))
+def test_the_masks_that_layers_hold_are_as_large_as_planned(model_type: str) -> None:
+    sizes = {"hidden_size": 64, "vocab_size": 64, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(model_type, **{**sizes, **MASKED[model_type]})
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    masks = [buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("bias")]
+
+    assert masks == [POSITION_MASKS[model_type] * 256**2] * 2
+    assert ModelShape.from_config(config.to_dict()).position_mask_bytes == masks[0]
+
+
+def test_every_layers_mask_is_planned_on_the_host_and_one_on_the_device(folder: ModelFolder) -> None:
+    masked = dataclasses.replace(folder, shape=dataclasses.replace(folder.shape, position_mask_bytes=1 << 20))
+    for device_kind in ("host", "cuda"):
+        without, with_masks = plan_of(folder, device_kind=device_kind), plan_of(masked, device_kind=device_kind)
+        assert with_masks.device_total_bytes - without.device_total_bytes == 1 << 20
+        assert with_masks.host_total_bytes - without.host_total_bytes == folder.shape.num_hidden_layers << 20
+
+
+@pytest.mark.parametrize("row_tokens", [64, 256])
+def test_a_mask_of_all_positions_is_in_the_plan_of_the_workspace(row_tokens: int) -> None:
+    config = AutoConfig.for_model(
+        "gpt_neo", **MASKED["gpt_neo"], hidden_size=64, vocab_size=64, max_position_embeddings=1024
+    )
+    template = Template.from_config(config)
+    store, device = HostStore.allocate(template.layout, num_threads=1), HostDevice(num_threads=1)
+    store.plane("hi").normal_(std=0.02)
+    trainer = Trainer(template, store, device, TrainConfig(num_steps=2, learning_rate=0.0, optimizer_threads=1))
+    ids_T, half = torch.arange(row_tokens) % 64, row_tokens // 2
+    row = MicroBatch(
+        input_ids_T=ids_T,
+        position_ids_T=torch.arange(row_tokens) % half,
+        labels_T=ids_T,
+        document_lengths=(half, half),
+    )
+    used_bytes = trainer.train_step([row]).device_memory_bytes["workspace"]
+    trainer.close()
+    device.close()
+    store.close()
+
+    plan = plan_memory(
+        template.layout,
+        model=ModelShape.from_config(config.to_dict()),
+        tokens_per_step=row_tokens,
+        sequence_length=row_tokens,
+        device_kind="host",
+        grad_bytes=4,
+    )
+    assert 0.75 <= used_bytes / plan.device["workspace"] <= 1.0
+
+
+def test_what_a_checkpoint_converts_at_once_is_in_the_plan(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ledger.CHECKPOINT_PIECE_ELEMENTS == checkpoint._PIECE_ELEMENTS
+    piece_elements, name = 1 << 14, "model.embed_tokens.weight"
+    monkeypatch.setattr(checkpoint, "_PIECE_ELEMENTS", piece_elements)
+    shapes = {name: (64, 1 << 10), "model.layers.0.w.weight": (1, 1), "model.norm.weight": (1,)}
+    store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), grad_dtype=None, num_threads=1)
+    # The worst case: every weight is halfway between two numbers in bf16, so that each piece is converted.
+    store.plane("hi").fill_(1.0078125)
+    store.plane("lo").fill_(-32768)
+    peaks = []
+    tracemalloc.start()
+    for stem, dtype in (("model", "BF16"), ("rounding", "U8")):
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        for _ in checkpoint._pieces(store, name, stem, dtype):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    store.close()
+
+    # `hi` is exact in bf16 and the rounding bits, so it has no file of its own; every other file is written by a thread.
+    num_threads = len(checkpoint._STEMS) - 1
+    assert 0.8 <= num_threads * max(peaks) / (piece_elements * ledger._CHECKPOINT_BYTES) <= 1.2
+    table = folder.layout.units[0].tensors[0]
+    smaller = dataclasses.replace(
+        folder,
+        layout=build_layout(
+            {"model.embed_tokens.weight": (1, 1), "model.layers.0.w.weight": (1, 1), "model.norm.weight": (1,)},
+            num_layers=1,
+            tied=True,
+        ),
+    )
+    grown = plan_of(folder, device_kind="cuda").host["other"] - plan_of(smaller, device_kind="cuda").host["other"]
+    assert grown == (table.num_elements - 1) * ledger._CHECKPOINT_BYTES
 
 
 @pytest.mark.parametrize(("planes", "planes_on_gpu", "copies"), [(4, 0, 3), (4, 4, 4)])

@@ -1,12 +1,146 @@
-"""Facts about the machine: the tightest control-group limit counts, v1 and v2."""
+"""Facts about the machine: the tightest control-group limit counts, v1 and v2; its rates are kept whole, forgotten when it changes, and
+measured when nobody waits."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
+from horizon_server.children.entry import Answer, Failure, encode_line
+from horizon_server.errors import WorkerFailed
 from horizon_server.planning import machine
+from horizon_server.planning.machine import Accelerator, IdleMeasurement, Machine, RateBook, measure_rates
+from horizon_server.planning.roofline import DeviceRates, WidthRates
+
+MACHINE = Machine(cpu="a processor", num_cpus=2, num_threads=2, accelerators=())
+RATES = DeviceRates(
+    name="host",
+    num_threads=2,
+    peak_flops_per_s=1e11,
+    attention_flops_per_s=1e10,
+    widths=(WidthRates(hidden_size=256, layer_flops_per_s=5e10, head_flops_per_s=6e10),),
+    h2d_bytes_per_s=1e10,
+    d2h_bytes_per_s=1e10,
+    adamw_bytes_per_s=2e10,
+)
+
+
+def fake_python(folder: Path, script: str) -> str:
+    """An interpreter that runs a shell script instead of what it is told."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def reply(folder: Path, line: bytes) -> str:
+    """A script that writes one line to the descriptor of its `-m MODULE REQUEST --events-fd N`."""
+    (folder / "line").write_bytes(line)
+    return f"cat {folder}/line > /proc/self/fd/$5"
+
+
+def test_rates_are_kept(tmp_path: Path) -> None:
+    book = RateBook(tmp_path, MACHINE)
+    assert book.read() == {}
+    book.write({"host": RATES})
+    assert RateBook(tmp_path, MACHINE).read() == {"host": RATES}
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu": "another"}, {"num_cpus": 4}, {"num_threads": 1}, {"accelerators": ("H100",)}, {"version": "0.0.0"}],
+)
+def test_rates_of_another_machine_are_none(tmp_path: Path, change: dict[str, Any]) -> None:
+    RateBook(tmp_path, MACHINE).write({"host": RATES, "cuda": RATES})
+    assert RateBook(tmp_path, dataclasses.replace(MACHINE, **change)).read() == {}
+
+
+def broken(document: dict[str, Any], case: str) -> str:
+    if case == "cut":
+        return json.dumps(document)[:-20]
+    if case == "another version":
+        return json.dumps({**document, "version": 99})
+    if case == "a rate of zero":
+        document["devices"]["host"]["h2d_bytes_per_s"] = 0
+    if case == "a field too few":
+        del document["devices"]["host"]["adamw_bytes_per_s"]
+    return json.dumps(document if case != "a list" else [document])
+
+
+@pytest.mark.parametrize("case", ["cut", "another version", "a rate of zero", "a field too few", "a list"])
+def test_a_file_that_cannot_be_trusted_is_none(tmp_path: Path, case: str) -> None:
+    book = RateBook(tmp_path, MACHINE)
+    book.write({"host": RATES})
+    book.path.write_text(broken(json.loads(book.path.read_text()), case))
+    assert book.read() == {}
+
+
+def test_a_machine_says_what_it_can_compute_on() -> None:
+    assert Machine.of((), num_threads=3).device_kinds == ("host",)
+    with_gpu = Machine.of((Accelerator(index=0, name="H100", memory_bytes=1),), num_threads=3)
+    assert (with_gpu.device_kinds, with_gpu.accelerators, with_gpu.num_threads) == (("host", "cuda"), ("H100",), 3)
+    assert with_gpu.cpu
+
+
+async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "executable", fake_python(tmp_path, reply(tmp_path, encode_line(Failure(WorkerFailed("no such device")))))
+    )
+    with pytest.raises(WorkerFailed, match="no such device"):
+        await measure_rates(MACHINE, environment=os.environ)
+
+
+async def test_what_is_measured_in_a_quiet_moment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = encode_line(Answer(dataclasses.asdict(RATES)))
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, reply(tmp_path, answer)))
+    book = RateBook(tmp_path, MACHINE)
+    await IdleMeasurement(book, environment=os.environ, idle_s=0)()
+    assert book.read() == {"host": RATES}
+
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    await IdleMeasurement(book, environment=os.environ, idle_s=0)()
+    assert book.read() == {"host": RATES}, "what is known is not measured again"
+
+
+async def test_a_measurement_that_failed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = tmp_path / "tried"
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, f"echo x >> {tried}; exit 1"))
+    measurement = IdleMeasurement(RateBook(tmp_path, MACHINE), environment=os.environ, idle_s=0)
+    await measurement()
+    await measurement()
+    assert tried.read_text() == "x\n"
+
+
+async def test_a_job_ends_the_measurement_and_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, f"echo $$ > {started}; exec sleep 600"))
+    measurement = IdleMeasurement(RateBook(tmp_path, MACHINE), environment=os.environ, idle_s=0)
+    task = asyncio.create_task(measurement())
+    pid = int(await asyncio.to_thread(started.read_text))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not (tmp_path / "rates.json").exists()
+
+
+async def test_a_node_without_free_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MEASURE_BYTES", {"host": 1 << 60})
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    book = RateBook(tmp_path, MACHINE)
+    await IdleMeasurement(book, environment=os.environ, idle_s=0)()
+    assert book.read() == {}
 
 
 def test_without_limits_the_machine_counts(tmp_path: Path) -> None:

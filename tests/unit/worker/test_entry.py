@@ -14,7 +14,7 @@ import pytest
 from horizon_server.children.entry import EventWriter, Failure, decode_line
 from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
-from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import WorkerRequest
 
 REQUEST: dict[str, Any] = {
     "job_id": "job_1",

@@ -20,8 +20,7 @@ from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
-from horizon_server.worker.request import WorkerRequest
-from horizon_server.worker.training import Training
+from horizon_server.worker.training import Training, WorkerRequest
 
 GIB = 2**30
 SIZES: dict[str, Any] = {

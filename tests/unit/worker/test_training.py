@@ -1,8 +1,9 @@
-"""What an attempt refuses before it trains."""
+"""What an attempt refuses before it trains, and that what it uses is reported by the components of its plan."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter, Orders
 from horizon_server.errors import InvalidSpec
+from horizon_server.figures import StepFigures
 from horizon_server.spec import parse_job_spec
-from horizon_server.worker.request import WorkerRequest
-from horizon_server.worker.training import Training
+from horizon_server.worker.training import Training, WorkerRequest, host_components, process_bytes
 
 MPT: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}
 
@@ -61,3 +62,33 @@ def test_documents_beyond_the_positions_of_the_model_are_refused_by_field(named:
         Training(request, events=EventWriter(os.open(os.devnull, os.O_WRONLY)), orders=Orders())
 
     assert [violation.field for violation in caught.value.violations] == ["train.sequence_length"]
+
+
+FIGURES = StepFigures(
+    step=1, loss=1.0, grad_norm=1.0, learning_rate=0.1, num_tokens=8, duration_s=1.0,
+    host_memory_bytes={"weights": 10, "moments": 20, "gradients": 5, "staging": 3},
+    device_memory_bytes={"weights": 100, "gradients": 50, "activations": 30, "workspace": 7},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "activations", "staging"),
+    [("host", 30, 153), ("cuda:0", 0, 3)],
+)
+def test_the_components_are_those_of_the_plan(device: str, activations: int, staging: int) -> None:
+    used = host_components(FIGURES, device=device, process_bytes=1000)
+    assert used == {
+        "weights": 10, "moments": 20, "gradients": 5, "activations": activations, "staging": staging,
+        "other": 1000 - activations - staging,
+    }  # fmt: skip
+    assert host_components(FIGURES, device=device, process_bytes=0)["other"] == 0
+
+
+def test_the_process_counts_its_heap_and_not_what_is_shared() -> None:
+    before = process_bytes()
+    assert before > 2**20
+    with mmap.mmap(-1, 64 * 2**20) as shared:
+        shared.write(b"x" * len(shared))
+        assert process_bytes() - before < 32 * 2**20
+    heap = bytearray(b"x") * (128 * 2**20)
+    assert process_bytes() - before > len(heap) // 2

@@ -1,8 +1,5 @@
 """The cuda device: bf16 weights straight from the store's `hi` plane, gradients accumulated in fp32 and sent to the host in bf16.
 
-Owns how units, rows, gradients and activations are copied, and what of the host's memory is pinned. Must not know models or the
-schedule; queues and events are `cuda_queue`'s, the driver is `cuda_runtime`'s.
-
 Device memory is torch's caching allocator under a limit, with an account by component: slots and activations are
 allocated once and counted exactly, the workspace is what the allocator's own peak says beyond them.
 
@@ -13,20 +10,19 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena, HostBuffers
 from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_of_memory
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
-from horizon_server.engine.device.pinning import STAGING_BYTES, PinnedRanges, StagingRing
+from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
-from horizon_server.engine.device.queued_device import QueuedDevice
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.queued_device import QueuedDevice, Switches
 from horizon_server.figures import QueueFigures
 from horizon_server.planning.ledger import CAST_ELEMENTS, DeviceKind
 from horizon_server.store.cpus import available_cpus
@@ -38,38 +34,27 @@ _COPY_THREADS = 4
 
 
 class CudaDevice(QueuedDevice):
-    """Trains on one CUDA device.
-
-    `limit_bytes` bounds what tensors take on it. The debug switches are those of `HostDevice`. `runtime` is the driver.
-    """
+    """Trains on one CUDA device. `limit_bytes` bounds what tensors take on it; `runtime` is the driver."""
 
     name: DeviceKind = "cuda"
     compute_dtype = torch.bfloat16
     gradient_dtype = torch.bfloat16
-    h2d: CudaQueue
     compute: CudaQueue
-    d2h: CudaQueue
     _cast: Tensor | None = None
 
     def __init__(
         self,
         *,
         limit_bytes: int | None = None,
-        poison_on_free: bool = False,
-        max_delay_s: float = 0.0,
-        delay_seed: int = 0,
-        trace: Trace | None = None,
         runtime: Runtime | None = None,
         staging_bytes: int = STAGING_BYTES,
+        **switches: Unpack[Switches],
     ) -> None:
         self._runtime = runtime or TorchCuda()
         super().__init__(
             arena=Arena(limit_bytes=limit_bytes, device=self._runtime.device),
             host_buffers=HostBuffers(num_threads=available_cpus()),
-            poison_on_free=poison_on_free,
-            max_delay_s=max_delay_s,
-            delay_seed=delay_seed,
-            trace=trace,
+            **switches,
         )
         if limit_bytes is not None:
             self._runtime.limit_memory(limit_bytes)
@@ -79,11 +64,11 @@ class CudaDevice(QueuedDevice):
         self.h2d, self.compute, self.d2h = (
             CudaQueue(
                 name,
+                self._group,
+                num_threads=min(_COPY_THREADS, available_cpus()),
                 runtime=self._runtime,
                 stream=stream,
                 clock=self._clock,
-                num_threads=min(_COPY_THREADS, available_cpus()),
-                **self._queue_options(),
             )
             for name, stream in streams.items()
         )
@@ -97,7 +82,6 @@ class CudaDevice(QueuedDevice):
 
     @property
     def refusals(self) -> list[str]:
-        """What the driver would not pin."""
         return list(self._pinned.refusals)
 
     def adopt(self, store: HostStore) -> None:
@@ -142,10 +126,9 @@ class CudaDevice(QueuedDevice):
         self._pinned.remove(tensor)
         super().free_host(tensor)
 
-    @contextmanager
-    def workspace(self, key: Hashable) -> Iterator[None]:
+    def workspace(self, key: Hashable) -> AbstractContextManager[None]:
         """The allocator's peak shows it afterwards, so nothing is measured here."""
-        yield
+        return nullcontext()
 
     def place(self, tensor: Tensor) -> Tensor:
         """CUDA: a copy from pageable memory, complete when it returns."""
@@ -219,7 +202,7 @@ class CudaDevice(QueuedDevice):
             # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
             self._runtime.synchronize()
         except RuntimeError as error:
-            self._failure.keep(error)
+            self._group.keep(error)
         self._pinned.clear()
         if self._cast is not None:
             self.free(self._cast)

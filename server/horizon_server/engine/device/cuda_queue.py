@@ -1,7 +1,5 @@
 """A queue of the cuda device: a thread that launches, a stream that runs, and the stream's own clock.
 
-Owns the order between queues and their timing. Must not know what the work is.
-
 The thread keeps the driver free: it may be blocked until another queue has launched something, or until the host has
 finished something, while the stream runs what it was given before.
 """
@@ -16,10 +14,9 @@ from typing import Any
 import torch
 
 from horizon_server.engine.device.cuda_runtime import Mark, Runtime
-from horizon_server.engine.device.host_queue import Failure, HostQueue
 from horizon_server.engine.device.protocol import Event, Work
-from horizon_server.engine.device.timeline import Busy, Timeline, Wait
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
+from horizon_server.engine.device.timeline import Span, Timeline, Trace
 from horizon_server.errors import DoesNotFit
 
 
@@ -46,38 +43,37 @@ class StreamClock:
 
 
 class StreamTimeline(Timeline):
-    """A timeline whose entries are pairs of marks until somebody asks. CUDA: `take` waits for the marks."""
+    """A timeline whose spans lie between two marks until somebody asks. CUDA: `take` waits for the marks."""
 
-    def __init__(self, clock: StreamClock) -> None:
-        super().__init__()
-        self._clock = clock
+    def __init__(self, queue: str, clock: StreamClock, trace: Trace | None) -> None:
+        super().__init__(trace)
+        self._queue, self._clock = queue, clock
         self._pending: deque[tuple[Mark, Mark, int, str, str | None]] = deque()
 
     def add_marks(
-        self, start: Mark, end: Mark, *, num_bytes: int = 0, label: str = "", origin: str | None = None
+        self, start: Mark, end: Mark, *, num_bytes: int = 0, label: str = "", waits_for: str | None = None
     ) -> None:
-        """Log work between two marks, or a wait for `origin`. Thread: the queue's own."""
-        self._pending.append((start, end, num_bytes, label, origin))
+        """Log work between two marks, or a wait. Thread: the queue's own."""
+        self._pending.append((start, end, num_bytes, label, waits_for))
 
-    def take(self) -> tuple[list[Busy], list[Wait]]:
+    def take(self) -> tuple[list[Span], list[Span]]:
         # By number, because the queue's thread may append meanwhile.
         for _ in range(len(self._pending)):
-            start, end, num_bytes, label, origin = self._pending.popleft()
+            start, end, num_bytes, label, waits_for = self._pending.popleft()
+            # The driver has no time of a mark that the device has not passed.
             end.synchronize()
             start_s, end_s = self._clock.seconds(start), self._clock.seconds(end)
-            self.add(Busy(start_s, end_s, num_bytes, label) if origin is None else Wait(start_s, end_s, origin))
+            self.add(Span(self._queue, start_s, end_s, num_bytes, label, waits_for))
         return super().take()
 
 
 class CudaEvent:
-    """A point in a stream's order, known before the queue's thread has got there.
+    """A point in a stream's order, known before the queue's thread has got there."""
 
-    CUDA: waiting for a mark that was not recorded yet would be no wait at all, hence `issued`.
-    """
-
-    def __init__(self, origin: str, mark: Mark, failure: Failure) -> None:
+    def __init__(self, origin: str, mark: Mark, group: QueueGroup) -> None:
         self.origin = origin
-        self._mark, self._failure = mark, failure
+        self._mark, self._group = mark, group
+        # CUDA returns at once from waiting for a mark that was not recorded yet.
         self._issued = threading.Event()
 
     @property
@@ -86,12 +82,12 @@ class CudaEvent:
         return self._issued.is_set() and self._mark.query()
 
     def wait(self) -> None:
-        """Block until it happened; an error of the device is kept as the queues' failure."""
+        """Block until it happened; an error of the device fails the queues."""
         mark = self.issued()
         try:
             mark.synchronize()
         except RuntimeError as error:
-            self._failure.keep(error)
+            self._group.keep(error)
 
     def issued(self) -> Mark:
         """Block until the mark is in its stream, and return it."""
@@ -113,34 +109,17 @@ class CudaQueue(HostQueue):
     timeline: StreamTimeline
 
     def __init__(
-        self,
-        name: str,
-        *,
-        runtime: Runtime,
-        stream: Any,
-        clock: StreamClock,
-        failure: Failure,
-        num_threads: int,
-        max_delay_s: float = 0.0,
-        delay_seed: int = 0,
-        trace: Trace | None = None,
+        self, name: str, group: QueueGroup, *, num_threads: int, runtime: Runtime, stream: Any, clock: StreamClock
     ) -> None:
-        self.stream = stream
-        self._runtime = runtime
-        super().__init__(
-            name,
-            failure=failure,
-            num_threads=num_threads,
-            max_delay_s=max_delay_s,
-            delay_seed=delay_seed,
-            timeline=StreamTimeline(clock),
-            trace=trace,
-        )
+        # First: the thread, which the base class starts, records its first event into the stream.
+        self.stream, self._runtime = stream, runtime
+        timeline = StreamTimeline(name, clock, group.trace)
+        super().__init__(name, group, num_threads=num_threads, timeline=timeline)
 
     def record(self) -> Event:
         """CUDA: the event is in the stream when the thread has got there."""
-        event = CudaEvent(self.name, self._runtime.new_mark(), self._failure)
-        self._executor.submit(event.issue, self.stream).add_done_callback(self._failure.collect)
+        event = CudaEvent(self.name, self._runtime.new_mark(), self._group)
+        self._executor.submit(event.issue, self.stream).add_done_callback(self._group.collect)
         return event
 
     def _execute(self, work: Work, num_bytes: int, label: str) -> None:
@@ -165,7 +144,7 @@ class CudaQueue(HostQueue):
             # An event of the host has no mark that the stream could wait for, so the thread waits before it launches more.
             event.wait()
         end.record(self.stream)
-        self.timeline.add_marks(start, end, origin=event.origin)
+        self.timeline.add_marks(start, end, waits_for=event.origin)
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> DoesNotFit:

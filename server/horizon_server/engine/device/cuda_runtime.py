@@ -1,8 +1,6 @@
 """The part of torch.cuda that the engine uses: streams, events, pinning, limits. The only module that calls it.
 
-Owns nothing of the schedule. Small on purpose: everything else of the cuda device runs, and is tested, without one.
-
-CUDA: streams made here do not synchronise with the default stream.
+Small on purpose: everything else of the cuda device runs, and is tested, without one.
 """
 
 from __future__ import annotations
@@ -102,13 +100,11 @@ class TorchCuda:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def register(self, address: int, num_bytes: int) -> int:
-        # On a thread of its own: a refusal stays that thread's last error, which no later launch reports.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(self._register, address, num_bytes).result()
+        # 0 is cudaHostRegisterDefault.
+        return self._call_driver("cudaHostRegister", address, num_bytes, 0)
 
     def unregister(self, address: int) -> None:
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            pool.submit(self._unregister, address).result()
+        self._call_driver("cudaHostUnregister", address)
 
     def limit_memory(self, num_bytes: int) -> None:
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
@@ -120,12 +116,12 @@ class TorchCuda:
     def generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device.index]
 
-    def _register(self, address: int, num_bytes: int) -> int:
-        torch.cuda.set_device(self.device)
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(cudart.cudaHostRegister(address, num_bytes, 0))
+    def _call_driver(self, name: str, *arguments: int) -> int:
+        def call() -> int:
+            # The current device is each thread's own.
+            torch.cuda.set_device(self.device)
+            return int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
 
-    def _unregister(self, address: int) -> None:
-        torch.cuda.set_device(self.device)
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        cudart.cudaHostUnregister(address)
+        # On a thread of its own: a refusal stays that thread's last error, which no later launch reports.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(call).result()

@@ -1,7 +1,5 @@
 """The host device: a CPU in the place of a GPU, with real queues, real copies and a bounded arena.
 
-Owns the exact fp32 copy-in (hi + lo merged), the copy-out of gradients with their norms, link emulation and the debug switches.
-
 Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 """
 
@@ -11,14 +9,13 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena, HostBuffers
-from horizon_server.engine.device.host_queue import HostQueue
-from horizon_server.engine.device.queued_device import QueuedDevice
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.memory import Arena, HostBuffers
+from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
 from horizon_server.planning.ledger import DeviceKind
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
@@ -31,8 +28,7 @@ class HostDevice(QueuedDevice):
     """Trains on a CPU-only machine, in fp32, and makes the schedule testable.
 
     `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
-    process may use, unless given. `poison_on_free` fills freed slots with NaN; `max_delay_s` delays every piece of work at random.
-    `trace` is shown what ran when on every queue. Results do not depend on any of these but `num_threads`.
+    process may use, unless given. Results do not depend on any option but this one.
     """
 
     name: DeviceKind = "host"
@@ -45,26 +41,18 @@ class HostDevice(QueuedDevice):
         limit_bytes: int | None = None,
         link_bytes_per_s: float | None = None,
         num_threads: int | None = None,
-        poison_on_free: bool = False,
-        max_delay_s: float = 0.0,
-        delay_seed: int = 0,
-        trace: Trace | None = None,
+        **switches: Unpack[Switches],
     ) -> None:
-        super().__init__(
-            arena=Arena(limit_bytes=limit_bytes),
-            host_buffers=HostBuffers(num_threads=num_threads or available_cpus()),
-            poison_on_free=poison_on_free,
-            max_delay_s=max_delay_s,
-            delay_seed=delay_seed,
-            trace=trace,
-        )
+        num_threads = num_threads or available_cpus()
+        host_buffers = HostBuffers(num_threads=num_threads)
+        super().__init__(arena=Arena(limit_bytes=limit_bytes), host_buffers=host_buffers, **switches)
         self._link_bytes_per_s = link_bytes_per_s
         self._workspace_bytes: dict[Hashable, int] = {}
         # First, because OpenMP's own threads take the count that any thread has set last. Theirs must stay 1, or a product inside attention
         # would be summed in another order once torch has given them a count.
-        self.compute = HostQueue("compute", num_threads=num_threads or available_cpus(), **self._queue_options())
-        self.h2d = HostQueue("h2d", num_threads=1, **self._queue_options())
-        self.d2h = HostQueue("d2h", num_threads=1, **self._queue_options())
+        self.compute = HostQueue("compute", self._group, num_threads=num_threads)
+        self.h2d = HostQueue("h2d", self._group, num_threads=1)
+        self.d2h = HostQueue("d2h", self._group, num_threads=1)
 
     @property
     def generator(self) -> torch.Generator:

@@ -1,7 +1,6 @@
 """What the engine needs of a device: three queues joined by events, and a bounded arena.
 
-Owns the operations that the schedule is made of. Must not know any backend; `host` and `cuda` implement it. Work given to a queue
-runs in order, later than the call that submitted it, and must neither read results back nor wait for the host.
+Work given to a queue runs in order, later than the call that submitted it, and must neither read results back nor wait for the host.
 
 Units: bytes are what crosses the link, seconds come from the queues themselves.
 """
@@ -34,7 +33,7 @@ class Event(Protocol):
     def happened(self) -> bool:
         """Whether the queue has passed this point. Does not block."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Block the calling thread until the queue has passed this point."""
 
 

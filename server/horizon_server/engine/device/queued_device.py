@@ -1,38 +1,143 @@
-"""The common part of both devices: queues on threads of their own, a bounded arena, host buffers, one account.
-
-Owns what `host` and `cuda` have in common. Must not know how a copy is made.
-"""
+"""What both devices have in common: queues on threads of their own, a bounded arena, host buffers, one account."""
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.arena import Arena, HostBuffers
-from horizon_server.engine.device.host_queue import Failure, HostQueue
-from horizon_server.engine.device.protocol import Component, HostComponent, Queue
-from horizon_server.engine.device.timeline import summarise
-from horizon_server.engine.device.trace import Trace
+from horizon_server.engine.device.memory import Arena, HostBuffers
+from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
+from horizon_server.engine.device.timeline import Span, Timeline, Trace, summarise
 from horizon_server.figures import QueueFigures
 
 
-class _QueueOptions(TypedDict):
-    failure: Failure
+class Switches(TypedDict, total=False):
+    """What tests and traces ask of a device. None of it changes a result."""
+
+    poison_on_free: bool
+    """Fill freed memory with NaN, so that a use after free shows in the loss."""
     max_delay_s: float
+    """Put a random pause of up to this before each piece of work, to bring races to light; `delay_seed` seeds it."""
     delay_seed: int
     trace: Trace | None
+    """Receives what ran when on every queue."""
+
+
+class QueueGroup:
+    """What the queues of a device share: their first error, after which all of them skip their work. Thread: safe from any."""
+
+    def __init__(self, *, max_delay_s: float = 0.0, delay_seed: int = 0, trace: Trace | None = None) -> None:
+        self.max_delay_s, self.delay_seed, self.trace = max_delay_s, delay_seed, trace
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any queue failed."""
+        return self._error is not None
+
+    def collect(self, future: Future[None]) -> None:
+        """Keep a finished work's error if it is the first."""
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self.keep(error)
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an error if it is the first: later ones are consequences of it."""
+        with self._lock:
+            self._error = self._error or error
+
+    def raise_first(self) -> None:
+        """Raise the error that was kept, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+class HostEvent(threading.Event):
+    """A point in a `HostQueue`'s order."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self.origin = origin
+
+    @property
+    def happened(self) -> bool:
+        """Whether the queue has passed this point."""
+        return self.is_set()
+
+
+class HostQueue:
+    """Runs work in order on a thread of its own.
+
+    After a failure anywhere in the group the remaining work is skipped, while events still happen: nothing waits forever.
+    """
+
+    def __init__(self, name: str, group: QueueGroup, *, num_threads: int, timeline: Timeline | None = None) -> None:
+        self.name = name
+        self.timeline = timeline or Timeline(group.trace)
+        self._group = group
+        # By name, so that queues of one seed do not pause in step.
+        self._random = random.Random(f"{group.delay_seed}-{name}")
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"horizon-{name}",
+            initializer=_start_thread,
+            initargs=(num_threads,),
+        )
+        # Until the thread runs: the next queue's thread must not set its count of threads before this one has asked for its own.
+        self.record().wait()
+
+    def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
+        """Append work; its error, if any, is kept in the group."""
+        self._executor.submit(self._run, work, num_bytes, label).add_done_callback(self._group.collect)
+
+    def wait(self, event: Event) -> None:
+        """Let later work wait for the event."""
+        self._executor.submit(self._wait, event).add_done_callback(self._group.collect)
+
+    def record(self) -> Event:
+        """An event after everything submitted so far."""
+        event = HostEvent(self.name)
+        # Not by `submit`: it must happen after a failure too, or a thread that waits for it would wait forever.
+        self._executor.submit(event.set)
+        return event
+
+    def close(self) -> None:
+        """Let what was submitted end, then end the thread."""
+        self._executor.shutdown(wait=True)
+
+    def _run(self, work: Work, num_bytes: int, label: str) -> None:
+        # Its inputs may be what the failed work has not written.
+        if self._group.failed:
+            return
+        if self._group.max_delay_s:
+            time.sleep(self._random.random() * self._group.max_delay_s)
+        self._execute(work, num_bytes, label)
+
+    def _execute(self, work: Work, num_bytes: int, label: str) -> None:
+        start_s = time.perf_counter()
+        work()
+        self.timeline.add(Span(self.name, start_s, time.perf_counter(), num_bytes, label))
+
+    def _wait(self, event: Event) -> None:
+        # No wait is logged where there was none: it would show as exposed time.
+        if event.happened:
+            return
+        start_s = time.perf_counter()
+        event.wait()
+        self.timeline.add(Span(self.name, start_s, time.perf_counter(), waits_for=event.origin))
 
 
 class QueuedDevice:
-    """The common part of a `Device`; subclasses set `h2d`, `compute` and `d2h` and make the copies.
-
-    `poison_on_free` fills freed memory with NaN; `max_delay_s` delays every piece of work at random; `trace` records what ran when
-    on every queue.
-    """
+    """The common part of a `Device`; subclasses set `h2d`, `compute` and `d2h` and make the copies."""
 
     h2d: HostQueue
     compute: HostQueue
@@ -43,18 +148,15 @@ class QueuedDevice:
         *,
         arena: Arena,
         host_buffers: HostBuffers,
-        poison_on_free: bool,
-        max_delay_s: float,
-        delay_seed: int,
-        trace: Trace | None,
+        poison_on_free: bool = False,
+        max_delay_s: float = 0.0,
+        delay_seed: int = 0,
+        trace: Trace | None = None,
     ) -> None:
         self.arena = arena
         self._host_buffers = host_buffers
         self._poison_on_free = poison_on_free
-        self._max_delay_s = max_delay_s
-        self._delay_seed = delay_seed
-        self._trace = trace
-        self._failure = Failure()
+        self._group = QueueGroup(max_delay_s=max_delay_s, delay_seed=delay_seed, trace=trace)
         self._host_queues: list[HostQueue] = []
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -83,11 +185,12 @@ class QueuedDevice:
         self.arena.charge(component, num_bytes)
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
+        # On the queue, after the last work that reads the memory.
         if self._poison_on_free:
             queue.submit(partial(tensor.fill_, torch.nan), label="poison")
 
     def host_queue(self, name: str) -> HostQueue:
-        queue = HostQueue(name, num_threads=1, **self._queue_options())
+        queue = HostQueue(name, self._group, num_threads=1)
         self._host_queues.append(queue)
         return queue
 
@@ -96,7 +199,7 @@ class QueuedDevice:
         return []
 
     def raise_failure(self) -> None:
-        self._failure.raise_first()
+        self._group.raise_first()
 
     def take_use(self) -> QueueFigures:
         return summarise(
@@ -117,10 +220,9 @@ class QueuedDevice:
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
 
-    def _queue_options(self) -> _QueueOptions:
-        return {
-            "failure": self._failure,
-            "max_delay_s": self._max_delay_s,
-            "delay_seed": self._delay_seed,
-            "trace": self._trace,
-        }
+
+def _start_thread(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    # torch gives a thread its counts (OpenMP's and MKL's, both per thread) when the thread first asks, from the last value that any thread
+    # has set: ask now, while that value is this thread's own.
+    torch.get_num_threads()

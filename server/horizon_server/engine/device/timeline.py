@@ -1,61 +1,98 @@
-"""What each queue did and when, and what of it compute had to wait for.
-
-Owns intervals and their arithmetic.
+"""What a device's queues did and when, what of it compute had to wait for, and a trace of it for people.
 
 Units: seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from horizon_server.figures import QueueFigures, TransferFigures
+
+# The last hundred steps or so of a deep model: 10 MB of memory, and as much JSON.
+MAX_SPANS = 50_000
 
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Busy:
-    """Work a queue did; `label` says what, to a person who looks at a trace."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An interval of one queue: work named `label`, or a wait for an event of the queue that `waits_for` names."""
 
+    queue: str
     start_s: float
     end_s: float
-    num_bytes: int
+    num_bytes: int = 0
     label: str = ""
+    waits_for: str | None = None
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A queue waiting for an event of the queue named `origin`."""
+class Trace:
+    """The last `max_spans` spans of all queues. A span is here once it has ended, on a cuda device once its step has been reported.
 
-    start_s: float
-    end_s: float
-    origin: str
+    Thread: queues add from threads of their own; the rest is for one thread, while the queues are idle.
+    """
+
+    def __init__(self, *, max_spans: int = MAX_SPANS) -> None:
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+        # Without a lock: a deque's append is one operation, and drops the oldest span by itself.
+        self.add = self._spans.append
+        self.clear = self._spans.clear
+
+    def spans(self) -> list[Span]:
+        """Everything kept, in the order of its end within each queue."""
+        return list(self._spans)
+
+    def write(self, path: Path) -> None:
+        """Write it as Chrome trace events, which Perfetto and chrome://tracing open: one track per queue."""
+        spans = self.spans()
+        origin_s = min((span.start_s for span in spans), default=0.0)
+        tracks = {queue: number for number, queue in enumerate(dict.fromkeys(span.queue for span in spans), start=1)}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": queue}}
+            for queue, number in tracks.items()
+        ]
+        for span in spans:
+            is_wait = span.waits_for is not None
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"wait for {span.waits_for}" if is_wait else span.label or "work",
+                    "cat": "wait" if is_wait else "work",
+                    "pid": 1,
+                    "tid": tracks[span.queue],
+                    # The format counts in microseconds.
+                    "ts": (span.start_s - origin_s) * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"bytes": span.num_bytes} if span.num_bytes else {},
+                }
+            )
+        lines = ",\n".join(map(json.dumps, events))
+        path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 class Timeline:
-    """One queue's log; `observer`, where there is one, receives every entry.
+    """One queue's log; `trace` receives every span too. Thread: the queue's own thread writes, one other thread takes."""
 
-    Thread: the queue's own thread writes, one other thread takes.
-    """
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._spans: deque[Span] = deque()
+        self._trace = trace
 
-    def __init__(self) -> None:
-        self._entries: deque[Busy | Wait] = deque()
-        self.observer: Callable[[Busy | Wait], None] | None = None
+    def add(self, span: Span) -> None:
+        """Log a span that has ended."""
+        self._spans.append(span)
+        if self._trace is not None:
+            self._trace.add(span)
 
-    def add(self, entry: Busy | Wait) -> None:
-        """Log an interval that has ended."""
-        self._entries.append(entry)
-        if self.observer is not None:
-            self.observer(entry)
-
-    def take(self) -> tuple[list[Busy], list[Wait]]:
-        """Everything logged since the last call."""
+    def take(self) -> tuple[list[Span], list[Span]]:
+        """The work and the waits logged since the last call."""
         # By number, because the queue's thread may append meanwhile.
-        entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        return [e for e in entries if isinstance(e, Busy)], [e for e in entries if isinstance(e, Wait)]
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        return [s for s in spans if s.waits_for is None], [s for s in spans if s.waits_for is not None]
 
 
 def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: Iterable[Timeline]) -> QueueFigures:
@@ -65,26 +102,26 @@ def summarise(*, h2d: Timeline, compute: Timeline, d2h: Timeline, host_queues: I
     (the optimizer) is what is exposed, not the copy. When it lacks copies of both directions, the time counts once: for the one it
     asks for first, which the schedule makes the weights, up to their arrival, and then for the other.
     """
-    h2d_busy, h2d_waits = h2d.take()
-    compute_busy, compute_waits = compute.take()
-    d2h_busy, d2h_waits = d2h.take()
-    host_busy = [busy for timeline in host_queues for busy in timeline.take()[0]]
+    compute_work, compute_waits = compute.take()
+    host_work = [span for timeline in host_queues for span in timeline.take()[0]]
 
-    for_h2d = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "h2d"]
-    for_d2h = [(w.start_s, w.end_s) for w in compute_waits if w.origin == "d2h"]
-    # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
-    h2d_held_s, d2h_held_s = overlap_s(for_h2d, _for_host(h2d_waits)), overlap_s(for_d2h, _for_host(d2h_waits))
+    def transfer(name: str, timeline: Timeline) -> tuple[TransferFigures, float]:
+        work, waits = timeline.take()
+        exposed = [(w.start_s, w.end_s) for w in compute_waits if w.waits_for == name]
+        # A copy that waits for the optimizer is not slow itself: that part of compute's wait is the optimizer's.
+        for_host = [(w.start_s, w.end_s) for w in waits if w.waits_for not in ("h2d", "compute", "d2h")]
+        held_s = overlap_s(exposed, for_host)
+        exposed_s = sum(end_s - start_s for start_s, end_s in exposed) - held_s
+        num_bytes = sum(span.num_bytes for span in work)
+        return TransferFigures(bytes=num_bytes, busy_s=_length_s(work), exposed_s=exposed_s), held_s
 
-    def transfer(busy: Sequence[Busy], exposed_s: float) -> TransferFigures:
-        busy_s = _length_s((b.start_s, b.end_s) for b in busy)
-        return TransferFigures(bytes=sum(b.num_bytes for b in busy), busy_s=busy_s, exposed_s=exposed_s)
-
+    (up, up_held_s), (down, down_held_s) = transfer("h2d", h2d), transfer("d2h", d2h)
     return QueueFigures(
-        h2d=transfer(h2d_busy, _length_s(for_h2d) - h2d_held_s),
-        d2h=transfer(d2h_busy, _length_s(for_d2h) - d2h_held_s),
-        compute_s=_length_s((b.start_s, b.end_s) for b in compute_busy),
-        optimizer_s=_length_s((b.start_s, b.end_s) for b in host_busy),
-        optimizer_exposed_s=h2d_held_s + d2h_held_s,
+        h2d=up,
+        d2h=down,
+        compute_s=_length_s(compute_work),
+        optimizer_s=_length_s(host_work),
+        optimizer_exposed_s=up_held_s + down_held_s,
     )
 
 
@@ -95,6 +132,7 @@ def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
         start_s = max(first[i][0], second[j][0])
         end_s = min(first[i][1], second[j][1])
         total_s += max(0.0, end_s - start_s)
+        # The one that ends first has nothing more in common with the other list.
         if first[i][1] < second[j][1]:
             i += 1
         else:
@@ -102,9 +140,5 @@ def overlap_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     return total_s
 
 
-def _for_host(waits: Iterable[Wait]) -> list[Interval]:
-    return [(w.start_s, w.end_s) for w in waits if w.origin not in ("h2d", "compute", "d2h")]
-
-
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(end_s - start_s for start_s, end_s in intervals)
+def _length_s(spans: Iterable[Span]) -> float:
+    return sum(span.end_s - span.start_s for span in spans)

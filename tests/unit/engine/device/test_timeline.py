@@ -1,14 +1,30 @@
 from __future__ import annotations
 
+import json
+import threading
+from pathlib import Path
+
 import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
 
-from horizon_server.engine.device.timeline import Busy, Timeline, Wait, overlap_s, summarise
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.timeline import Span, Timeline, Trace, overlap_s, summarise
 
 
-def timeline(*entries: Busy | Wait) -> Timeline:
+def busy(start_s: float, end_s: float, num_bytes: int) -> Span:
+    return Span("any", start_s, end_s, num_bytes)
+
+
+def wait(start_s: float, end_s: float, waits_for: str) -> Span:
+    return Span("any", start_s, end_s, waits_for=waits_for)
+
+
+def timeline(*spans: Span) -> Timeline:
     log = Timeline()
-    for entry in entries:
-        log.add(entry)
+    for span in spans:
+        log.add(span)
     return log
 
 
@@ -20,9 +36,9 @@ def test_overlap_counts_common_time_only() -> None:
 
 def test_compute_waiting_for_a_copy_exposes_the_copy() -> None:
     use = summarise(
-        h2d=timeline(Busy(0, 3, 100), Busy(4, 5, 10)),
-        compute=timeline(Wait(0, 3.5, "h2d"), Busy(3.5, 10, 0), Wait(10, 10.25, "d2h")),
-        d2h=timeline(Wait(0, 9, "compute"), Busy(9, 10.25, 7)),
+        h2d=timeline(busy(0, 3, 100), busy(4, 5, 10)),
+        compute=timeline(wait(0, 3.5, "h2d"), busy(3.5, 10, 0), wait(10, 10.25, "d2h")),
+        d2h=timeline(wait(0, 9, "compute"), busy(9, 10.25, 7)),
         host_queues=[],
     )
 
@@ -34,10 +50,10 @@ def test_compute_waiting_for_a_copy_exposes_the_copy() -> None:
 
 def test_a_copy_that_waits_for_the_optimizer_exposes_the_optimizer() -> None:
     use = summarise(
-        h2d=timeline(Wait(0, 2, "optimizer"), Busy(2, 3, 1), Wait(3, 4, "compute")),
-        compute=timeline(Wait(0.5, 3, "h2d"), Busy(3, 4, 0)),
+        h2d=timeline(wait(0, 2, "optimizer"), busy(2, 3, 1), wait(3, 4, "compute")),
+        compute=timeline(wait(0.5, 3, "h2d"), busy(3, 4, 0)),
         d2h=timeline(),
-        host_queues=[timeline(Busy(0, 2, 0), Busy(2, 2.5, 0))],
+        host_queues=[timeline(busy(0, 2, 0), busy(2, 2.5, 0))],
     )
 
     assert use.optimizer_s == 2.5
@@ -49,9 +65,9 @@ def test_a_gradient_that_waits_for_the_optimizer_exposes_the_optimizer_too() -> 
     # In backward: compute wants a gradient slot, d2h wants the host slot that the update still reads.
     use = summarise(
         h2d=timeline(),
-        compute=timeline(Busy(0, 1, 0), Wait(1, 5, "d2h"), Busy(5, 6, 0)),
-        d2h=timeline(Wait(0, 1, "compute"), Wait(2, 4, "optimizer"), Busy(4, 5, 8)),
-        host_queues=[timeline(Busy(0, 4, 0))],
+        compute=timeline(busy(0, 1, 0), wait(1, 5, "d2h"), busy(5, 6, 0)),
+        d2h=timeline(wait(0, 1, "compute"), wait(2, 4, "optimizer"), busy(4, 5, 8)),
+        host_queues=[timeline(busy(0, 4, 0))],
     )
 
     assert use.optimizer_exposed_s == 2
@@ -59,7 +75,83 @@ def test_a_gradient_that_waits_for_the_optimizer_exposes_the_optimizer_too() -> 
 
 
 def test_taking_empties_the_log() -> None:
-    log = timeline(Busy(0, 1, 5))
+    log = timeline(busy(0, 1, 5))
     log.take()
 
     assert log.take() == ([], [])
+
+
+def test_a_trace_shows_work_and_waits_of_every_queue_in_order() -> None:
+    trace, gate = Trace(), threading.Event()
+    device = HostDevice(num_threads=1, trace=trace)
+    source, out = torch.ones(8), torch.zeros(8)
+    device.h2d.submit(gate.wait, label="held")
+    device.upload(source, out)
+    device.compute.wait(device.h2d.record())
+    device.compute.submit(gate.set, label="late")
+    device.host_queue("optimizer").submit(gate.set, label="update 3")
+    device.compute.record().wait()
+    device.close()
+
+    by_queue: dict[str, list[Span]] = {}
+    for span in trace.spans():
+        by_queue.setdefault(span.queue, []).append(span)
+    assert [(span.label, span.num_bytes) for span in by_queue["h2d"]] == [("held", 0), ("layer input", 32)]
+    assert by_queue["optimizer"][0].label == "update 3"
+    early_wait, late = by_queue["compute"]
+    assert (early_wait.waits_for, late.waits_for, late.label) == ("h2d", None, "late")
+    assert by_queue["h2d"][1].end_s <= early_wait.end_s <= late.start_s
+
+
+def test_a_device_on_streams_traces_too() -> None:
+    trace = Trace()
+    device = CudaDevice(runtime=CpuRuntime(), staging_bytes=1 << 16, trace=trace)
+    device.compute.submit(lambda: None, label="forward 1")
+    device.compute.record().wait()
+    assert trace.spans() == []
+
+    device.take_use()
+
+    assert [(span.queue, span.label) for span in trace.spans()] == [("compute", "forward 1")]
+    device.close()
+
+
+def test_a_trace_keeps_the_last_spans_only() -> None:
+    trace = Trace(max_spans=3)
+    for i in range(5):
+        trace.add(Span("compute", i, i + 0.5, 0, f"forward {i}"))
+
+    assert [span.label for span in trace.spans()] == ["forward 2", "forward 3", "forward 4"]
+    trace.clear()
+    assert trace.spans() == []
+
+
+def test_a_timeline_keeps_its_own_log_and_gives_a_trace_the_same() -> None:
+    trace = Trace()
+    own, traced = Timeline(), Timeline(trace)
+    for log in (own, traced):
+        log.add(busy(0, 1, 0))
+        log.add(wait(1, 2, "h2d"))
+
+    assert trace.spans() == [busy(0, 1, 0), wait(1, 2, "h2d")]
+    assert own.take() == traced.take() == ([busy(0, 1, 0)], [wait(1, 2, "h2d")])
+
+
+def test_the_file_opens_as_chrome_trace_events(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.add(Span("h2d", 10.0, 10.5, 64, "unit 1"))
+    trace.add(Span("compute", 10.0, 10.5, waits_for="h2d"))
+    trace.add(Span("compute", 10.5, 12.0))
+
+    trace.write(tmp_path / "trace.json")
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert sorted(names.values()) == ["compute", "h2d"]
+    drawn = [(names[e["tid"]], e["name"], e["cat"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert drawn == [
+        ("h2d", "unit 1", "work", 0, pytest.approx(5e5)),
+        ("compute", "wait for h2d", "wait", 0, pytest.approx(5e5)),
+        ("compute", "work", "work", pytest.approx(5e5), pytest.approx(1.5e6)),
+    ]
+    assert next(e for e in events if e["name"] == "unit 1")["args"] == {"bytes": 64}

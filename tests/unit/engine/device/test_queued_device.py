@@ -6,17 +6,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from horizon_server.engine.device.host_queue import Failure, HostQueue
+from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
 
 
 @pytest.fixture
-def failure() -> Failure:
-    return Failure()
+def group() -> QueueGroup:
+    return QueueGroup()
 
 
 @pytest.fixture
-def queues(failure: Failure) -> Iterator[tuple[HostQueue, HostQueue]]:
-    pair = (HostQueue("first", failure=failure, num_threads=1), HostQueue("second", failure=failure, num_threads=1))
+def queues(group: QueueGroup) -> Iterator[tuple[HostQueue, HostQueue]]:
+    pair = (HostQueue("first", group, num_threads=1), HostQueue("second", group, num_threads=1))
     yield pair
     for queue in pair:
         queue.close()
@@ -51,10 +51,10 @@ def test_a_queue_waits_for_the_other_and_logs_who_for(queues: tuple[HostQueue, H
     busy, _ = first.timeline.take()
     assert sum(entry.num_bytes for entry in busy) == 12
     _, waits = second.timeline.take()
-    assert all(wait.origin == "first" for wait in waits)
+    assert all(wait.waits_for == "first" for wait in waits)
 
 
-def test_an_error_stops_all_queues_but_no_event(queues: tuple[HostQueue, HostQueue], failure: Failure) -> None:
+def test_an_error_stops_all_queues_but_no_event(queues: tuple[HostQueue, HostQueue], group: QueueGroup) -> None:
     first, second = queues
     seen = list[str]()
     first.submit(lambda: _fail("the true reason"))
@@ -65,12 +65,12 @@ def test_an_error_stops_all_queues_but_no_event(queues: tuple[HostQueue, HostQue
 
     assert not seen
     with pytest.raises(ZeroDivisionError, match="the true reason"):
-        failure.raise_first()
+        group.raise_first()
 
 
-def test_each_queue_has_its_own_number_of_threads(failure: Failure) -> None:
+def test_each_queue_has_its_own_number_of_threads(group: QueueGroup) -> None:
     numbers = dict[int, int]()
-    queues = {threads: HostQueue(f"q{threads}", failure=failure, num_threads=threads) for threads in (2, 1)}
+    queues = {threads: HostQueue(f"q{threads}", group, num_threads=threads) for threads in (2, 1)}
     for threads, queue in queues.items():
         queue.submit(lambda n=threads: numbers.update({n: torch.get_num_threads()}))  # type: ignore[misc]
     for queue in queues.values():

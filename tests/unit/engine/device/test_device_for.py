@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from horizon_server.engine.device.factory import device_for
+from horizon_server.engine.device import device_for
 from horizon_server.errors import InvalidSpec
 
 
