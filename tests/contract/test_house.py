@@ -14,7 +14,9 @@ MAX_LINES = 500
 
 
 def tracked(*patterns: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
     if listed.returncode:
         pytest.skip("needs a git checkout: the rules hold for what is committed")
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -73,6 +75,7 @@ def test_import_contracts_hold() -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -82,5 +85,5 @@ def test_the_daemon_loads_no_torch() -> None:
         "import sys, horizon_server.cli, horizon_server.main; "
         "print([name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

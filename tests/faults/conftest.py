@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
@@ -33,16 +32,6 @@ def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
             for job in client.jobs.list():
                 if job.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
                     client.jobs.cancel(job.job_id)
-
-
-@pytest.fixture(autouse=True)
-def no_command_outlives_its_test() -> Iterator[None]:
-    """Kill commands that a failed test has left."""
-    yield
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if "horizon_client" in child.cmdline():
-                child.kill()
 
 
 @pytest.fixture

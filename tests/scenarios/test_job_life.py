@@ -128,7 +128,7 @@ def test_a_killed_worker_fails_its_attempt_and_can_be_resumed(daemon: AnyDaemon,
 
 def test_users_see_and_touch_only_their_own(daemon: AnyDaemon, push_demo: Push) -> None:
     ada, bob = daemon.user("ada"), daemon.user("bob")
-    root, eve = daemon.user("root", "--role", "admin"), daemon.user("eve", "--role", "viewer")
+    root, eve = daemon.user("root", role="admin"), daemon.user("eve", role="viewer")
     with daemon.client(ada) as mine:
         push_demo(mine)
         job = mine.jobs.submit(demo_spec(max_steps=2))

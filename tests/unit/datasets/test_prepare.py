@@ -26,8 +26,7 @@ from horizon_server.datasets.preparing.child import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.documents import TextSplitter, text_blocks
-from horizon_server.demo.chats import demo_chats
-from horizon_server.demo.recipe import write_demo_dataset
+from horizon_server.demo.recipe import demo_chats, write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
 from horizon_server.events import PrepareProgress, decode
@@ -248,7 +247,7 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     reader, writer = os.pipe()
     place = write_request(request, folder, **more)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
-    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False)
+    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False, timeout=60)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         events = [decode_line(line) for line in stream]
@@ -320,7 +319,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
     child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing.child {place}"
-    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False, timeout=60)
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)
     assert (done.returncode, end.error.reason) == (1, "DISK_FULL")
