@@ -47,7 +47,7 @@ def test_the_tuned_model_is_better_and_transformers_loads_it(
 ) -> None:
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
-        job = client.jobs.submit(demo_spec(max_steps=12))
+        job = client.jobs.submit(demo_spec(max_steps=12, tokens_per_step=1024))
         seen = losses(client, job.job_id)
         assert seen[12] < 0.8 * seen[1]
         assert "step 12/12 loss" in b"".join(client.jobs.logs(job.job_id)).decode()

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,16 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     return process.returncode, events, process.stdout + process.stderr
 
 
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Leave nothing running; `with process` would wait for one that a failure has left."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
 def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
     request = request_for(demo_model, write_demo_dataset(tmp_path))
     code, events, output = child(request, tmp_path)
@@ -286,7 +298,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     place = write_request(request, tmp_path)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place]
     # Opening the pipe waits until the child reads from it; by then its folder exists.
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, fifo.open("wb"):
+    with killed_at_the_end(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
@@ -299,7 +311,7 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
     place = write_request(request, tmp_path, num_processes=2)
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "horizon_server.datasets.preparing.child", place, "--events-fd", str(writer)]
-    with subprocess.Popen(command, pass_fds=[writer], start_new_session=True) as process:
+    with killed_at_the_end(subprocess.Popen(command, pass_fds=[writer], start_new_session=True)) as process:
         os.close(writer)
         with os.fdopen(reader) as events:
             # The first progress is told when tokens have come from the other processes.
