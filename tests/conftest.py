@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
@@ -17,6 +18,10 @@ import pytest
 # signal that never arrives. A handler of Python's own is reset to the default when a child starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hundreds of child processes import the same modules: each would compile them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Before torch is loaded, which reads these once: tests compute as the daemon's workers do, and threads that wait leave the processor to
 # the tests that run at the same time. On a GPU machine tests/gpu runs without the daemon's libraries.
@@ -31,7 +36,13 @@ if TYPE_CHECKING:
 MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
 
 
+_LONGEST_FIRST = ("scenarios", "faults", "golden")
 _HAS_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: those that are left at the end, when one process has no more to do, are then the short ones."""
+    items.sort(key=lambda item: [name not in item.path.parts for name in _LONGEST_FIRST])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
