@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -65,6 +66,19 @@ def test_the_environment_is_read_in_one_place() -> None:
         if re.search(r"os\.environ|os\.getenv|getenv\(", path.read_text("utf-8"))
     ]
     assert readers == ["server/horizon_server/settings.py"]
+
+
+def test_no_test_waits_for_a_process_without_a_limit() -> None:
+    texts = {path: path.read_text("utf-8") for path in ours("tests/*.py")}
+    unbounded = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path, text in texts.items()
+        if "subprocess.run(" in text
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "subprocess.run"
+        if "timeout" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert unbounded == []
 
 
 @pytest.mark.timeout(300)
