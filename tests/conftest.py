@@ -23,12 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Before torch is loaded, which reads these once: tests compute as the daemon's workers do, and threads that wait leave the processor to
-# the tests that run at the same time. On a GPU machine tests/gpu runs without the daemon's libraries.
-with suppress(ImportError):
-    from horizon_server.settings import child_environment
-
-    os.environ.update(child_environment())
+# Before torch is loaded, which reads these once: OpenMP's threads that wait must sleep, as the daemon's workers do. Spinning, they would
+# take the processors from the tests and the children that run at the same time.
+os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
 
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
