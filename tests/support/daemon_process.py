@@ -20,6 +20,12 @@ from horizon_server.db.database import Database
 from horizon_server.services.accounts import Accounts
 
 READY_S = 30.0
+# PR_SET_PDEATHSIG: a run of the tests that is killed leaves no daemon. In a program of its own, as forking with gRPC's threads is unsafe.
+_ENDS_WITH_ITS_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 class DaemonProcess:
@@ -44,7 +50,9 @@ class DaemonProcess:
         flags += self._flags
         with (self.state_dir / "test.log").open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "horizon_server", "serve", *flags], stdout=output, stderr=output
+                [sys.executable, "-ISc", _ENDS_WITH_ITS_PARENT, "-m", "horizon_server", "serve", *flags],
+                stdout=output,
+                stderr=output,
             )
         path = self.state_dir / "endpoints.json"
         wait_for(lambda: path.is_file() or self.process is None or self.process.poll() is not None, READY_S)
