@@ -25,17 +25,14 @@ _SHAPES = ["6m", "36m", "40m", "0.6b", "mixtral-56m", "qwen3_moe-43m"]
 
 def write_model(folder: Path, shape: str) -> None:
     """A folder as `save_pretrained` writes it, with random weights."""
-    from bench.models import MOE_SHAPES, moe_config, qwen3_config, random_store
-    from horizon_server.engine.template import Template
-    from horizon_server.store.checkpoint import export_model
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    source = folder / "source"
-    source.mkdir()
+    from bench.models import MOE_SHAPES, moe_config, qwen3_config
+
     config = moe_config(shape) if shape in MOE_SHAPES else qwen3_config(shape)
-    config.save_pretrained(source)
-    store = random_store(Template.from_config(config), grad_dtype=None)
-    export_model(store, folder / "model", source=source)
-    store.close()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder / "model")
 
 
 def train(folder: Path, *, clip: bool, num_threads: int) -> None:
@@ -46,8 +43,8 @@ def train(folder: Path, *, clip: bool, num_threads: int) -> None:
     from horizon_server.engine.device.host import HostDevice
     from horizon_server.engine.template import Template
     from horizon_server.engine.trainer import TrainConfig, Trainer
-    from horizon_server.store.checkpoint import load_model
     from horizon_server.store.host_store import HostStore
+    from horizon_server.store.model_load import load_model
 
     template = Template.from_folder(folder)
     store = HostStore.allocate(template.layout, grad_dtype=torch.float32 if clip else None)

@@ -26,9 +26,9 @@ from horizon_server.planning.ledger import DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.roofline import DeviceRates, predict_step, work_of_step
 from horizon_server.records.plan import StepPrediction
-from horizon_server.store.checkpoint import load_model
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.planner import Planner
 from horizon_server.records.plan import JobPlan
 from horizon_server.spec import parse_job_spec
-from horizon_server.store.safetensors_writer import file_header
+from horizon_server.store.safetensors_files import file_header
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sizing.md"
 SEQUENCE_LENGTH, TOKENS_PER_STEP = 4096, 65536

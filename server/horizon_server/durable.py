@@ -1,7 +1,4 @@
-"""Files and folders that exist whole or not at all: written under a temporary name, flushed to disk, then renamed.
-
-Owns fsync, rename and how a full disk is recognised. Knows nothing of what is written.
-"""
+"""Files and folders that exist whole or not at all: written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from typing import TypeGuard
 
 from horizon_server.errors import AlreadyExists, DiskFull
 
+# A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it.
 PARTIAL_SUFFIX = ".partial"
-"""A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it."""
 
+# EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -26,10 +24,8 @@ def is_out_of_space(error: BaseException | None) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in _OUT_OF_SPACE
 
 
-def replace_file(target: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+def replace_file(target: Path, text: str) -> None:
     """Write a small file in place of what was there: a reader sees the old content or the new one, and a crash leaves one of them.
-
-    `mode` is that of a new file, before the process's umask.
 
     Raises:
         OSError: it cannot be written; what was there stays.
@@ -37,10 +33,10 @@ def replace_file(target: Path, content: bytes | str, *, mode: int = 0o666) -> No
     # The process id, so that two writers do not share a temporary file.
     partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
             stream.flush()
+            # Before the rename: otherwise a power cut can leave the new name with no content.
             os.fsync(stream.fileno())
         partial.replace(target)
     except BaseException:
@@ -71,16 +67,29 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     if target.exists():
         raise AlreadyExists(f"{target} exists already; choose another name or delete it first")
     target.parent.mkdir(parents=True, exist_ok=True)
-    _require_space(target, needed_bytes)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < needed_bytes:
+        raise DiskFull(
+            f"{target.name} needs {needed_bytes} bytes, but {target.parent} has {free_bytes} free; "
+            f"delete old checkpoints or lower checkpoint.keep_last"
+        )
+    # In the same folder, because a rename works within one file system only.
     partial = target.parent / f".{target.name}{PARTIAL_SUFFIX}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
-        _flush(partial)
+        # Contents and names first: a rename that is durable before they are would show an incomplete folder after a power cut.
+        for path in partial.rglob("*"):
+            if path.is_dir():
+                sync_folder(path)
+                continue
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(partial)
         partial.rename(target)
         sync_folder(target.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if not is_out_of_space(error):
             raise
@@ -88,9 +97,6 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
             f"the disk of {target.parent} ran full while {target.name} was written ({error.strerror}); what was written "
             f"has been removed; free at least {needed_bytes} bytes and retry"
         ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def remove_unfinished(parent: Path) -> list[str]:
@@ -99,22 +105,3 @@ def remove_unfinished(parent: Path) -> list[str]:
     for path in unfinished:
         shutil.rmtree(path)
     return [path.name for path in unfinished]
-
-
-def _require_space(target: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(target.parent).free
-    if free_bytes < needed_bytes:
-        raise DiskFull(
-            f"{target.name} needs {needed_bytes} bytes, but {target.parent} has {free_bytes} free; "
-            f"delete old checkpoints or lower checkpoint.keep_last"
-        )
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-            continue
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-    sync_folder(folder)

@@ -19,6 +19,11 @@ class HorizonError(Exception):
 
     reason = "INTERNAL"
 
+    def __init_subclass__(cls, *, reason: str | None = None) -> None:
+        # A private refinement names none: it is reported as what it refines.
+        if reason is not None:
+            cls.reason = reason
+
     def __init__(
         self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
     ) -> None:
@@ -38,163 +43,109 @@ class HorizonError(Exception):
         return (rebuild, (self.message,))
 
 
-class InvalidSpec(HorizonError, ValueError):
+class InvalidSpec(HorizonError, ValueError, reason="INVALID_SPEC"):
     """A job spec or a request field is malformed; `violations` name the fields."""
 
-    reason = "INVALID_SPEC"
 
-
-class InvalidData(HorizonError, ValueError):
+class InvalidData(HorizonError, ValueError, reason="INVALID_DATA"):
     """A dataset file cannot be used as it is; `violations` name file, line and field."""
 
-    reason = "INVALID_DATA"
 
-
-class InvalidModel(HorizonError, ValueError):
+class InvalidModel(HorizonError, ValueError, reason="INVALID_MODEL"):
     """A model folder cannot be used as it is: not safetensors, truncated, a tensor missing or misshapen."""
 
-    reason = "INVALID_MODEL"
 
-
-class InvalidUpload(HorizonError, ValueError):
+class InvalidUpload(HorizonError, ValueError, reason="INVALID_UPLOAD"):
     """The bytes received do not match the announced size, offset or sha256."""
 
-    reason = "INVALID_UPLOAD"
 
-
-class UploadInProgress(HorizonError, RuntimeError):
+class UploadInProgress(HorizonError, RuntimeError, reason="UPLOAD_IN_PROGRESS"):
     """Another connection of the same user is sending the same content right now; a retry after a while continues from there."""
 
-    reason = "UPLOAD_IN_PROGRESS"
 
-
-class Stalled(HorizonError, TimeoutError):
+class Stalled(HorizonError, TimeoutError, reason="STALLED"):
     """The caller sent nothing for too long, or what was asked for took too long."""
 
-    reason = "STALLED"
 
-
-class RequestIdReused(HorizonError, ValueError):
+class RequestIdReused(HorizonError, ValueError, reason="REQUEST_ID_REUSED"):
     """The same request_id came with another body."""
 
-    reason = "REQUEST_ID_REUSED"
 
-
-class NotFound(HorizonError, LookupError):
+class NotFound(HorizonError, LookupError, reason="NOT_FOUND"):
     """The resource does not exist, or the caller may not know that it does."""
 
-    reason = "NOT_FOUND"
 
-
-class AlreadyExists(HorizonError, ValueError):
+class AlreadyExists(HorizonError, ValueError, reason="ALREADY_EXISTS"):
     """The name is taken by a resource with other content."""
 
-    reason = "ALREADY_EXISTS"
 
-
-class Unauthenticated(HorizonError, PermissionError):
+class Unauthenticated(HorizonError, PermissionError, reason="UNAUTHENTICATED"):
     """No token, or one that is wrong, expired or revoked."""
 
-    reason = "UNAUTHENTICATED"
 
-
-class NotAllowed(HorizonError, PermissionError):
+class NotAllowed(HorizonError, PermissionError, reason="NOT_ALLOWED"):
     """The caller is known but may not do this."""
 
-    reason = "NOT_ALLOWED"
 
-
-class WrongJobState(HorizonError, RuntimeError):
+class WrongJobState(HorizonError, RuntimeError, reason="WRONG_JOB_STATE"):
     """The job is in a state that does not allow the call."""
 
-    reason = "WRONG_JOB_STATE"
 
-
-class InUse(HorizonError, RuntimeError):
+class InUse(HorizonError, RuntimeError, reason="IN_USE"):
     """The resource is held by a job that has not ended, or the state folder by another daemon."""
 
-    reason = "IN_USE"
 
-
-class DoesNotFit(HorizonError, MemoryError):
+class DoesNotFit(HorizonError, MemoryError, reason="DOES_NOT_FIT"):
     """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
 
-    reason = "DOES_NOT_FIT"
 
-
-class DiskFull(HorizonError, OSError):
+class DiskFull(HorizonError, OSError, reason="DISK_FULL"):
     """A write failed for lack of space; what was partially written is gone."""
 
-    reason = "DISK_FULL"
 
-
-class DatabaseUnavailable(HorizonError, RuntimeError):
+class DatabaseUnavailable(HorizonError, RuntimeError, reason="DATABASE_UNAVAILABLE"):
     """The daemon cannot use its database for a reason that may pass, such as another process that writes for long."""
 
-    reason = "DATABASE_UNAVAILABLE"
 
-
-class TooManyCalls(HorizonError, RuntimeError):
+class TooManyCalls(HorizonError, RuntimeError, reason="TOO_MANY_CALLS"):
     """The caller has too many calls under way; a retry after a moment is served."""
 
-    reason = "TOO_MANY_CALLS"
 
-
-class TooLarge(HorizonError, ValueError):
+class TooLarge(HorizonError, ValueError, reason="TOO_LARGE"):
     """A message, file or wait exceeds its bound."""
 
-    reason = "TOO_LARGE"
 
-
-class NotAvailableYet(HorizonError, NotImplementedError):
+class NotAvailableYet(HorizonError, NotImplementedError, reason="NOT_AVAILABLE_YET"):
     """The call has its shape in the contract but this version does not perform it."""
 
-    reason = "NOT_AVAILABLE_YET"
 
-
-class Draining(HorizonError, RuntimeError):
+class Draining(HorizonError, RuntimeError, reason="DRAINING"):
     """The daemon is shutting down and takes no new work."""
 
-    reason = "DRAINING"
 
-
-class WorkerFailed(HorizonError, RuntimeError):
+class WorkerFailed(HorizonError, RuntimeError, reason="WORKER_FAILED"):
     """A child process failed by a defect, or broke the protocol; the message carries the true reason."""
 
-    reason = "WORKER_FAILED"
 
-
-class WorkerDied(HorizonError, RuntimeError):
+class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
     """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
 
-    reason = "WORKER_DIED"
 
-
-class WorkerCrashed(HorizonError, RuntimeError):
+class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
 
-    reason = "WORKER_CRASHED"
 
-
-class OutOfMemory(HorizonError, MemoryError):
+class OutOfMemory(HorizonError, MemoryError, reason="OUT_OF_MEMORY"):
     """A child process needed more memory than it may take, or than there is."""
 
-    reason = "OUT_OF_MEMORY"
 
-
-class IoFailed(HorizonError, OSError):
+class IoFailed(HorizonError, OSError, reason="IO_ERROR"):
     """A child process could not read or write a file."""
 
-    reason = "IO_ERROR"
 
-
-class Diverged(HorizonError, RuntimeError):
+class Diverged(HorizonError, RuntimeError, reason="DIVERGED"):
     """Training was stopped because too many steps in a row could not be used: their loss or gradients were not finite."""
 
-    reason = "DIVERGED"
 
-
-class BadSetting(HorizonError, ValueError):
+class BadSetting(HorizonError, ValueError, reason="BAD_SETTING"):
     """A setting or a command-line value of the daemon is unusable: port in use, no TLS off loopback, unknown key."""
-
-    reason = "BAD_SETTING"

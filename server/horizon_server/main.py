@@ -17,9 +17,9 @@ from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.app import make_app
 from horizon_server.api.http.server import HttpServer, start_http_server
 from horizon_server.api.services import Services
-from horizon_server.blobs.disk import disk_full_reported
+from horizon_server.blobs.concurrency import in_thread
+from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.store import BlobStore
-from horizon_server.blobs.threads import in_thread
 from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.db.accounts import AccountStore
 from horizon_server.db.blobs import BlobReferences
@@ -35,7 +35,14 @@ from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
-from horizon_server.network import Address, is_loopback, parse_address
+from horizon_server.network import (
+    Address,
+    ServerCertificate,
+    given_certificate,
+    is_loopback,
+    own_certificate,
+    parse_address,
+)
 from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
@@ -55,7 +62,6 @@ from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
-from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
 
 log = structlog.get_logger(__name__)
 

@@ -1,11 +1,22 @@
-"""Addresses: parsing HOST:PORT, and what counts as loopback."""
+"""Where the daemon listens: HOST:PORT, what counts as loopback, and the certificates for addresses beyond it."""
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from horizon_server.errors import BadSetting
+
+_YEARS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +51,114 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCertificate:
+    """Paths of PEM files. `authority` is what clients are given, None when the administrator brought a certificate."""
+
+    certificate: Path
+    key: Path
+    authority: Path | None
+
+    @property
+    def expires_s(self) -> float:
+        """When the certificate ends, in Unix seconds."""
+        return x509.load_pem_x509_certificate(self.certificate.read_bytes()).not_valid_after_utc.timestamp()
+
+
+def given_certificate(certificate: Path, key: Path) -> ServerCertificate:
+    """Return the administrator's own certificate.
+
+    Raises:
+        BadSetting: when a file is missing.
+    """
+    for name, path in (("tls_cert", certificate), ("tls_key", key)):
+        if not path.is_file():
+            raise BadSetting(f"setting {name}: {path} does not exist")
+    return ServerCertificate(certificate=certificate, key=key, authority=None)
+
+
+def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:
+    """Return the certificate below `folder`, made on first use, and made again when `names` has one that it does not cover."""
+    files = ServerCertificate(certificate=folder / "server.pem", key=folder / "server.key", authority=folder / "ca.pem")
+    wanted = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn(), *names}
+    if files.certificate.is_file():
+        loaded = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+        named = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        covered = (*named.get_values_for_type(x509.DNSName), *named.get_values_for_type(x509.IPAddress))
+        if wanted <= {str(name) for name in covered}:
+            return files
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # The authority is kept, so that people who copied its certificate to their laptops need no other.
+    authority_key, authority = _authority(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(f"horizond on {socket.gethostname()}", authority.subject, key.public_key())
+        .add_extension(x509.SubjectAlternativeName([_general_name(n) for n in sorted(wanted)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    _write_key(files.key, key)
+    files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return files
+
+
+def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key_file, certificate_file = folder / "ca.key", folder / "ca.pem"
+    if key_file.is_file() and certificate_file.is_file():
+        key = serialization.load_pem_private_key(key_file.read_bytes(), password=None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return key, x509.load_pem_x509_certificate(certificate_file.read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    common_name = f"horizon authority of {socket.gethostname()}"
+    usage = x509.KeyUsage(
+        digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    certificate = (
+        _builder(common_name, _name(common_name), key.public_key())
+        # It signs servers only: no authority below it would be accepted.
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write_key(key_file, key)
+    certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return key, certificate
+
+
+def _builder(common_name: str, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(common_name))
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        # A laptop's clock may be behind the server's.
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    # RFC 5280, appendix A.1: ub-common-name is 64. The names that are checked are those of the extension.
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:64])])
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    # Created with this mode, because a chmod afterwards would leave a moment in which others can read it.
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(pem)

@@ -16,8 +16,8 @@ from horizon_server.errors import BadSetting, InUse
 
 log = logging.getLogger(__name__)
 
+# Set by every horizond command: weights, logs and tokens' hashes are for the daemon's account alone.
 PRIVATE_UMASK = 0o077
-"""Set by every horizond command: weights, logs and tokens' hashes are for the daemon's account alone."""
 
 _DATABASE = "horizon.db"
 
@@ -47,16 +47,7 @@ def private_state_dir(path: Path) -> None:
                 place.chmod(mode & ~PRIVATE_UMASK)
                 log.warning("other accounts could read %s; its mode %04o is repaired", place, mode)
     except OSError as error:
-        raise BadSetting(
-            f"state folder {path} cannot be used: {error.strerror}; choose another with --state-dir"
-        ) from error
-
-
-def _account(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"#{uid}"  # as sudo -u takes it
+        raise _unusable(path, error) from error
 
 
 @contextmanager
@@ -71,10 +62,9 @@ def held_state_dir(path: Path) -> Iterator[Path]:
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise BadSetting(
-            f"state folder {path} cannot be used: {error.strerror}; choose another with --state-dir"
-        ) from error
+        raise _unusable(path, error) from error
     try:
+        # The kernel gives the lock back however the daemon ends, which a file with a pid would not.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
@@ -95,3 +85,14 @@ def write_endpoints(path: Path, *, grpc: str, http: str, authority: Path | None)
     """Write where the running daemon listens, for scripts and for the other horizond commands."""
     document = {"grpc": grpc, "http": http, "authority": str(authority) if authority else None, "pid": os.getpid()}
     replace_file(path / "endpoints.json", json.dumps(document) + "\n")
+
+
+def _account(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"  # as sudo -u takes it
+
+
+def _unusable(path: Path, error: OSError) -> BadSetting:
+    return BadSetting(f"state folder {path} cannot be used: {error.strerror}; choose another with --state-dir")

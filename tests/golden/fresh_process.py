@@ -14,8 +14,9 @@ from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
 
 NUM_STEPS = 6
 MAX_DOCUMENT_TOKENS = 250

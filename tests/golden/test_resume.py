@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.golden.training_life import CHECKPOINTS, SAVE_EVERY, Life, live
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.store.checkpoint import is_complete
+from horizon_server.store.manifest import is_complete
 
 NUM_KILLS = 20
 WAIT_S = 60.0

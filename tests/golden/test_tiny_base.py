@@ -22,8 +22,8 @@ from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.store.checkpoint import load_model
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
 
 SHARED = Path(__file__).parents[3] / "shared"
 MODEL, CHATS = SHARED / "models" / "tiny-base", SHARED / "data" / "gsm8k_train.jsonl"

@@ -10,8 +10,10 @@ from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.store.checkpoint import is_complete, load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.manifest import is_complete
+from horizon_server.store.model_load import load_model
 
 NUM_EPOCHS = 3
 SAVE_EVERY = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from horizon_server.errors import BadSetting
-from horizon_server.tls import ServerCertificate, given_certificate, own_certificate
+from horizon_server.network import ServerCertificate, given_certificate, own_certificate
 
 
 async def handshake(server: ServerCertificate, authority: Path) -> str:

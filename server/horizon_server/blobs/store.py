@@ -1,42 +1,37 @@
 """The contents on disk: partial uploads per user, whole contents stored once for all users.
 
 `uploads/<user>/<sha256>-<size>.part` is what has arrived from that user; `.proved` next to it means that they have sent all of it.
-`blobs/<aa>/<sha256>` is a whole, verified, durable content. Partial uploads are never shared between users: a user who could continue
-another's upload, or learn that it exists, would learn what others have, and get it without having it.
-
-Knows no database: its caller passes which contents are referenced.
+`blobs/<aa>/<sha256>` is a whole, verified, durable content. Knows no database: its caller passes which contents are referenced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
-from horizon_server.blobs.disk import Disk, disk_full_reported
-from horizon_server.blobs.part import Part
-from horizon_server.blobs.part_writer import PartWriter
-from horizon_server.blobs.threads import in_thread, to_the_end
+from horizon_server.blobs.concurrency import Turn, Turns, in_thread, to_the_end
+from horizon_server.blobs.parts import Disk, Part, PartWriter, disk_full_reported
 from horizon_server.blobs.trash import Trash
-from horizon_server.blobs.turns import Turn, Turns
 from horizon_server.durable import sync_folder
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled
-from horizon_server.records.blob import BlobRef, BlobStatus
+from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
 from horizon_server.spec import NAME_PATTERN
 
 MAX_CHUNK_BYTES = 2**20
 
 _PART = ".part"
 _PROVED = ".proved"
+# A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it holds.
 _UNWINDING_S = 0.25
-"""A client that asks how far an upload is has lost its connection. The daemon notices a moment later, and keeps what it holds."""
 
 
 class BlobStore:
-    """Contents below `root`, the daemon's state folder.
+    """Contents below `root`, the daemon's state folder. `trash` is where a sweep puts what nothing refers to.
 
     Thread: the async methods belong to one event loop; each upload has one writer at a time.
     """
@@ -48,18 +43,16 @@ class BlobStore:
         disk: Disk | None = None,
         turns: Turns | None = None,
         silence_limit_s: float = 120.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.trash = Trash(root, clock=clock)
-        """Where a sweep puts what nothing refers to."""
+        self.trash = Trash(root)
+        # False while the database may be the wrong one: what a user deletes then goes to the trash instead of being removed at once.
         self.trusts_database = True
-        """Whether what nothing refers to any more may be removed at once when a user deletes something; else it goes to the trash."""
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
         self._disk = disk or Disk()
         self._turns = turns or Turns()
         self._silence_limit_s = silence_limit_s
-        self._clock = clock
+        # Held while a content is moved into place with its proof, and while unreferenced ones are chosen and removed.
         self._changing = threading.Lock()
         for folder in (self._blobs, self._uploads):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,10 +72,20 @@ class BlobStore:
 
     async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
         """Return how much has arrived from `owner`; a part that is whole but unverified is verified now."""
+
+        def arrived_bytes() -> int:
+            path = self._entry(owner, ref, _PART)
+            if not path.exists():
+                return 0
+            with path.open("rb") as stream:
+                arrived = os.fstat(stream.fileno()).st_size
+                self._disk.sync(stream.fileno())  # what a writer, or a daemon that crashed, has put in memory only
+                return min(arrived, ref.size_bytes)
+
         if self.proved_by(owner, ref):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
         is_written = not await self._turns.is_free((owner, ref), _UNWINDING_S)
-        arrived = await in_thread(lambda: self._arrived_bytes(owner, ref))
+        arrived = await in_thread(arrived_bytes)
         if arrived < ref.size_bytes or is_written:
             return BlobStatus(ref=ref, committed_bytes=arrived, complete=False)
         return await self.write(owner, ref, arrived, _nothing())
@@ -100,7 +103,22 @@ class BlobStore:
             if self.proved_by(owner, ref):
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
-                return await self._receive(turn, owner, ref, offset, chunks)
+                needed, free = ref.size_bytes - max(0, offset), shutil.disk_usage(self._uploads).free
+                if needed > free:
+                    raise DiskFull(
+                        f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
+                        retry_after_s=60.0,
+                    )
+                path = self._entry(owner, ref, _PART)
+                part = await in_thread(lambda: Part(path, offset=offset, disk=self._disk))
+                try:
+                    await self._append_all(turn, part, ref, chunks)
+                    whole = part.size_bytes == ref.size_bytes
+                    if whole:
+                        await in_thread(lambda: self._complete(owner, ref, part))
+                finally:
+                    await in_thread(part.close)
+        return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
 
     async def forget_proofs(self, owner: str, refs: Iterable[BlobRef]) -> None:
         """Remove the notes that `owner` has sent these contents: something of theirs refers to them now."""
@@ -109,48 +127,52 @@ class BlobStore:
 
     async def expire(self, max_age_s: float) -> int:
         """Remove partial uploads and proofs that were not touched for `max_age_s`; return how many."""
-        return await in_thread(lambda: self._expire(self._clock() - max_age_s))
+
+        def remove_old() -> int:
+            before = time.time() - max_age_s
+            old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
+            _unlink(old)
+            return len(old)
+
+        # Here and not in the thread, because the loop changes the turns meanwhile.
+        held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.holders}
+        return await in_thread(remove_old)
 
     async def remove_unreferenced(self, referenced: frozenset[str], among: Iterable[str]) -> int:
         """Remove those contents of `among` that neither `referenced` nor a proof names; return how many."""
+
+        def remove() -> int:
+            paths = self._unreferenced(referenced, candidates)
+            if not self.trusts_database:
+                return self.trash.put(paths)
+            removed = 0
+            for path in paths:
+                path.unlink()
+                removed += 1
+            return removed
+
         candidates = list(among)
-        return await in_thread(lambda: self._drop(self._unreferenced(referenced, candidates)))
+        return await in_thread(remove)
 
     async def sweep(self, referenced: frozenset[str]) -> int:
         """Move every content that neither `referenced` nor a proof names to the trash, and take back what is referenced again.
 
         Returns how many were moved.
         """
-        return await in_thread(lambda: self._sweep(referenced))
 
-    async def _receive(
-        self, turn: Turn, owner: str, ref: BlobRef, offset: int, chunks: AsyncIterator[bytes]
-    ) -> BlobStatus:
-        needed, free = ref.size_bytes - max(0, offset), self._disk.free_bytes(self._uploads)
-        if needed > free:
-            raise DiskFull(
-                f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
-                retry_after_s=60.0,
-            )
-        path = self._entry(owner, ref, _PART)
-        part = await in_thread(lambda: Part.open(path, offset=offset, disk=self._disk))
-        try:
-            await self._append_all(turn, part, ref, chunks)
-            whole = part.size_bytes == ref.size_bytes
-            if whole:
-                await in_thread(lambda: self._complete(owner, ref, part))
-        finally:
-            await in_thread(part.close)
-        return BlobStatus(ref=ref, committed_bytes=part.committed_bytes, complete=whole)
+        def move() -> int:
+            self.trash.take_back(self.path(sha256) for sha256 in referenced)
+            return self.trash.put(self._unreferenced(referenced, [path.name for path in self._blobs.glob("*/*")]))
+
+        return await in_thread(move)
 
     async def _append_all(self, turn: Turn, part: Part, ref: BlobRef, chunks: AsyncIterator[bytes]) -> None:
         writer = PartWriter(part)
         try:
             while True:
-                turn.waits_for_client()
-                async with asyncio.timeout(self._silence_limit_s):
-                    data = await anext(chunks, None)
-                turn.has_data()
+                with turn.waiting_for_client():
+                    async with asyncio.timeout(self._silence_limit_s):
+                        data = await anext(chunks, None)
                 if data is None:
                     return
                 if len(data) > MAX_CHUNK_BYTES:
@@ -167,11 +189,11 @@ class BlobStore:
                 f"nothing came for {self._silence_limit_s:g} s; ask for the blob's status and continue from there"
             ) from error
         finally:
-            turn.has_data()
+            # However the stream ended, even by a cancelled call: what arrived is written, and no thread is left on the file.
             await to_the_end(writer.finish())
 
     def _complete(self, owner: str, ref: BlobRef, part: Part) -> None:
-        found = part.sha256()
+        found = part.hash.hexdigest()
         if found != ref.sha256:
             part.path.unlink()
             raise InvalidUpload(
@@ -183,6 +205,7 @@ class BlobStore:
             if self.holds(ref):
                 part.path.unlink()
             else:
+                # Folders of models are hard links to this file: a change there would change it for everybody.
                 part.path.chmod(0o444)
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 part.path.replace(target)
@@ -190,21 +213,6 @@ class BlobStore:
         # Not under the lock: small files that arrive together share the waiting.
         sync_folder(target.parent)
         sync_folder(self._blobs)
-
-    def _arrived_bytes(self, owner: str, ref: BlobRef) -> int:
-        path = self._entry(owner, ref, _PART)
-        if not path.exists():
-            return 0
-        with path.open("rb") as stream:
-            arrived = os.fstat(stream.fileno()).st_size
-            self._disk.sync(stream.fileno())  # what a writer, or a daemon that crashed, has put in memory only
-            return min(arrived, ref.size_bytes)
-
-    def _expire(self, before: float) -> int:
-        held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.held()}
-        old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
-        _unlink(old)
-        return len(old)
 
     def _unreferenced(self, referenced: frozenset[str], names: Iterable[str]) -> Iterator[Path]:
         """Yield the contents that may go. Nothing else changes them until the iteration ends."""
@@ -215,22 +223,36 @@ class BlobStore:
                 if sha256 not in referenced and sha256 not in proved and path.exists():
                     yield path
 
-    def _drop(self, paths: Iterable[Path]) -> int:
-        if not self.trusts_database:
-            return self.trash.put(paths)
-        removed = 0
-        for path in paths:
-            path.unlink()
-            removed += 1
-        return removed
-
-    def _sweep(self, referenced: frozenset[str]) -> int:
-        self.trash.take_back(self.path(sha256) for sha256 in referenced)
-        return self.trash.put(self._unreferenced(referenced, [path.name for path in self._blobs.glob("*/*")]))
-
     def _entry(self, owner: str, ref: BlobRef, suffix: str) -> Path:
+        # Each user has a folder of their own: who could continue another's upload, or learn that it exists, would learn what
+        # others have, and get it without having it (ADR 0007).
         assert NAME_PATTERN.fullmatch(owner), owner
         return self._uploads / owner / f"{ref.sha256}-{ref.size_bytes}{suffix}"
+
+
+def link_folder(store: BlobStore, files: Iterable[BlobFile], target: Path) -> None:
+    """Make `target` hold exactly these files, durably, as hard links: no byte is copied, and the files keep their users' names."""
+    # An earlier check may have left one.
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700, parents=True)
+    for file in files:
+        place = target / file.path
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.link(store.path(file.sha256), place)
+    for folder in {target.parent, target, *(path for path in target.rglob("*") if path.is_dir())}:
+        sync_folder(folder)
+
+
+def remove_folder(target: Path) -> None:
+    """Remove `target` where it is there. The contents it was made of stay."""
+    if target.exists():
+        shutil.rmtree(target)
+
+
+def remove_unreferenced(root: Path, known: frozenset[str], trash: Trash) -> int:
+    """Move the folders of `root` that no record knows to the trash, and take back those that one knows again. Return how many moved."""
+    trash.take_back(root / name for name in known)
+    return trash.put([path for path in root.iterdir() if path.name not in known] if root.is_dir() else [])
 
 
 def _unlink(entries: Iterable[Path]) -> None:
@@ -240,4 +262,4 @@ def _unlink(entries: Iterable[Path]) -> None:
 
 async def _nothing() -> AsyncIterator[bytes]:
     return
-    yield b""
+    yield b""  # makes this a generator

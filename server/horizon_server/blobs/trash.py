@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -25,22 +25,22 @@ class Trash:
     Thread: called from threads; callers see to it that the same file is never moved by two.
     """
 
-    def __init__(self, state_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
         self._root = state_dir / "trash"
-        self._clock = clock
 
     def put(self, paths: Iterable[Path]) -> int:
         """Move files and folders of the state folder here, and log their names; return how many were moved."""
         moved, num_bytes = [], 0
         for path in paths:
-            place = self._root / self._day(self._clock()) / path.relative_to(self._state_dir)
+            inner = path.relative_to(self._state_dir)
+            place = self._root / _day(time.time()) / inner
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if place.is_dir():
                 shutil.rmtree(place)  # the same folder, put here earlier today
             num_bytes += _size_of(path)
             path.replace(place)
-            moved.append(str(path.relative_to(self._state_dir)))
+            moved.append(str(inner))
         if moved:
             log.warning(
                 "moved to the trash, as nothing in the database refers to it",
@@ -51,11 +51,11 @@ class Trash:
     def take_back(self, paths: Iterable[Path]) -> int:
         """Return to their places those of `paths` that are here and not there; return how many."""
         days = sorted(self._root.iterdir(), reverse=True) if self._root.is_dir() else []
-        if not days:
-            return 0
         taken = []
-        for path in paths:
+        # Without a day there is nothing to look for: `paths` may be every content of the database.
+        for path in paths if days else ():
             inner = path.relative_to(self._state_dir)
+            # The newest one, if it was moved on several days.
             found = next((day / inner for day in days if (day / inner).exists()), None)
             if found is not None and not path.exists():
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,16 +67,17 @@ class Trash:
 
     def expire(self, max_age_s: float) -> int:
         """Remove what was put here on days that ended longer ago than that; return how many days."""
-        last_kept = self._day(self._clock() - max_age_s)
+        last_kept = _day(time.time() - max_age_s)
         old = [day for day in self._root.glob("????-??-??") if day.name < last_kept]
         for day in old:
             log.warning("emptied from the trash", day=day.name, num_bytes=_size_of(day))
             shutil.rmtree(day)
         return len(old)
 
-    @staticmethod
-    def _day(time_s: float) -> str:
-        return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d")
+
+def _day(time_s: float) -> str:
+    # In UTC, so that the names sort by time whatever the machine's zone does.
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d")
 
 
 def _size_of(path: Path) -> int:

@@ -21,8 +21,8 @@ from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import Accelerator, find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.planning.rates import Machine, RateBook, measure_rates
+from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
-from horizon_server.sizes import size_text
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION

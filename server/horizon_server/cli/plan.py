@@ -18,8 +18,8 @@ from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.machine import find_accelerators, host_memory, usable_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import Machine, RateBook
+from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
-from horizon_server.sizes import size_text
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.cpus import available_cpus
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from horizon_server.store.safetensors_writer import TensorBytes, write_sharded
+from horizon_server.store.safetensors_files import TensorBytes, write_sharded
 
 Chat = list[dict[str, str]]
 
@@ -135,7 +135,7 @@ def write_demo_model(folder: Path, seed: int = 0) -> Path:
     corpus = [message[key] for chat in demo_chats() for message in chat for key in ("role", "content")]
     tokenizer.train_from_iterator(corpus, trainer)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
-    write_sharded(folder, "model", _weights(seed), on_bytes=lambda _: None)
+    write_sharded(folder, "model", _weights(seed))
     return folder
 
 

@@ -4,7 +4,7 @@ Weights, moments and gradients live in a host store; a device computes with one 
 
     template = Template.from_folder(folder)                        # structure of any Hugging Face decoder, no storage
     store = HostStore.allocate(template.layout)                    # 12 bytes a parameter, and 4 for gradients
-    load_model(store, folder)                                      # store.checkpoint: safetensors into the store
+    load_model(store, folder)                                      # store.model_load: safetensors into the store
     device = HostDevice(num_threads=2)
     config = TrainConfig(num_steps=plan.num_steps, learning_rate=1e-5, warmup_steps=10)
     trainer = Trainer(template, store, device, config)

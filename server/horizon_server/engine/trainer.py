@@ -99,7 +99,7 @@ class Trainer:
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
-            template.shapes, template.config, tied=template.tied, embedding_name=template.embedding_parameter
+            template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
         self._step = 0
         self._num_updates = 0

@@ -12,13 +12,12 @@ Source: PaLM (arXiv 2204.02311), appendix B, with the causal half and the window
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-from horizon_server.planning.model_folder import WITHOUT_ATTENTION, ModelFolder
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.store.model_files import text_config
 
 FLOPS_PER_PARAMETER = 6
 FLOPS_PER_PAIR_ELEMENT = 12
@@ -26,33 +25,31 @@ _EXPERT_DIMENSIONS = 3
 
 
 class FlopsCount:
-    """Counts one model's operations from its parameter shapes and its config, whose fields are read as attributes."""
+    """Counts one model's operations from its parameter shapes and its config (config.json's object, or `to_dict` of its class)."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: Any, *, tied: bool, embedding_name: str) -> None:
-        num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-        visited = (getattr(config, "num_experts_per_tok", None) or num_experts) / num_experts
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, tied: bool, embedding_name: str
+    ) -> None:
+        text = text_config(config)
+        model = ModelShape.from_config(config)
+        visited = 1.0 if model.experts is None else model.experts.num_experts_per_token / model.experts.num_experts
         self.active_parameters: float = sum(
             # An expert's tensor: stacked in one tensor by the model class, one by one in a checkpoint.
             math.prod(shape) * (visited if len(shape) == _EXPERT_DIMENSIONS or ".experts." in name else 1.0)
             for name, shape in shapes.items()
             if len(shape) > 1 and (tied or name != embedding_name)
         )
-        # A model without attention names no heads, or its recurrent layers' own.
-        num_heads = 0 if getattr(config, "model_type", None) in WITHOUT_ATTENTION else config.num_attention_heads
-        head_size = 0 if num_heads == 0 else getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        self._width: int = num_heads * head_size
-        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        window = getattr(config, "sliding_window", None)
-        self._windows = [window if kind == "sliding_attention" else None for kind in layer_types]
+        self._width: int = model.num_attention_heads * model.head_dim
+        layer_types = text.get("layer_types") or ["full_attention"] * model.num_hidden_layers
+        # A window that config.json does not give layer by layer is left out.
+        self._windows = [text.get("sliding_window") if kind == "sliding_attention" else None for kind in layer_types]
 
     @classmethod
     def of_folder(cls, folder: ModelFolder) -> FlopsCount:
-        """The count of a model folder, without torch. A window that its config.json does not give layer by layer is left out."""
-        text = folder.config["text_config"] if isinstance(folder.config.get("text_config"), dict) else folder.config
-        config = SimpleNamespace(**{**text, **dataclasses.asdict(folder.shape)})
+        """The count of a model folder, without torch."""
         table = max(folder.layout.units[0].tensors, key=lambda tensor: tensor.num_elements)
         shapes = {tensor.name: tensor.shape for _, tensor in folder.layout.tensors()}
-        return cls(shapes, config, tied=folder.shape.tied, embedding_name=table.name)
+        return cls(shapes, folder.config, tied=folder.shape.tied, embedding_name=table.name)
 
     def of(self, document_lengths: Sequence[int]) -> float:
         """Operations of one step over documents of these lengths, forward and backward."""

@@ -45,7 +45,7 @@ _SHARE_FOR_PLANES = 0.9
 _FP64 = 8
 _FP32 = 4
 _BF16 = 2
-_HEAP_SHARE = 3
+_HEAP_SHARE = 3.3
 """Calibrated: what the heap grows to for each byte that a recurrent layer keeps."""
 
 _TOKEN_BYTES = 5 * 8
@@ -145,7 +145,7 @@ def plan_memory(
         device["workspace"] += max(layer_bytes, chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32)
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + _HEAP_SHARE * uncovered_bytes
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step) + int(_HEAP_SHARE * uncovered_bytes)
     return MemoryPlan(host=host, device=device)
 
 
@@ -229,7 +229,7 @@ def _inner_saved_elements(model: ModelShape) -> int:
         return dense
     per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
     shared = 4 * experts.shared_intermediate_size
-    return max(dense, experts.num_experts_per_token * per_visit + shared + experts.num_experts)
+    return max(dense, experts.num_computed_per_token * per_visit + shared + experts.num_experts)
 
 
 def _inner_backward_elements(model: ModelShape) -> int:
@@ -239,7 +239,7 @@ def _inner_backward_elements(model: ModelShape) -> int:
     if experts is None:
         return dense
     per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
-    return max(dense, experts.num_experts_per_token * per_visit + 3 * experts.shared_intermediate_size)
+    return max(dense, experts.num_computed_per_token * per_visit + 3 * experts.shared_intermediate_size)
 
 
 def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
@@ -280,8 +280,9 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
-    # Scores that are kept have a gradient; where the softmax is a step of its own, so has its input, and the mask makes a copy.
-    gradient_planes = model.num_score_planes + 2 * model.num_score_planes_on_gpu
+    # Scores that are kept have a gradient, and so has the softmax's input; where attention is written out in the model's class
+    # (no kernel fuses it on cuda either), the mask makes a copy as well.
+    gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = _unfused_scores_elements(model, row_tokens) + gradient_planes * row_tokens * row_tokens
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
     # Logits, log-probabilities and the gradients of both.

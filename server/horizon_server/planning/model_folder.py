@@ -27,7 +27,7 @@ from horizon_server.store.model_files import (
     read_config,
     text_config,
 )
-from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _TABLE_WIDTHS = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
@@ -60,6 +60,13 @@ TIED_BY_DEFAULT = frozenset(
 _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
 """Where it is not one: a layer with two attentions; a mask that is multiplied."""
 
+_EXPERT_SIZES = (
+    "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size",
+)  # fmt: skip
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_COMPUTES_ALL_EXPERTS = frozenset({"llama4_text"})
+"""Model types that repeat every token for every expert, and have one shared expert of the same size."""
+
 UNBOUNDED_POSITIONS = 1 << 40
 """Stands for a config without a limit on the sequence length."""
 
@@ -72,6 +79,13 @@ class ExpertShape:
     num_experts_per_token: int
     intermediate_size: int
     shared_intermediate_size: int
+    computes_all: bool = False
+    """Whether the model's class runs every token through every expert, with zeros for those that it does not visit."""
+
+    @property
+    def num_computed_per_token(self) -> int:
+        """Experts that keep something of a token for their backward."""
+        return self.num_experts if self.computes_all else self.num_experts_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,17 +245,20 @@ def is_tied(config: Mapping[str, Any], names: Iterable[str] | None) -> bool:
 def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     if text.get("is_moe") is False:
         return None
+    if isinstance(text.get("ffn_config"), dict):
+        text = {**text, **text["ffn_config"]}
     num_experts = config_count(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not num_experts:
         return None
-    inner_size = config_count(text, "moe_intermediate_size", "intermediate_size", "ffn_dim")
-    num_shared = config_count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    inner_size = config_count(text, *_EXPERT_SIZES)
+    computes_all = text.get("model_type") in _COMPUTES_ALL_EXPERTS
+    num_shared = config_count(text, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or computes_all
     return ExpertShape(
         num_experts=num_experts,
-        num_experts_per_token=config_count(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
-        or 1,
+        num_experts_per_token=config_count(text, *_EXPERTS_PER_TOKEN) or 1,
         intermediate_size=inner_size,
         shared_intermediate_size=config_count(text, "shared_expert_intermediate_size") or num_shared * inner_size,
+        computes_all=computes_all,
     )
 
 

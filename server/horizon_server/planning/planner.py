@@ -15,8 +15,7 @@ from horizon_server.planning.machine import Accelerator, HostMemory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import RatesByDevice
 from horizon_server.planning.roofline import predict_step, work_of_step
-from horizon_server.records.plan import JobPlan, StepPrediction
-from horizon_server.sizes import size_text
+from horizon_server.records.plan import JobPlan, StepPrediction, size_text
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.planes import create_memory_file

@@ -6,9 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from horizon_server.sizes import size_text
-
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in MiB, or in GiB from one GiB on."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 @dataclass(frozen=True, kw_only=True)

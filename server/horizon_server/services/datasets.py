@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from horizon_formats.formats import check_field_map, parse_format
-from horizon_server.blobs.threads import in_thread
+from horizon_server.blobs.concurrency import in_thread
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.db.pushed import DatasetStore

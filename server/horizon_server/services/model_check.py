@@ -24,7 +24,7 @@ from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
 from horizon_server.store.layout import parameter_shapes
 from horizon_server.store.model_files import CONFIG_FILE, read_config
-from horizon_server.store.safetensors_header import TensorHeader, read_safetensors_headers
+from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 _MAX_TOKENIZER_CONFIG_BYTES = 64 * 2**20
 _DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from horizon_server.blobs.disk import disk_full_reported
-from horizon_server.blobs.folder import link_folder, remove_folder, remove_unreferenced
-from horizon_server.blobs.threads import in_thread
+from horizon_server.blobs.concurrency import in_thread
+from horizon_server.blobs.parts import disk_full_reported
+from horizon_server.blobs.store import link_folder, remove_folder, remove_unreferenced
 from horizon_server.children.child import Limits, run_child
 from horizon_server.db.pushed import ModelStore
 from horizon_server.errors import InvalidModel, OutOfMemory, Stalled, WorkerCrashed

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from horizon_server.blobs.shared_calls import SharedCalls
+from horizon_server.blobs.concurrency import SharedCalls
 from horizon_server.db.pushed import PushedStore
 from horizon_server.errors import InUse, InvalidSpec, NotFound
 from horizon_server.records.account import Principal

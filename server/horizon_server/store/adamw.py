@@ -1,7 +1,6 @@
 """The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
 
-The compiled kernel and the NumPy reference give the same bits for any number of threads. Schedules, clipping and when a
-unit may be updated are the engine's.
+The compiled kernel and the NumPy reference give the same bits for any number of threads.
 
 Thread: any thread; the GIL is released while the kernel works. One unit must not be updated by two threads at once.
 """
@@ -73,19 +72,11 @@ def update_unit(
     )
     scalars = _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
-    kernel = native.library()
-    if kernel is None:
+    if (kernel := native.library()) is None:
         _update_by_reference(views, grads, segments, scalars)
         return
-    kernel.hz_adamw(
-        *(view.data_ptr() for view in views),
-        grads.data_ptr(),
-        grads.dtype == torch.bfloat16,
-        segments,
-        len(segments),
-        scalars,
-        num_threads,
-    )
+    pointers = [view.data_ptr() for view in (*views, grads)]
+    kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
 
 
 def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
@@ -99,6 +90,7 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
     if kernel is None:
         total = reference.sum_squares(_raw(values))
     else:
+        # One sum for each block, which the kernel adds in order when all threads are done.
         partials = np.empty(-(-values.numel() // reference.NORM_BLOCK_ELEMENTS))
         is_bf16 = values.dtype == torch.bfloat16
         total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
@@ -108,6 +100,7 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
 
 def _scalars(hyper: AdamWStep) -> Scalars:
     assert hyper.step >= 1 and 0 <= hyper.beta1 < 1 and 0 <= hyper.beta2 < 1, hyper
+    # In float64 here, and rounded to fp32 once: 1 - beta**step loses its digits in fp32 in the first steps.
     factor = math.sqrt(1 - hyper.beta2**hyper.step)
     return Scalars(
         grad_scale=hyper.grad_scale,

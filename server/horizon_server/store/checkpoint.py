@@ -1,8 +1,11 @@
-"""Checkpoints: the store on disk, as a Hugging Face model folder plus what training needs to continue.
+"""Checkpoints: the store on disk, as a Hugging Face model folder plus, under trainer/, what training needs to continue bit by bit.
 
-Owns the folder's content: config, tokenizer and weights in the format that was asked for; under trainer/ what these weights lack of the
-masters (`weight_formats`), the moments, the trainer's state and the manifest. So a resume is bit-exact whatever the format. Everything
-streams between planes and files in pieces.
+A master weight is `hi` (bfloat16, rounded half up) and `lo`. What the model folder holds of it, and what is kept under trainer/ besides
+the moments, the trainer's state and the manifest:
+
+* F32: the master itself, and nothing else;
+* BF16: the master rounded half to even, as torch rounds; in addition `lo`, and one bit per weight where `hi` was rounded the other way;
+* F16: the master rounded half to even, which training cannot use; in addition `hi` and `lo`.
 """
 
 from __future__ import annotations
@@ -12,71 +15,62 @@ import json
 import math
 import platform
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from horizon_formats.model_files import companion_files
 from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
-from horizon_server.store.host_store import HostStore
+from horizon_server.store.host_store import HostStore, merge_master, split_master
 from horizon_server.store.layout import TensorLayout
 from horizon_server.store.manifest import (
-    PIECE_BYTES,
     TRAINER_FOLDER,
     FileRecord,
     Manifest,
-    is_complete,
     read_manifest,
     record_file,
     write_manifest,
 )
 from horizon_server.store.model_files import CONFIG_FILE, read_config
-from horizon_server.store.model_load import LoadReport, load_model
-from horizon_server.store.safetensors_header import DTYPE_BYTES, TensorHeader, read_safetensors_headers
-from horizon_server.store.safetensors_writer import DEFAULT_SHARD_BYTES, TensorBytes, write_sharded, write_text
-from horizon_server.store.weight_formats import (
-    CONFIG_NAMES,
-    ExportDtype,
-    apply_master,
-    apply_rounding,
-    export_dtypes,
-    exported,
-    rounding,
-    rounding_bytes,
+from horizon_server.store.safetensors_files import (
+    DEFAULT_SHARD_BYTES,
+    DTYPE_BYTES,
+    PIECE_BYTES,
+    TensorBytes,
+    TensorHeader,
+    read_safetensors_headers,
+    write_sharded,
+    write_text,
 )
 from horizon_server.version import VERSION
 
-__all__ = [
-    "LoadReport",
-    "Progress",
-    "export_model",
-    "is_complete",
-    "load_checkpoint",
-    "load_model",
-    "read_manifest",
-    "save_checkpoint",
-]
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
 
 STATE_FILE = f"{TRAINER_FOLDER}/trainer_state.json"
 
+# The formats that a model folder can have: by their names in the job's spec and in config.json.
+_ASKED_FOR: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_CONFIG_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+# The stems of the safetensors files: the model's own, and those under trainer/.
 _MODEL, _ROUNDING = "model", "rounding"
 _DTYPE_OF_PLANE = {"hi": "BF16", "lo": "I16", "exp_avg": "F32", "exp_avg_sq": "F32"}
 _STEMS = (_MODEL, _ROUNDING, *_DTYPE_OF_PLANE)
-"""Of the safetensors files: the model's own, and under trainer/ what else training needs."""
 
+# The space to ask for besides the bytes of tensors: a header's entry of one, and config, state, manifest and index together.
 _ENTRY_BYTES = 200
 _SMALL_FILES_BYTES = 1 << 20
+_PIECE_ELEMENTS = 1 << 22
+# The `lo` of a weight halfway between two bfloat16 numbers.
+_TIE = -32768
 
 
 def save_checkpoint(
@@ -86,7 +80,6 @@ def save_checkpoint(
     source: Path,
     trainer_state: Mapping[str, Any],
     dtype: ExportDtype = "source",
-    on_progress: Progress | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
@@ -96,43 +89,38 @@ def save_checkpoint(
 
     Raises:
         AlreadyExists: `target` is there already.
-        DiskFull: there is not enough space; nothing is left behind.
+        DiskFull: there is not enough space; nothing is left there.
         InvalidModel: `source` has no readable config.json or weights.
     """
-    dtypes = export_dtypes(store, read_safetensors_headers(source), dtype)
+    dtypes = _export_dtypes(store, source, dtype)
     config, companions = _config(source, store, dtypes), companion_files(source)
     groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes))}
-    progress = _Counter(groups.values(), on_progress)
-    with durable_folder(target, needed_bytes=_needed_bytes(groups.values(), source, companions)) as folder:
+    needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
+    needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
+    files: dict[str, FileRecord] = {}
+    with durable_folder(target, needed_bytes=needed_bytes) as folder:
+
+        def write_group(stem: str) -> dict[str, FileRecord]:
+            prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
+            written = write_sharded(folder / prefix, stem, groups[stem], shard_bytes=shard_bytes)
+            return {f"{prefix}{name}": record for name, record in written.items()}
+
         (folder / TRAINER_FOLDER).mkdir()
-        files = _write_model_files(folder, config, source, companions)
+        files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        for name in companions:
+            (folder / name).parent.mkdir(exist_ok=True)
+            # Contents only: a read-only source must not make the checkpoint undeletable.
+            shutil.copyfile(source / name, folder / name)
+            files[name] = record_file(folder / name)
+        # Hashing and writing release the GIL, so the groups take no longer than the largest of them.
         with ThreadPoolExecutor(max_workers=len(groups)) as pool:
-            for written in pool.map(lambda s: _write_group(folder, s, groups[s], shard_bytes, progress), groups):
+            for written in pool.map(write_group, groups):
                 files |= written
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
         versions = {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(files=dict(sorted(files.items())), versions=versions)
         write_manifest(folder, manifest)
     return manifest
-
-
-def export_model(
-    store: HostStore,
-    target: Path,
-    *,
-    source: Path,
-    dtype: ExportDtype = "source",
-    on_progress: Progress | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> dict[str, FileRecord]:
-    """Write only the Hugging Face model folder; otherwise as `save_checkpoint`. Returns its files."""
-    dtypes = export_dtypes(store, read_safetensors_headers(source), dtype)
-    config, companions = _config(source, store, dtypes), companion_files(source)
-    tensors = _tensor_bytes(store, _MODEL, dtypes)
-    with durable_folder(target, needed_bytes=_needed_bytes([tensors], source, companions)) as folder:
-        files = _write_model_files(folder, config, source, companions)
-        files |= _write_group(folder, _MODEL, tensors, shard_bytes, _Counter([tensors], on_progress))
-    return files
 
 
 def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
@@ -142,8 +130,7 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     contents are undefined and must not be trained on.
 
     Raises:
-        InvalidModel: the folder is not a checkpoint, is torn, belongs to another model, or a file's checksum fails; it
-        is named.
+        InvalidModel: the folder is not a checkpoint, is torn, belongs to another model, or a file's checksum fails; it is named.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
@@ -154,61 +141,56 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
                 f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is torn, use another checkpoint"
             )
     contents = _plan_reads(store, folder, manifest)
+
+    def restore(name: str) -> None:
+        file, content = folder / name, contents.get(name)
+        # A file without tensors is read for its checksum only.
+        sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
+        if sha256 != manifest.files[name].sha256:
+            raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
+
     # The rounding bits change what the model's own files have put in place.
     is_late = {name: name in contents and contents[name][0] == _ROUNDING for name in manifest.files}
     for late in (False, True):
-        names = [name for name in manifest.files if is_late[name] == late]
         with ThreadPoolExecutor(max_workers=len(_STEMS)) as pool:
-            list(pool.map(lambda n: _restore(store, folder / n, manifest.files[n], contents.get(n)), names))
+            list(pool.map(restore, [name for name in manifest.files if is_late[name] == late]))
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
 
 
-class _Counter:
-    """Adds up progress from several writing threads."""
-
-    def __init__(self, groups: Iterable[Sequence[TensorBytes]], on_progress: Progress | None) -> None:
-        self._total = sum(tensor.size_bytes for group in groups for tensor in group)
-        self._on_progress = on_progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            if self._on_progress is not None:
-                self._on_progress(self._done, self._total)
+def _export_dtypes(store: HostStore, source: Path, wanted: ExportDtype) -> dict[str, str]:
+    """The safetensors dtype of every stored tensor in the model folder."""
+    headers = read_safetensors_headers(source)
+    names = [place.name for _, place in store.layout.tensors()]
+    if wanted != "source":
+        return dict.fromkeys(names, _ASKED_FOR[wanted])
+    dtypes = {name: headers[name].dtype if name in headers else "" for name in names}
+    # bfloat16 for what the source does not have, such as a projection that it ties and the model does not.
+    return {name: dtype if dtype in _CONFIG_NAMES else "BF16" for name, dtype in dtypes.items()}
 
 
 def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[str, Any]:
     """The source's config, with the format that most of the exported weights have."""
+    # torch_dtype is the older name of dtype; both in one file could contradict each other.
     config = {key: value for key, value in read_config(source).items() if key != "torch_dtype"}
     sizes: Counter[str] = Counter()
     for _, place in store.layout.tensors():
         sizes[dtypes[place.name]] += place.num_elements
-    return config | {"dtype": CONFIG_NAMES[sizes.most_common(1)[0][0]]}
-
-
-def _needed_bytes(groups: Iterable[Sequence[TensorBytes]], source: Path, companions: Sequence[str]) -> int:
-    tensors = [tensor for group in groups for tensor in group]
-    copied = sum((source / name).stat().st_size for name in companions)
-    return sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for t in tensors) + copied + _SMALL_FILES_BYTES
+    return config | {"dtype": _CONFIG_NAMES[sizes.most_common(1)[0][0]]}
 
 
 def _tensor_bytes(store: HostStore, stem: str, dtypes: Mapping[str, str]) -> list[TensorBytes]:
     """The tensors of the files of a stem, which may be none."""
-    return [
-        TensorBytes(
-            name=place.name,
-            dtype=form[0],
-            shape=form[1],
-            size_bytes=math.prod(form[1]) * DTYPE_BYTES[form[0]],
-            pieces=partial(_pieces, store, place.name, stem, form[0]),
-        )
-        for _, place in store.layout.tensors()
-        if (form := _form(stem, place, dtypes[place.name])) is not None
-    ]
+    tensors = []
+    for _, place in store.layout.tensors():
+        if (form := _form(stem, place, dtypes[place.name])) is None:
+            continue
+        dtype, shape = form
+        size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        pieces = partial(_pieces, store, place.name, stem, dtype)
+        tensors.append(TensorBytes(name=place.name, dtype=dtype, shape=shape, size_bytes=size_bytes, pieces=pieces))
+    return tensors
 
 
 def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[int, ...]] | None:
@@ -216,44 +198,34 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
     if stem == _MODEL:
         return exported_as, place.shape
     if stem == _ROUNDING:
-        return ("U8", (rounding_bytes(place.num_elements),)) if exported_as == "BF16" else None
+        return ("U8", (-(-place.num_elements // 8),)) if exported_as == "BF16" else None
     is_exact = (stem == "lo" and exported_as == "F32") or (stem == "hi" and exported_as != "F16")
     return None if is_exact else (_DTYPE_OF_PLANE[stem], place.shape)
 
 
-def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterable[memoryview]:
-    if stem == _MODEL:
-        return exported(store, name, dtype)
-    return rounding(store, name) if stem == _ROUNDING else [_memory_of(store, name, stem)]
-
-
-def _memory_of(store: HostStore, name: str, plane: str) -> memoryview:
-    flat = store.tensor(name, plane).view(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
-def _write_model_files(
-    folder: Path, config: Mapping[str, Any], source: Path, companions: Sequence[str]
-) -> dict[str, FileRecord]:
-    files = {CONFIG_FILE: write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")}
-    for name in companions:
-        (folder / name).parent.mkdir(exist_ok=True)
-        # Contents only: a read-only source must not make the checkpoint undeletable.
-        shutil.copyfile(source / name, folder / name)
-        files[name] = record_file(folder / name)
-    return files
-
-
-def _write_group(
-    folder: Path, stem: str, tensors: Sequence[TensorBytes], shard_bytes: int, progress: _Counter
-) -> dict[str, FileRecord]:
-    prefix = _prefix_of(stem)
-    files = write_sharded(folder / prefix, stem, tensors, shard_bytes=shard_bytes, on_bytes=progress)
-    return {f"{prefix}{name}": record for name, record in files.items()}
-
-
-def _prefix_of(stem: str) -> str:
-    return "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
+def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memoryview]:
+    """The bytes of a tensor in the files of a stem; each piece is valid until the next is asked for."""
+    if stem in _DTYPE_OF_PLANE:
+        yield store.flat(name, stem).view(torch.uint8).numpy().data
+        return
+    hi, lo = store.flat(name, "hi"), store.flat(name, "lo")
+    is_merged = dtype in ("F32", "F16")
+    master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
+    for start in range(0, len(hi), _PIECE_ELEMENTS):
+        part = slice(start, start + _PIECE_ELEMENTS)
+        if is_merged:
+            merged = master[: len(hi[part])]
+            merge_master(hi[part], lo[part], merged)
+            yield (merged if dtype == "F32" else merged.to(torch.float16)).view(torch.uint8).numpy().data
+            continue
+        bits = hi[part].view(torch.uint16).numpy()
+        # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.
+        down = np.where(lo[part].numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
+        if stem == _ROUNDING:
+            yield np.packbits(down.astype(np.bool_)).data
+        else:
+            # Hardly any piece has a tie, so the plane's own memory is written.
+            yield (bits - down if down.any() else bits).view(np.uint8).data
 
 
 def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str, tuple[str, list[TensorHeader]]]:
@@ -261,7 +233,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     contents: dict[str, tuple[str, list[TensorHeader]]] = {}
     dtypes: dict[str, str] = {}
     for stem in _STEMS:
-        prefix = _prefix_of(stem)
+        prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
         is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
         if stem == _ROUNDING and not is_there:
             continue  # Format 1 exported `hi` itself.
@@ -274,13 +246,14 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         for name, (dtype, shape) in wanted.items():
             found = headers[name]
             # The model's own weights may have any dtype that is exported.
-            is_read = found.dtype in CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
+            is_read = found.dtype in _CONFIG_NAMES if stem == _MODEL else found.dtype == dtype
             if found.shape != shape or not is_read:
                 raise InvalidModel(
                     f"{found.file}: {name} is {found.dtype} {list(found.shape)}, "
                     f"the store holds {dtype or 'BF16'} {list(shape)}; the checkpoint is of another model"
                 )
         if stem == _MODEL:
+            # Which halves are in the files under trainer/ follows from the format of the model's own.
             dtypes = {name: header.dtype for name, header in headers.items()}
         for header in headers.values():
             name = header.file.relative_to(folder).as_posix()
@@ -290,14 +263,8 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     return contents
 
 
-def _restore(store: HostStore, file: Path, record: FileRecord, content: tuple[str, list[TensorHeader]] | None) -> None:
-    """Read a file, put its tensors into the store where it has any, and compare its checksum."""
-    sha256 = record_file(file).sha256 if content is None else _restore_tensors(store, file, *content)
-    if sha256 != record.sha256:
-        raise InvalidModel(f"{file} does not match its checksum: the file is corrupt; use another checkpoint")
-
-
 def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[TensorHeader]) -> str:
+    """Read a file once: its tensors into the store, every byte into the checksum that is returned."""
     digest = hashlib.sha256()
     staging = memoryview(bytearray(PIECE_BYTES))
     with file.open("rb", buffering=0) as stream:
@@ -305,23 +272,29 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
         _read_into(stream, header)
         digest.update(header)
         for tensor in headers:
+            hi, lo = store.flat(tensor.name, "hi"), store.flat(tensor.name, "lo")
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == _MODEL and tensor.dtype == "BF16" else stem
-            in_place = _memory_of(store, tensor.name, plane) if plane in _DTYPE_OF_PLANE else None
+            in_place = None
+            if plane in _DTYPE_OF_PLANE:
+                in_place = store.flat(tensor.name, plane).view(torch.uint8).numpy().data
             for start in range(0, tensor.end - tensor.start, PIECE_BYTES):
                 size = min(PIECE_BYTES, tensor.end - tensor.start - start)
                 piece = staging[:size] if in_place is None else in_place[start : start + size]
                 _read_into(stream, piece)
                 digest.update(piece)
                 if stem == _ROUNDING:
-                    apply_rounding(store, tensor.name, start, piece)
+                    bits = hi[8 * start : 8 * (start + size)].view(torch.uint16).numpy()
+                    bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
                 elif stem == _MODEL and tensor.dtype == "F32":
-                    apply_master(store, tensor.name, start, piece)
+                    part = slice(start // 4, (start + size) // 4)
+                    split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo[part])
     return digest.hexdigest()
 
 
 def _read_into(stream: FileIO, piece: memoryview) -> None:
     done = 0
+    # One raw read may return fewer bytes than were asked for.
     while done < len(piece):
         count = stream.readinto(piece[done:])
         if not count:

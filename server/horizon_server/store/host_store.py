@@ -1,10 +1,9 @@
 """The host parameter store: every parameter's master weight and moments, in planes of host memory.
 
-Owns the tensors that view the planes and the split of a master weight into `hi` and `lo`. Memory comes from memory
-files that the daemon creates and hands over by descriptor, or from its own.
+The exact fp32 master is kept as a bf16 half `hi` and an int16 half `lo`. Memory comes from memory files that the daemon creates and
+hands over by descriptor, or from the store's own.
 
-Thread: views may be used from any thread; two threads must not write one unit at the same time, and the store does
-not check.
+Thread: all of it may be used from any thread; two threads must not write one unit at the same time, and nothing checks that.
 """
 
 from __future__ import annotations
@@ -15,27 +14,19 @@ from collections.abc import Mapping
 import torch
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store import master_weights, planes
+from horizon_server.store import native, planes, reference
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.layout import StoreLayout, plane_sizes
 
-_PLANE_DTYPES: Mapping[str, torch.dtype] = {
-    "hi": torch.bfloat16,
-    "lo": torch.int16,
-    "exp_avg": torch.float32,
-    "exp_avg_sq": torch.float32,
-}
-_COMPONENT_OF_PLANE: Mapping[str, str] = {
-    "hi": "weights",
-    "lo": "weights",
-    "exp_avg": "moments",
-    "exp_avg_sq": "moments",
-    "grad": "gradients",
-}
+_PLANE_DTYPES = {"hi": torch.bfloat16, "lo": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+_COMPONENTS = {"hi": "weights", "lo": "weights", "exp_avg": "moments", "exp_avg_sq": "moments", "grad": "gradients"}
 
 
 class HostStore:
-    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), and `grad` where updates are deferred."""
+    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), and `grad` where updates are deferred.
+
+    `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold zeros only.
+    """
 
     def __init__(
         self,
@@ -49,14 +40,16 @@ class HostStore:
         """Map `fds`; use `allocate` or `attach`."""
         self.layout = layout
         self.grad_dtype = grad_dtype
-        self._fds = dict(fds)
+        self.fds = dict(fds)
         self._owns_fds = owns_fds
         self._planes: dict[str, torch.Tensor] = {}
+        sizes = _sizes(layout, grad_dtype)
         # A memory file that has no block yet was never written, so its plane is zero without anybody writing zeros.
-        self._blank = {name for name in _sizes(layout, grad_dtype) if os.fstat(fds[name]).st_blocks == 0}
-        for name, size_bytes in _sizes(layout, grad_dtype).items():
+        self.blank = {name for name in sizes if os.fstat(fds[name]).st_blocks == 0}
+        for name, size_bytes in sizes.items():
             mapping = planes.map_memory_file(fds[name], size_bytes)
-            planes.touch(mapping, num_threads=num_threads)
+            # Now and on all threads, so that lack of memory shows here and not as a kill in the middle of a step.
+            planes.touch(mapping, num_threads=num_threads or available_cpus())
             dtype = grad_dtype or torch.float32 if name == "grad" else _PLANE_DTYPES[name]
             # The tensor keeps the mapping alive, so closing the store never pulls memory from under a view.
             self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=layout.num_elements)
@@ -70,7 +63,7 @@ class HostStore:
         try:
             for name, size_bytes in _sizes(layout, grad_dtype).items():
                 fds[name] = planes.create_memory_file(name, size_bytes)
-            return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=True, num_threads=num_threads or available_cpus())
+            return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=True, num_threads=num_threads)
         except BaseException:
             for fd in fds.values():
                 os.close(fd)
@@ -78,12 +71,7 @@ class HostStore:
 
     @classmethod
     def attach(
-        cls,
-        layout: StoreLayout,
-        fds: Mapping[str, int],
-        *,
-        grad_dtype: torch.dtype | None = torch.float32,
-        num_threads: int = 0,
+        cls, layout: StoreLayout, fds: Mapping[str, int], *, grad_dtype: torch.dtype | None = torch.float32
     ) -> HostStore:
         """A store on memory files that another process created by `plane_sizes` and owns; contents stay as they are.
 
@@ -92,8 +80,7 @@ class HostStore:
             InvalidModel: a plane's file was not sized by this layout.
         """
         sizes = _sizes(layout, grad_dtype)
-        missing = sorted(set(sizes) - set(fds))
-        if missing:
+        if missing := sorted(set(sizes) - set(fds)):
             raise ValueError(f"no memory file was given for the planes {', '.join(missing)}")
         for name, size_bytes in sizes.items():
             if (actual_bytes := os.fstat(fds[name]).st_size) != size_bytes:
@@ -101,66 +88,84 @@ class HostStore:
                     f"memory was planned for {actual_bytes} bytes of {name}, but the model takes {size_bytes}: "
                     "its folder has changed since; submit the job again"
                 )
-        return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=num_threads or available_cpus())
-
-    @property
-    def fds(self) -> dict[str, int]:
-        """The planes' descriptors, to attach another store to the same memory."""
-        return dict(self._fds)
+        return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements]."""
-        self._blank.discard(name)
+        # Whoever has a view may write to it.
+        self.blank.discard(name)
         return self._planes[name]
-
-    def is_blank(self, name: str) -> bool:
-        """Whether a plane is known to hold zeros only: fresh memory that has not been used yet."""
-        return name in self._blank
 
     def unit(self, index: int, plane: str) -> torch.Tensor:
         """One unit's block of a plane, with its padding. Shapes: [unit.num_elements]."""
         unit = self.layout.units[index]
-        self._blank.discard(plane)
-        return self._planes[plane].narrow(0, unit.offset, unit.num_elements)
+        return self.plane(plane).narrow(0, unit.offset, unit.num_elements)
+
+    def flat(self, name: str, plane: str) -> torch.Tensor:
+        """One parameter in a plane. Shapes: [parameter.num_elements]."""
+        unit, place = self.layout.find(name)
+        return self.plane(plane).narrow(0, unit.offset + place.offset, place.num_elements)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
-        """One parameter in a plane, in its own shape.
-
-        Raises:
-            KeyError: the store has no such parameter.
-        """
-        return self._flat(name, plane).view(self.layout.find(name)[1].shape)
+        """One parameter in a plane, in its own shape; otherwise as `flat`."""
+        return self.flat(name, plane).view(self.layout.find(name)[1].shape)
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""
-        master_weights.merge(self.unit(index, "hi"), self.unit(index, "lo"), out, num_threads=num_threads)
+        merge_master(self.unit(index, "hi"), self.unit(index, "lo"), out, num_threads=num_threads)
 
     def write_master(self, name: str, tensor: torch.Tensor) -> None:
         """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards)."""
         _, place = self.layout.find(name)
         assert tuple(tensor.shape) == place.shape, f"{name}: {tuple(tensor.shape)} given, {place.shape} stored"
         master = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
-        master_weights.split(master, self._flat(name, "hi"), self._flat(name, "lo"))
+        split_master(master, self.flat(name, "hi"), self.flat(name, "lo"))
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by component: weights, moments, gradients."""
         totals = {"weights": 0, "moments": 0, "gradients": 0}
         for name, plane in self._planes.items():
-            totals[_COMPONENT_OF_PLANE[name]] += plane.numel() * plane.element_size()
+            totals[_COMPONENTS[name]] += plane.nbytes
         return totals
 
     def close(self) -> None:
         """Let go of the planes. Memory is unmapped when its last view is gone; owned descriptors are closed now."""
         self._planes.clear()
         if self._owns_fds:
-            for fd in self._fds.values():
+            for fd in self.fds.values():
                 os.close(fd)
-        self._fds.clear()
+        self.fds.clear()
 
-    def _flat(self, name: str, plane: str) -> torch.Tensor:
-        unit, place = self.layout.find(name)
-        self._blank.discard(plane)
-        return self._planes[plane].narrow(0, unit.offset + place.offset, place.num_elements)
+
+def merge_master(hi: torch.Tensor, lo: torch.Tensor, out: torch.Tensor, *, num_threads: int = 1) -> None:
+    """Restore the fp32 master: `out` gets `hi + lo`, exactly.
+
+    Shapes: hi bfloat16 [N], lo int16 [N], out float32 [N]; contiguous, on the CPU.
+    """
+    _check(hi, lo, out)
+    if (kernel := native.library()) is None:
+        reference.merge(hi.view(torch.uint16).numpy(), lo.numpy(), out.numpy())
+    else:
+        kernel.hz_merge(hi.data_ptr(), lo.data_ptr(), out.data_ptr(), out.numel(), num_threads)
+
+
+def split_master(master: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, *, num_threads: int = 1) -> None:
+    """Split an fp32 master into `hi`, its bf16 rounding, and `lo`, what is left; `merge_master` gives it back exactly.
+
+    Shapes: master float32 [N], hi bfloat16 [N], lo int16 [N]; contiguous, on the CPU.
+    """
+    _check(hi, lo, master)
+    if (kernel := native.library()) is None:
+        reference.split(master.numpy(), hi.view(torch.uint16).numpy(), lo.numpy())
+    else:
+        kernel.hz_split(master.data_ptr(), hi.data_ptr(), lo.data_ptr(), master.numel(), num_threads)
+
+
+def _check(hi: torch.Tensor, lo: torch.Tensor, master: torch.Tensor) -> None:
+    assert hi.dtype == torch.bfloat16 and lo.dtype == torch.int16 and master.dtype == torch.float32
+    for tensor in (hi, lo, master):
+        assert tensor.dim() == 1 and tensor.shape == master.shape, "a master and its halves are flat, of one length"
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", "a master and its halves are contiguous, on CPU"
 
 
 def _sizes(layout: StoreLayout, grad_dtype: torch.dtype | None) -> dict[str, int]:

@@ -1,10 +1,9 @@
-"""Where every parameter is in the host store's planes: units, tensors, offsets.
+"""Where every parameter is in the host store's planes: the one arithmetic that the daemon plans by and the worker allocates by.
 
-Owns the arithmetic that the daemon plans by and the worker allocates by, so that the two cannot disagree. It reads
-parameter names and shapes only, and knows no architecture by name.
+It reads parameter names and shapes only, and knows no architecture by name.
 
 Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes.
-Source: docs/architecture.md, host store; Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
+Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from functools import cached_property
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import TensorHeader, list_number
+from horizon_server.store.safetensors_files import TensorHeader, list_number
 
+# Bytes per parameter of the planes every store has; the transient `grad` plane comes on top.
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
-"""Bytes per parameter of the planes every store has; the transient `grad` plane comes on top."""
 
+# 64 bytes in bf16: one cache line and one AVX-512 register.
 TENSOR_ALIGN_ELEMENTS = 32
-"""64 bytes in bf16: one cache line and one AVX-512 register."""
-
+# 4 KiB in bf16: one page, so that a unit can be registered and advised by itself.
 UNIT_ALIGN_ELEMENTS = 2048
-"""4 KiB in bf16: one page, so that a unit can be registered and advised by itself."""
 
 UnitKind = Literal["embedding", "layer", "head"]
-
+# What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter.
 DecayRule = Literal["trainer", "matrices", "all"]
-"""What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter."""
 
 _TRAINER_SPARES = re.compile(
     # The patterns of transformers' Trainer.get_decay_parameter_names ...
@@ -41,25 +38,16 @@ _TRAINER_SPARES = re.compile(
 )
 
 _INPUT_TABLES = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "embed_in.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "tokens_embed.weight",
+    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight", "tokens_embed.weight",
     "embeddings.weight",
-)
-_BESIDE_THE_TABLE = (
-    "wpe.weight",
-    "embed_positions.weight",
-    "position_embeddings.weight",
-    "positions_embed.weight",
-    "word_embeddings_layernorm",
-    "layernorm_embedding",
-    "embeddings.norm",
-    "project_in.weight",
-)
+)  # fmt: skip
+# What belongs to the embedding's unit too: it is computed before the first layer.
+_WITH_INPUT_TABLE = (
+    "wpe.weight", "embed_positions.weight", "position_embeddings.weight", "positions_embed.weight", "word_embeddings_layernorm",
+    "layernorm_embedding", "embeddings.norm", "project_in.weight",
+)  # fmt: skip
 OUTPUT_PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight", "head.weight")
+# Stored by some checkpoints, although the model computes them from its config.
 _DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias")
 _ATTENTION_MASKS = (".attn.bias", ".attention.bias")
 _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
@@ -87,27 +75,22 @@ class UnitLayout:
     num_elements: int
     tensors: tuple[TensorLayout, ...]
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements that are parameters, without the padding."""
-        return sum(tensor.num_elements for tensor in self.tensors)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLayout:
     """The whole store: embedding, layers in order, head. `num_elements` is one plane's length with padding."""
 
     units: tuple[UnitLayout, ...]
-    num_parameters: int
     num_elements: int
     tied: bool
 
-    def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
-        """The unit and the tensor of a parameter name.
+    @property
+    def num_parameters(self) -> int:
+        """Elements that are parameters, without the padding."""
+        return sum(tensor.num_elements for _, tensor in self.tensors())
 
-        Raises:
-            KeyError: the store has no such parameter.
-        """
+    def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
+        """The unit and the tensor of a parameter name; KeyError where the store has none."""
         return self._by_name[name]
 
     def tensors(self) -> Iterator[tuple[UnitLayout, TensorLayout]]:
@@ -128,38 +111,34 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
     embedding is known by its name; the rest is the head. With `tied` the output projection is left out: the
     embedding's table serves for both. The result depends on names and shapes alone, not on the order they come in.
 
-    Inside a layer, a numbered list (experts) is laid out entry by entry, and in each entry tensors of one shape side by side: so
-    a stack over the entries, and the pair of projections that many models fuse, are one strided view each.
-
     Raises:
         InvalidModel: no such list of layers, or no input embedding.
     """
     prefix = _layer_list_prefix(shapes, num_layers)
+    groups: dict[tuple[str, UnitKind], list[str]] = {
+        ("embedding", "embedding"): [],
+        **{(f"layers.{index}", "layer"): [] for index in range(num_layers)},
+        ("head", "head"): [],
+    }
     stored = [name for name in shapes if not (tied and is_output_projection(name))]
-    stored.sort(key=lambda name: _side_by_side(name, shapes[name], prefix))
-    layers: list[list[str]] = [[] for _ in range(num_layers)]
-    embedding: list[str] = []
-    head: list[str] = []
-    for name in stored:
-        layer = _layer_index(name, prefix)
-        if layer is not None:
-            layers[layer].append(name)
-        elif name.endswith(_INPUT_TABLES) or any(part in name for part in _BESIDE_THE_TABLE):
-            embedding.append(name)
+    for name in sorted(stored, key=lambda name: _order_in_unit(name, shapes[name], prefix)):
+        if (layer := _layer_index(name, prefix)) is not None:
+            groups[f"layers.{layer}", "layer"].append(name)
+        elif name.endswith(_INPUT_TABLES) or any(part in name for part in _WITH_INPUT_TABLE):
+            groups["embedding", "embedding"].append(name)
         else:
-            head.append(name)
-    if not any(name.endswith(_INPUT_TABLES) for name in embedding):
+            groups["head", "head"].append(name)
+    if not any(name.endswith(_INPUT_TABLES) for name in groups["embedding", "embedding"]):
         known = ", ".join("..." + table for table in _INPUT_TABLES)
         raise InvalidModel(f"no input embedding among the tensors; one of them must be named {known}")
-    return _place(
-        [
-            ("embedding", "embedding", embedding),
-            *((f"layers.{index}", "layer", names) for index, names in enumerate(layers)),
-            ("head", "head", head),
-        ],
-        shapes,
-        tied=tied,
-    )
+    units: list[UnitLayout] = []
+    for (unit_name, kind), names in groups.items():
+        tensors, size = _place(names, kind, shapes)
+        offset = units[-1].offset + units[-1].num_elements if units else 0
+        units.append(
+            UnitLayout(name=unit_name, kind=kind, index=len(units), offset=offset, num_elements=size, tensors=tensors)
+        )
+    return StoreLayout(units=tuple(units), num_elements=offset + size, tied=tied)
 
 
 def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
@@ -210,8 +189,9 @@ def natural_order(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name))
 
 
-def _side_by_side(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
-    """Sorts a layer's tensors: name by name, but lists entry by entry and shape by shape within an entry."""
+def _order_in_unit(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str, int, tuple[int, ...], str]:
+    """Sorts a unit's tensors: name by name, but lists inside a layer (experts) entry by entry, and shape by shape within an entry."""
+    # So a stack over the entries, and the pair of projections that many models fuse, are one strided view each.
     if _layer_index(name, prefix) is None:
         return (name, -1, (), "")
     inner = name[len(prefix) + 1 :].partition(".")[2]
@@ -256,38 +236,15 @@ def _layer_index(name: str, prefix: str) -> int | None:
 
 
 def _place(
-    groups: list[tuple[str, UnitKind, list[str]]], shapes: Mapping[str, tuple[int, ...]], *, tied: bool
-) -> StoreLayout:
-    units: list[UnitLayout] = []
-    plane_offset = 0
-    for index, (unit_name, kind, names) in enumerate(groups):
-        tensors: list[TensorLayout] = []
-        offset = 0
-        for name in names:
-            shape = tuple(shapes[name])
-            num_elements = math.prod(shape)
-            decay = _decays(name, shape, kind, "trainer")
-            tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
-            offset += _round_up(num_elements, TENSOR_ALIGN_ELEMENTS)
-        num_padded = _round_up(offset, UNIT_ALIGN_ELEMENTS)
-        units.append(
-            UnitLayout(
-                name=unit_name,
-                kind=kind,
-                index=index,
-                offset=plane_offset,
-                num_elements=num_padded,
-                tensors=tuple(tensors),
-            )
-        )
-        plane_offset += num_padded
-    return StoreLayout(
-        units=tuple(units),
-        num_parameters=sum(unit.num_parameters for unit in units),
-        num_elements=plane_offset,
-        tied=tied,
-    )
-
-
-def _round_up(value: int, grain: int) -> int:
-    return -(-value // grain) * grain
+    names: list[str], kind: UnitKind, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[TensorLayout, ...], int]:
+    """The tensors of a unit one after another, and its padded size."""
+    tensors: list[TensorLayout] = []
+    offset = 0
+    for name in names:
+        shape = tuple(shapes[name])
+        num_elements = math.prod(shape)
+        decay = _decays(name, shape, kind, "trainer")
+        tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
+        offset += -(-num_elements // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
+    return tuple(tensors), -(-offset // UNIT_ALIGN_ELEMENTS) * UNIT_ALIGN_ELEMENTS

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every file with its size and sha256, and what wrote it.
+"""The manifest of a checkpoint, trainer/manifest.json: every file with its size and sha256, and what wrote it.
 
-Owns the file trainer/manifest.json. Torch-free: the daemon lists checkpoints with it. A folder without a readable
-manifest, or whose files do not have the sizes it states, is not a checkpoint.
+Torch-free: the daemon lists checkpoints with it. A folder without a readable manifest, or whose files do not have the sizes it states,
+is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from horizon_server.errors import InvalidModel
 
 TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
+# Format 1 stored `hi` itself in the model's own files; it is still read.
 FORMAT_VERSION = 2
-PIECE_BYTES = 16 << 20
-"""Files are read and written in pieces of this size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +44,8 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint folder; it comes last, after every file it names."""
-    document = {
-        "format_version": FORMAT_VERSION,
-        "versions": dict(manifest.versions),
-        "files": {
-            name: {"size_bytes": record.size_bytes, "sha256": record.sha256} for name, record in manifest.files.items()
-        },
-    }
+    files = {name: asdict(record) for name, record in manifest.files.items()}
+    document = {"format_version": FORMAT_VERSION, "versions": dict(manifest.versions), "files": files}
     (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
@@ -76,10 +70,11 @@ def read_manifest(folder: Path) -> Manifest:
             for name, entry in document["files"].items()
         }
         versions = {str(name): str(version) for name, version in document["versions"].items()}
+    except InvalidModel:
+        raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InvalidModel):
-            raise
         raise InvalidModel(f"{file} is damaged ({type(error).__name__}: {error}); use another checkpoint") from error
+    # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
     return Manifest(files=files, versions=versions)
@@ -97,10 +92,6 @@ def is_complete(folder: Path) -> bool:
 
 def record_file(file: Path) -> FileRecord:
     """Size and sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    size_bytes = 0
     with file.open("rb") as stream:
-        while piece := stream.read(PIECE_BYTES):
-            digest.update(piece)
-            size_bytes += len(piece)
-    return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(size_bytes=stream.tell(), sha256=sha256)

@@ -1,6 +1,6 @@
-"""The files of a Hugging Face model folder apart from its weights: config.json and the files that travel with them.
+"""The config.json of a Hugging Face model folder, and which of its names mean the same number. Runs no code from the folder.
 
-Owns how config.json is read and which of its names mean the same number. Runs no code from the folder.
+Raises: InvalidModel, which names the file or the field, wherever a value cannot be that of a model.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
-from horizon_server.store.safetensors_header import list_number
+from horizon_server.store.safetensors_files import list_number
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16_000_000
 
+# Of a width or a count in config.json. The widest published models are below 1 << 17.
 MAX_SIZE = 1 << 20
-"""Of a width or a count in config.json. The widest published models are below 1 << 17."""
-
+# Where another limit holds, by the first of the names that mean the same number.
 _SIZE_LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "num_attention_heads": 1 << 13,
@@ -28,31 +28,21 @@ _SIZE_LIMITS: Mapping[str, int] = {
     "num_experts_per_tok": 1 << 14,
     "max_position_embeddings": 1 << 40,
 }
-"""Where another limit holds, by the first of the names that mean the same number."""
-
-_PREDICTION_HEAD = "mtp"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json.
-
-    Raises:
-        InvalidModel: the file is missing, too large or no JSON object.
-    """
+    """The object in a folder's config.json."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise InvalidModel(f"{folder} holds no {CONFIG_FILE}; give a folder written by save_pretrained")
+    # Before it is read: what users push is parsed with bounded memory.
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise InvalidModel(f"{file} is larger than {MAX_CONFIG_BYTES} bytes, which no model config is")
     return parse_config(file.read_bytes(), str(file))
 
 
 def parse_config(content: bytes, file: str = CONFIG_FILE) -> dict[str, Any]:
-    """The object in the content of a config.json; `file` names it in messages.
-
-    Raises:
-        InvalidModel: it is not a JSON object.
-    """
+    """The object in the content of a config.json; `file` names it in messages."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -69,32 +59,20 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def num_decoder_layers(config: Mapping[str, Any]) -> int:
-    """The number of decoder layers, which some configs give as a list of their kinds.
-
-    Raises:
-        InvalidModel: it is missing or not a positive integer.
-    """
+    """The number of decoder layers, which some configs give as a list of their kinds."""
     kinds = config.get("layers_block_type")
     default = len(kinds) if isinstance(kinds, list) and kinds else None
     return config_size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default)
 
 
 def config_count(config: Mapping[str, Any], *names: str) -> int:
-    """The first positive integer under one of these names, 0 where none is.
-
-    Raises:
-        InvalidModel: it is larger than any model's.
-    """
+    """The first positive integer under one of these names, 0 where none is."""
     name = next((name for name in names if type(config.get(name)) is int and config[name] > 0), None)
     return 0 if name is None else _checked(name, config[name], names[0])
 
 
 def config_size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The number under the first of these names that the config has.
-
-    Raises:
-        InvalidModel: it is not a positive integer, is larger than any model's, or is missing and has no default.
-    """
+    """The number under the first of these names that the config has; a missing one is refused where there is no default."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None:
         return _checked(name, config[name], names[0])
@@ -105,7 +83,9 @@ def config_size(config: Mapping[str, Any], *names: str, default: int | None = No
 
 def _checked(name: str, value: object, first_name: str) -> int:
     limit = _SIZE_LIMITS.get(first_name, MAX_SIZE)
+    # `type`, because isinstance takes True for a whole number.
     if type(value) is not int or not 1 <= value <= limit:
+        # In ASCII, because some characters cannot be sent on.
         shown = ascii(value)
         raise InvalidModel(
             f"config.json: {name} is {shown if len(shown) <= 40 else shown[:40] + '...'}; "
@@ -119,8 +99,9 @@ def is_prediction_head(config: Mapping[str, Any], name: str) -> bool:
 
     It is either named so, or is a layer beyond the last one, as many as the config says.
     """
-    if name.partition(".")[0] == _PREDICTION_HEAD:
+    if name.partition(".")[0] == "mtp":
         return True
+    # DeepSeek-V3 and its relatives append these layers to the list of decoder layers.
     num_extra = config_count(config, "num_nextn_predict_layers")
     number = next((n for part in name.split(".") if (n := list_number(part)) is not None), None)
     if not num_extra or number is None:

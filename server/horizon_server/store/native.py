@@ -1,11 +1,9 @@
-"""Finds and loads the compiled kernel, and says why where there is none.
-
-Owns the C ABI of kernels/adamw.cpp. Needs only ctypes, so that the daemon's doctor can use it without torch. A
-library belongs to one version of adamw.cpp: its file name carries the hash of the source, and one built from another
-source is not loaded.
+"""Finds and loads the compiled kernel, the C ABI of kernels/adamw.cpp, and says why where there is none.
 
 Thread: every function may be called from any thread; ctypes releases the GIL for the time of a call.
 """
+
+# Standard library only: the daemon's doctor uses it without torch, and tools/build_kernels.py loads the file by itself.
 
 from __future__ import annotations
 
@@ -25,11 +23,7 @@ _HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/b
 class Segment(ctypes.Structure):
     """A stretch of a unit that decays by one factor; offsets in elements from the pointers that go with it."""
 
-    _fields_ = (
-        ("offset", ctypes.c_int64),
-        ("num_elements", ctypes.c_int64),
-        ("decay_factor", ctypes.c_float),
-    )
+    _fields_ = (("offset", ctypes.c_int64), ("num_elements", ctypes.c_int64), ("decay_factor", ctypes.c_float))
 
 
 class Scalars(ctypes.Structure):
@@ -38,15 +32,12 @@ class Scalars(ctypes.Structure):
     `scaled_eps` and `scaled_step_size` carry the factor sqrt(1 - beta2**step): m / (sqrt(v) / f + eps) is f * m / (sqrt(v) + f * eps).
     """
 
-    _fields_ = (
-        ("grad_scale", ctypes.c_float),
-        ("beta1", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("scaled_eps", ctypes.c_float),
-        ("scaled_step_size", ctypes.c_float),
-    )
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in (
+            "grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "scaled_eps", "scaled_step_size",
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +46,26 @@ class KernelInfo:
 
     available: bool
     isa: str
-    path: str
     reason: str
 
 
 def library_name(source: bytes) -> str:
     """File name of the library that belongs to a version of adamw.cpp on this kind of machine."""
+    # With the source's hash: a library that was built from another version is not found, so its old arithmetic never runs.
     return f"adamw-{hashlib.sha256(source).hexdigest()[:16]}-{platform.machine()}.so"
 
 
-@functools.cache
 def library(folder: Path = KERNEL_FOLDER) -> ctypes.CDLL | None:
     """The kernel, or None where it is missing, stale or does not load; `kernel_info` says which."""
     return _load(folder)[0]
 
 
-@functools.cache
 def kernel_info(folder: Path = KERNEL_FOLDER) -> KernelInfo:
     """What runs the optimizer on this machine."""
     loaded, reason = _load(folder)
     if loaded is None:
-        return KernelInfo(available=False, isa="numpy", path="", reason=reason)
-    return KernelInfo(available=True, isa=loaded.hz_isa().decode("ascii"), path=str(loaded._name), reason="")
+        return KernelInfo(available=False, isa="numpy", reason=reason)
+    return KernelInfo(available=True, isa=loaded.hz_isa().decode("ascii"), reason="")
 
 
 def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
@@ -100,10 +89,8 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
 def _load(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     source = folder / SOURCE_FILE
     if not source.is_file():
-        return (
-            None,
-            f"{source} is missing from the installation, so no library can belong to it; reinstall horizon-train",
-        )
+        problem = f"{source} is missing from the installation, so no library can belong to it"
+        return None, f"{problem}; reinstall horizon-train"
     file = folder / library_name(source.read_bytes())
     if not file.is_file():
         stale = ", ".join(sorted(path.name for path in folder.glob("adamw-*.so")))

@@ -1,7 +1,4 @@
-"""Anonymous memory files and their mappings: the raw bytes under the host store.
-
-Owns mmap, huge-page advice and the parallel pre-touch. Knows nothing of parameters, layouts or torch.
-"""
+"""Anonymous memory files and their mappings: the raw bytes under the host store, with huge pages and a parallel pre-touch."""
 
 from __future__ import annotations
 
@@ -13,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from horizon_server.errors import DoesNotFit
 
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module has no name for it
 _TOUCH_BYTES = 256 << 20
 
 
 def create_memory_file(name: str, size_bytes: int) -> int:
     """A new anonymous memory file of `size_bytes` zero bytes; the caller owns and closes the descriptor."""
+    # Closed on exec: a worker gets only the descriptors that are passed to it by name.
     fd = os.memfd_create(f"horizon-{name}", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)
@@ -29,14 +27,7 @@ def create_memory_file(name: str, size_bytes: int) -> int:
 
 
 def map_memory_file(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map a memory file for reading and writing, shared with every process that maps it.
-
-    Raises:
-        ValueError: the file is smaller than `size_bytes`.
-    """
-    actual_bytes = os.fstat(fd).st_size
-    if actual_bytes < size_bytes:
-        raise ValueError(f"the memory file holds {actual_bytes} bytes, {size_bytes} are needed")
+    """Map a memory file for reading and writing, shared with every process that maps it."""
     mapping = mmap.mmap(fd, size_bytes)
     advise_huge_pages(mapping)
     return mapping

@@ -1,7 +1,7 @@
-"""A prepared dataset on disk: the planes of its tokens, and the one place that names them for the writer and the reader.
+"""A prepared dataset on disk: the planes of its tokens, for the writer and the reader.
 
 A folder holds `tokens.safetensors` with three planes and `report.json` with the counts; rows held out for evaluation are in a folder of
-the same kind inside it. Writing takes bounded memory: planes grow batch by batch as raw files, which are then joined.
+the same kind inside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,17 +22,19 @@ from typing import Any
 
 from horizon_server.durable import is_out_of_space, replace_file, sync_folder
 from horizon_server.errors import DiskFull, InvalidData
-from horizon_server.store.safetensors_writer import file_header
+from horizon_server.store.safetensors_files import file_header
 
 TOKENS_FILE = "tokens.safetensors"
 REPORT_FILE = "report.json"
 EVALUATION_FOLDER = "evaluation"
 
+# Names and safetensors dtypes. Document d has the tokens from `document_starts[d]` to `document_starts[d + 1]`;
+# `trained[t]` is 1 where token t is a target. Wide elements come first, so that each plane stays aligned in the file.
 PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
-"""Plane names and their safetensors dtypes. Document d has the tokens from `document_starts[d]` to `document_starts[d + 1]`;
-`trained[t]` is 1 where token t is a target. Wide elements come first, so that each plane stays aligned in the file."""
 
 _COPY_BYTES = 16 * 1024 * 1024
+# Between the name of the folder and a random end: what a killed writer left can be found by its target.
+_PARTIAL = ".tmp-"
 
 
 @dataclass(kw_only=True)
@@ -60,20 +61,21 @@ class DocumentPlanes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # Planes grow side by side as raw files and are joined in the end: memory does not follow the size of the dataset.
         self._raw = {name: (folder / f"{name}.raw").open("wb") for name in PLANES}
         self.num_documents = 0
         self.num_tokens = 0
         self.num_targets = 0
         self.longest_document = 0
-        self._raw["document_starts"].write(_little_endian(array.array("q", [0])))
+        self._raw["document_starts"].write(array.array("q", [0]))
 
     def add(self, documents: DocumentColumns) -> None:
         """Append documents."""
         if not documents.lengths:
             return
         starts = array.array("q", accumulate(documents.lengths, initial=self.num_tokens))[1:]
-        self._raw["document_starts"].write(_little_endian(starts))
-        self._raw["input_ids"].write(_little_endian(documents.ids))
+        self._raw["document_starts"].write(starts)
+        self._raw["input_ids"].write(documents.ids)
         self._raw["trained"].write(documents.trained)
         self.num_documents += len(documents.lengths)
         self.num_tokens = starts[-1]
@@ -114,7 +116,7 @@ class PreparedFolder:
     def __init__(self, target: Path, *, with_evaluation: bool) -> None:
         self._target = target
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=_partial_prefix(target), dir=target.parent))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{_PARTIAL}", dir=target.parent))
         self.train = DocumentPlanes(self._folder)
         self.evaluation: DocumentPlanes | None = None
         if with_evaluation:
@@ -133,7 +135,7 @@ class PreparedFolder:
                 if planes is not None:
                     planes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if isinstance(error, OSError) and is_out_of_space(error):
+        if is_out_of_space(error):
             raise DiskFull(
                 f"no space left under {self._target.parent} for the prepared dataset ({error.strerror}); free some and retry"
             ) from error
@@ -154,13 +156,13 @@ class PreparedFolder:
 
 def remove_partial(target: Path) -> None:
     """Remove what writers of `target` left that were killed before they could publish it; none may be running."""
-    for leftover in target.parent.glob(f"{_partial_prefix(target)}*"):
+    for leftover in target.parent.glob(f"{target.name}{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove_all_partial(root: Path) -> None:
     """Remove what killed writers left of any folder two levels below `root`; none may be running."""
-    for leftover in root.glob("*/*.tmp-*"):
+    for leftover in root.glob(f"*/*{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -190,14 +192,3 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             return {name: tensors.get_tensor(name).numpy() for name in PLANES}, report
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error
-
-
-def _partial_prefix(target: Path) -> str:
-    return f"{target.name}.tmp-"
-
-
-def _little_endian(elements: array.array[int]) -> bytes:
-    if sys.byteorder == "big":
-        elements = elements[:]
-        elements.byteswap()
-    return elements.tobytes()

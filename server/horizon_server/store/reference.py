@@ -1,14 +1,7 @@
-"""The store's arithmetic in NumPy: the compiled kernel must give the same bits; runs where it is missing.
+"""The store's arithmetic in NumPy, on raw bits: the compiled kernel must give the same bits; runs where it is missing.
 
-Owns the definition of the hi/lo split. Works on raw bits (`hi` as uint16, `lo` as int16) and knows neither torch nor
-the store's layout.
-
-Split: `hi = (bits + 0x8000) >> 16`, `lo = int16(bits)`; merge: `(hi << 16) + lo` in integers. Rounding half up is
-exactly invertible, where rounding half to even is not. Two guards keep `hi`, which is what the device computes with,
-honest:
-
-* a NaN keeps its sign and becomes the quiet NaN 0x7fc0 with `lo` 0 (the carry could turn its payload into Inf or -0);
-* a finite value that would round to Inf (beyond 3.396e38) saturates to the largest master whose `hi` is finite.
+Split: `hi = (bits + 0x8000) >> 16` as uint16, `lo = int16(bits)`; merge: `(hi << 16) + lo` in integers. Rounding half up is
+exactly invertible, where rounding half to even is not.
 """
 
 from __future__ import annotations
@@ -18,11 +11,10 @@ import numpy.typing as npt
 
 from horizon_server.store.native import Scalars
 
+# Elements handled at once, which bounds the temporaries to a few MiB whatever the tensor's size.
 CHUNK_ELEMENTS = 1 << 18
-"""Elements handled at once, which bounds the temporaries to a few MiB whatever the tensor's size."""
-
+# Elements summed up by themselves; fixed, because it decides how a sum of squares is rounded.
 NORM_BLOCK_ELEMENTS = 1 << 16
-"""Elements summed up by themselves; fixed, because it decides how a sum of squares is rounded."""
 
 _NORM_LANES = 16
 _LARGEST_MAGNITUDE = 0x7F7F7FFF
@@ -44,7 +36,10 @@ def split(master: npt.NDArray[np.float32], hi_bits: npt.NDArray[np.uint16], lo: 
     for start in range(0, len(master), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
         magnitude = master_bits[part] & np.uint32(0x7FFFFFFF)
+        # Two guards keep `hi`, which the device computes with, true. A finite value that would round to Inf (beyond 3.396e38)
+        # saturates to the largest master whose `hi` is finite.
         finite = np.minimum(magnitude, np.uint32(_LARGEST_MAGNITUDE))
+        # A NaN keeps its sign and becomes the quiet NaN with `lo` 0: the carry could turn its payload into Inf or -0.
         special = np.where(magnitude == np.uint32(_INFINITY), np.uint32(_INFINITY), np.uint32(0x7FC00000))
         guarded = np.where(magnitude >= np.uint32(_INFINITY), special, finite)
         bits = master_bits[part] & np.uint32(0x80000000) | guarded
@@ -72,6 +67,7 @@ def adamw(
         part = slice(start, start + CHUNK_ELEMENTS)
         first, second = exp_avg[part], exp_avg_sq[part]
         weights = master[: len(first)]
+        # The kernel reports no overflow or NaN either; the engine looks at the gradients' norm.
         with np.errstate(all="ignore"):
             grad = _widen(grads[part]) * f32(scalars.grad_scale)
             first[:] = f32(scalars.beta1) * first + f32(scalars.one_minus_beta1) * grad

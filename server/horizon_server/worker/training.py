@@ -30,9 +30,10 @@ from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec
-from horizon_server.store.checkpoint import load_checkpoint, load_model, save_checkpoint
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
+from horizon_server.store.model_load import load_model
 from horizon_server.worker.host_memory import host_components, process_bytes
 from horizon_server.worker.request import WorkerRequest
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from horizon_server.blobs import part_writer
-from horizon_server.blobs.disk import Disk
+from horizon_server.blobs import parts
+from horizon_server.blobs.concurrency import MAX_TURNS_EACH, Turns
+from horizon_server.blobs.parts import Disk
 from horizon_server.blobs.store import MAX_CHUNK_BYTES, BlobStore
-from horizon_server.blobs.turns import MAX_TURNS_EACH, Turns
 from horizon_server.errors import DiskFull, InvalidUpload, Stalled, UploadInProgress
 from horizon_server.records.blob import EMPTY_SHA256, BlobRef
 
@@ -279,7 +279,7 @@ async def test_a_disk_that_fails_to_sync_behind_the_writing_is_told(tmp_path: Pa
                 self.num_syncs += 1
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(part_writer, "SYNC_EVERY_BYTES", 2**20)
+    monkeypatch.setattr(parts, "SYNC_EVERY_BYTES", 2**20)
     with pytest.raises(DiskFull):
         await BlobStore(tmp_path, disk=FailingDisk()).write("ann", REF, 0, pieces(CONTENT))
     assert files_below(tmp_path) == [], "the second sync succeeds, but knows nothing of what the first has lost"

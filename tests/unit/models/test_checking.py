@@ -18,7 +18,7 @@ from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.services.model_check import ModelFacts
 from horizon_server.services.models import LIMITS, check_model
-from horizon_server.store.safetensors_header import MAX_TENSORS
+from horizon_server.store.safetensors_files import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from horizon_server.planning.flops import FlopsCount
 
 TABLE, PROJECTION = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def config(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, **changes})
+def config(**changes: Any) -> dict[str, Any]:
+    return {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 100, **changes}
+
+
+def of_matrices(count: FlopsCount, num_tokens: int) -> float:
+    return count.of([num_tokens]) - count.of_attention([num_tokens])
 
 
 def test_six_per_matrix_parameter_and_token_plus_causal_attention() -> None:
@@ -23,9 +28,9 @@ def test_six_per_matrix_parameter_and_token_plus_causal_attention() -> None:
 
 def test_a_tied_table_counts_once_as_projection() -> None:
     shapes = {TABLE: (100, 8), "model.layers.0.w": (8, 16)}
-    tied = FlopsCount(shapes, config(num_hidden_layers=0), tied=True, embedding_name=TABLE)
+    tied = FlopsCount(shapes, config(), tied=True, embedding_name=TABLE)
 
-    assert tied.of([10]) == 6 * (128 + 800) * 10
+    assert of_matrices(tied, 10) == 6 * (128 + 800) * 10
 
 
 def test_a_window_bounds_the_pairs_of_sliding_layers() -> None:
@@ -38,17 +43,30 @@ def test_a_window_bounds_the_pairs_of_sliding_layers() -> None:
 
 def test_only_the_visited_share_of_experts_counts() -> None:
     shapes = {"model.layers.0.experts": (4, 8, 8)}
-    count = FlopsCount(
-        shapes, config(num_hidden_layers=0, num_experts=4, num_experts_per_tok=1), tied=True, embedding_name=TABLE
-    )
+    count = FlopsCount(shapes, config(num_experts=4, num_experts_per_tok=1), tied=True, embedding_name=TABLE)
 
-    assert count.of([1]) == 6 * 64
+    assert of_matrices(count, 1) == 6 * 64
 
 
 def test_experts_count_the_same_stacked_and_one_by_one() -> None:
-    choice = config(num_hidden_layers=0, num_experts=4, num_experts_per_tok=2)
+    choice = config(num_experts=4, num_experts_per_tok=2)
     stacked = FlopsCount({"model.layers.0.mlp.experts.up": (4, 8, 8)}, choice, tied=True, embedding_name=TABLE)
     names = [f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in range(4)]
     one_by_one = FlopsCount(dict.fromkeys(names, (8, 8)), choice, tied=True, embedding_name=TABLE)
 
-    assert stacked.of([3]) == one_by_one.of([3]) == 6 * 2 * 64 * 3
+    assert of_matrices(stacked, 3) == of_matrices(one_by_one, 3) == 6 * 2 * 64 * 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        {"n_routed_experts": 8, "moe_topk": 2},
+        {"moe_num_experts": 8, "moe_k": 2},
+        {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 2}},
+    ],
+)
+def test_experts_count_under_every_name_that_configs_have_for_them(names: dict[str, Any]) -> None:
+    shapes = {"model.layers.0.mlp.experts.up": (8, 8, 8)}
+    assert of_matrices(FlopsCount(shapes, config(**names), tied=True, embedding_name=TABLE), 1) == 6 * 2 * 64

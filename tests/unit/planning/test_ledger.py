@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +102,15 @@ def test_the_largest_model_of_a_machine_fits_it_and_a_larger_one_does_not(gibiby
         ).host_total_bytes
 
     assert planned_bytes(0.75 * largest) <= limit_bytes < planned_bytes(1.25 * largest)
+
+
+@pytest.mark.parametrize(("planes", "planes_on_gpu", "copies"), [(4, 0, 3), (4, 4, 4)])
+def test_scores_that_no_kernel_fuses_are_planned_with_their_gradients(
+    folder: ModelFolder, planes: int, planes_on_gpu: int, copies: int
+) -> None:
+    def planned(num_planes: int, num_on_gpu: int) -> int:
+        shape = dataclasses.replace(folder.shape, num_score_planes=num_planes, num_score_planes_on_gpu=num_on_gpu)
+        return plan_of(dataclasses.replace(folder, shape=shape)).host["other"]
+
+    # Kept by the layer, then in its backward the gradients of both sides of the softmax, and of the mask's copy.
+    assert planned(planes, planes_on_gpu) - planned(0, 0) == copies * planes * 64 * 64 * 4

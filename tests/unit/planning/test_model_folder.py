@@ -75,6 +75,14 @@ def test_the_scores_that_a_layer_keeps(changes: dict[str, Any], on_host: int, on
     assert (shape.num_score_planes, shape.num_score_planes_on_gpu) == (on_host, on_gpu)
 
 
+def test_llama_4_keeps_every_token_for_every_expert() -> None:
+    text = {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1, "intermediate_size": 48}
+    experts = ModelShape.from_config(CONFIG | text).experts
+    assert experts is not None
+    assert (experts.num_experts_per_token, experts.num_computed_per_token) == (1, 16)
+    assert (experts.intermediate_size, experts.shared_intermediate_size) == (48, 48)
+
+
 def test_experts_that_are_switched_off_do_not_count() -> None:
     assert ModelShape.from_config(CONFIG | {"num_experts": 16_384, "is_moe": False}).experts is None
 

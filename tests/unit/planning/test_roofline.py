@@ -170,5 +170,5 @@ def test_the_daemon_counts_what_the_engine_counts(make_model: Callable[..., Path
     folder = open_model_folder(make_model(tied=tied))
     config = AutoConfig.from_pretrained(folder.path)
     shapes = {tensor.name: tensor.shape for _, tensor in folder.layout.tensors()}
-    engine = FlopsCount(shapes, config, tied=tied, embedding_name="model.embed_tokens.weight")
+    engine = FlopsCount(shapes, config.to_dict(), tied=tied, embedding_name="model.embed_tokens.weight")
     assert FlopsCount.of_folder(folder).of([7, 64]) == engine.of([7, 64])

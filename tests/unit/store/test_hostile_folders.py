@@ -13,8 +13,8 @@ import pytest
 
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.store import safetensors_header
-from horizon_server.store.safetensors_header import MAX_TENSORS, read_safetensors_headers
+from horizon_server.store import safetensors_files
+from horizon_server.store.safetensors_files import MAX_TENSORS, read_safetensors_headers
 
 CONFIG = {
     "model_type": "llama",
@@ -119,7 +119,7 @@ def test_a_long_list_in_a_header_is_refused_before_it_is_parsed(tmp_path: Path) 
 
 
 def test_the_headers_of_all_shards_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 100)
+    monkeypatch.setattr(safetensors_files, "MAX_TENSORS", 100)
     names = [f"model-{i}.safetensors" for i in range(4)]
     for i, name in enumerate(names):
         tensors = {f"s{i}.t{k}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(30)}

@@ -75,7 +75,7 @@ def test_a_changed_source_is_never_served_by_an_old_library(tree: Path) -> None:
 def test_a_missing_library_gives_the_reason(tree: Path) -> None:
     folder = tree / "server" / "horizon_server" / "store" / "kernels"
     info = native.kernel_info(folder)
-    assert (info.available, info.isa, info.path) == (False, "numpy", "")
+    assert (info.available, info.isa) == (False, "numpy")
     assert info.reason.startswith("it was never compiled; install g++")
 
 

@@ -25,7 +25,7 @@ from horizon_server.store.layout import (
     plane_sizes,
     with_decay,
 )
-from horizon_server.store.safetensors_header import TensorHeader
+from horizon_server.store.safetensors_files import TensorHeader
 
 LLAMA = {
     "model.embed_tokens.weight": (100, 16),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horizon_server.store import master_weights, native, reference
+from horizon_server.store import native, reference
+from horizon_server.store.host_store import merge_master, split_master
 
 LARGEST_EXACT = np.uint32(0x7F7F7FFF)
 INFINITY = np.uint32(0x7F800000)
@@ -22,8 +23,8 @@ def split_and_merge(bits: npt.NDArray[np.uint32]) -> tuple[torch.Tensor, torch.T
     master = torch.from_numpy(bits.view(np.float32).copy())
     hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
     back = torch.empty(len(bits))
-    master_weights.split(master, hi, lo)
-    master_weights.merge(hi, lo, back)
+    split_master(master, hi, lo)
+    merge_master(hi, lo, back)
     return hi, lo, back.numpy().view(np.uint32)
 
 
@@ -79,7 +80,7 @@ def test_kernel_and_numpy_agree(num_threads: int) -> None:
     )
     master = torch.from_numpy(bits.view(np.float32))
     hi, lo = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
-    master_weights.split(master, hi, lo, num_threads=num_threads)
+    split_master(master, hi, lo, num_threads=num_threads)
     expected_hi, expected_lo = np.empty(len(bits), dtype=np.uint16), np.empty(len(bits), dtype=np.int16)
     reference.split(master.numpy(), expected_hi, expected_lo)
     np.testing.assert_array_equal(hi.view(torch.uint16).numpy(), expected_hi)
@@ -87,7 +88,7 @@ def test_kernel_and_numpy_agree(num_threads: int) -> None:
     random_hi = torch.from_numpy(bits.astype(np.uint16)).view(torch.bfloat16)
     random_lo = torch.from_numpy((bits >> np.uint32(16)).astype(np.uint16).view(np.int16))
     out, expected = torch.empty(len(bits)), np.empty(len(bits), dtype=np.float32)
-    master_weights.merge(random_hi, random_lo, out, num_threads=num_threads)
+    merge_master(random_hi, random_lo, out, num_threads=num_threads)
     reference.merge(random_hi.view(torch.uint16).numpy(), random_lo.numpy(), expected)
     np.testing.assert_array_equal(out.numpy().view(np.uint32), expected.view(np.uint32))
 
@@ -95,4 +96,4 @@ def test_kernel_and_numpy_agree(num_threads: int) -> None:
 def test_strided_views_are_refused() -> None:
     hi, lo = torch.empty(8, dtype=torch.bfloat16)[::2], torch.empty(4, dtype=torch.int16)
     with pytest.raises(AssertionError, match="contiguous"):
-        master_weights.merge(hi, lo, torch.empty(4))
+        merge_master(hi, lo, torch.empty(4))

@@ -36,8 +36,7 @@ from horizon_server.api.grpc.servicers import (
 from horizon_server.api.open_streams import OpenStreams
 from horizon_server.api.services import Services
 from horizon_server.errors import BadSetting
-from horizon_server.network import is_loopback, parse_address
-from horizon_server.tls import ServerCertificate
+from horizon_server.network import ServerCertificate, is_loopback, parse_address
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_CALLS = 1024

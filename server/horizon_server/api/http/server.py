@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from horizon_server.errors import BadSetting
-from horizon_server.tls import ServerCertificate
+from horizon_server.network import ServerCertificate
 
 _GRACE_S = 5
 

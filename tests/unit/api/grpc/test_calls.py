@@ -20,7 +20,7 @@ from horizon_server.api.grpc.rpc_errors import Metadata, clip, metadata_bytes, t
 from horizon_server.api.grpc.server import SERVICE_NAMES, start_grpc_server
 from horizon_server.errors import BadSetting, Draining, FieldViolation, InvalidData, UploadInProgress
 from horizon_server.events import EvalDone
-from horizon_server.tls import ServerCertificate, own_certificate
+from horizon_server.network import ServerCertificate, own_certificate
 
 GET_NODE = node_pb2.GetNodeRequest()
 

@@ -16,7 +16,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from horizon_proto.v1 import blob_pb2, blob_pb2_grpc, dataset_pb2, dataset_pb2_grpc
-from horizon_server.blobs.disk import Disk
+from horizon_server.blobs.parts import Disk
 from horizon_server.blobs.store import BlobStore
 from horizon_server.db.blobs import BlobReferences
 from horizon_server.records.blob import BlobRef

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from horizon_server.api.http.server import start_http_server
 from horizon_server.errors import BadSetting
-from horizon_server.tls import own_certificate
+from horizon_server.network import own_certificate
 
 
 async def test_it_serves_and_stops(app: FastAPI) -> None:

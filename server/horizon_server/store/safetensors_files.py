@@ -1,61 +1,53 @@
-"""Reads the headers of safetensors files, single or sharded, in plain Python.
+"""Safetensors files, single or sharded: headers read in plain Python with every check, and files written from memory piece by piece.
 
-Owns the checks that make a model folder trustworthy before a byte of it is mapped: bounded header, offsets against
-the file's size, no holes or overlaps, every shard present. Knows neither torch nor numpy, so the daemon plans from a
-folder without loading either. Never opens a pickle.
+Torch-free: the daemon plans from a folder without loading torch.
 
 Source: https://huggingface.co/docs/safetensors, format: 8 bytes of little-endian header length, JSON, data.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel
+from horizon_server.store.manifest import FileRecord
 
-MODEL_STEM = "model"
+# What users push is read here, so everything that a header can make large is bounded.
+# Of all files of a folder together; the index is bounded by it too.
 MAX_HEADER_BYTES = 64 << 20
-"""Of all files of a folder together; the index is bounded by it too."""
-
-LENGTH_BYTES = 8
-
+# Of a folder. The largest published models, of several hundred experts in 60 layers, have 140,000.
 MAX_TENSORS = 200_000
-"""Of a folder. The largest published models, of several hundred experts in 60 layers, have 140,000."""
-
 MAX_NAME_CHARS = 512
+# Numbered parts of a name (layers.3.experts.7 has two): each of them may begin a list of layers.
 MAX_NAME_NUMBERS = 4
-"""Numbered parts of a name (layers.3.experts.7 has two): each of them may begin a list of layers."""
-
 MAX_DIMENSIONS = 8
+# Torch and the kernel count elements in signed 64 bits.
 _MAX_ELEMENTS = 1 << 63
+# A valid entry has at most 11; the rest is room for metadata.
 _COMMAS_PER_TENSOR = 20
 _MAX_FILE_NAME_BYTES = 255
+
+_LENGTH_BYTES = 8
+# Tensors are written and restored in pieces of this size: never one as a whole.
+PIECE_BYTES = 16 << 20
+DEFAULT_SHARD_BYTES = 4 << 30
 _COPY_AGAIN = "the file is damaged: copy or download it again"
 
+# Bytes per element of every dtype that is read, by its safetensors name.
 DTYPE_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F64": 8,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-"""Bytes per element of every dtype the reader understands, by its safetensors name."""
 
+# Never opened, because a pickle runs code: named in the refusal only.
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.pth", "consolidated.00.pth")
 
 
@@ -70,24 +62,18 @@ class TensorHeader:
     start: int
     end: int
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor; a scalar has one."""
-        return math.prod(self.shape)
 
-
-def read_safetensors_headers(folder: Path, *, stem: str = MODEL_STEM) -> dict[str, TensorHeader]:
+def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, TensorHeader]:
     """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
 
     Raises:
-        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names
-        it.
+        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names it.
     """
     if not folder.is_dir():
         raise InvalidModel(f"{folder} is not a folder; give a folder written by save_pretrained")
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
-        return read_safetensors_file(single)
+        return _read_file(single, MAX_HEADER_BYTES)[0]
     if index.is_file():
         return _read_sharded(folder, index)
     if found := [name for name in _PICKLES if (folder / name).exists()]:
@@ -102,26 +88,17 @@ def read_safetensors_headers(folder: Path, *, stem: str = MODEL_STEM) -> dict[st
     raise InvalidModel(f"{folder} {problem}")
 
 
-def read_safetensors_file(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file, checked against the file's size.
-
-    Raises:
-        InvalidModel: the file is missing, truncated, torn or not safetensors.
-    """
-    return _read_file(file, MAX_HEADER_BYTES)[0]
-
-
 def list_number(part: str) -> int | None:
     """The number that a part of a tensor's name is (the 3 of model.layers.3.weight), or None where it is a word."""
-    # str.isdigit accepts characters such as a superscript two, which int() does not.
+    # str.isdigit accepts characters such as a superscript two, which int() does not; and int() refuses very long ones.
     return int(part) if part.isascii() and part.isdecimal() and len(part) <= 9 else None
 
 
 def _read_file(file: Path, max_header_bytes: int) -> tuple[dict[str, TensorHeader], int]:
-    """The tensors of one file and the bytes of its header."""
     header, data_start, file_bytes = _read_header(file, max_header_bytes)
     tensors = [_tensor(file, name, entry, data_start) for name, entry in header.items() if name != "__metadata__"]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    # The format forbids holes and overlaps, so that no file is of two formats at once.
     position = data_start
     for tensor in tensors:
         if tensor.start != position:
@@ -179,19 +156,17 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path, max_bytes: int) -> tuple[dict[str, Any], int, int]:
-    if not file.is_file():
-        raise InvalidModel(f"{file} does not exist")
     with file.open("rb") as stream:
         file_bytes = file.stat().st_size
-        header_bytes = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-        if file_bytes < LENGTH_BYTES + 2:
+        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if file_bytes < _LENGTH_BYTES + 2:
             raise InvalidModel(f"{file} is truncated: its {file_bytes} bytes hold no safetensors header; {_COPY_AGAIN}")
         if header_bytes > max_bytes:
             raise InvalidModel(
                 f"{file} is not a safetensors file, or has too many tensors: its header takes {header_bytes} bytes; "
                 f"all headers of a model together may take {MAX_HEADER_BYTES}"
             )
-        if LENGTH_BYTES + header_bytes > file_bytes:
+        if _LENGTH_BYTES + header_bytes > file_bytes:
             raise InvalidModel(f"{file} is truncated within its header, or not a safetensors file; {_COPY_AGAIN}")
         raw = stream.read(header_bytes)
     # Counted before the JSON is parsed, because parsing a long list holds the interpreter's lock.
@@ -206,10 +181,11 @@ def _read_header(file: Path, max_bytes: int) -> tuple[dict[str, Any], int, int]:
         raise InvalidModel(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise InvalidModel(f"{file} is not a safetensors file: its header is not a JSON object")
-    return header, LENGTH_BYTES + header_bytes, file_bytes
+    return header, _LENGTH_BYTES + header_bytes, file_bytes
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Which of two entries of one name counts would depend on the reader.
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -262,11 +238,87 @@ def _sizes(values: object) -> tuple[int, ...] | None:
     """Up to eight numbers whose product, zeros left out, has 63 bits; None where it is anything else."""
     if not isinstance(values, list) or len(values) > MAX_DIMENSIONS:
         return None
+    # Multiplied step by step, because the product of numbers from a file may itself be too long to compute.
     product = 1
     for value in values:
-        if type(value) is not int or value < 0:
+        if type(value) is not int or value < 0:  # isinstance takes True for a number
             return None
         product *= max(1, value)
         if product >= _MAX_ELEMENTS:
             return None
     return tuple(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBytes:
+    """One tensor to write: `pieces` gives its little-endian bytes as flat views, one after the other, when their turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    pieces: Callable[[], Iterable[memoryview]]
+
+
+def write_sharded(
+    folder: Path, stem: str, tensors: Sequence[TensorBytes], *, shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> dict[str, FileRecord]:
+    """Write `<stem>.safetensors`, or shards of about `shard_bytes` with an index; returns the files by name."""
+    shards: list[list[TensorBytes]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(t.size_bytes for t in shards[-1]) + tensor.size_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        name = f"{stem}.safetensors"
+        return {name: _write_file(folder / name, shards[0])}
+    files: dict[str, FileRecord] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[name] = _write_file(folder / name, shard)
+        weight_map |= {tensor.name: name for tensor in shard}
+    index = {"metadata": {"total_size": sum(t.size_bytes for t in tensors)}, "weight_map": weight_map}
+    name = f"{stem}.safetensors.index.json"
+    files[name] = write_text(folder / name, json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def write_text(file: Path, text: str) -> FileRecord:
+    """Write a small text file; returns its record."""
+    raw = text.encode("utf-8")
+    file.write_bytes(raw)
+    return FileRecord(size_bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+
+
+def file_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Return what a file begins with, for tensors given as (name, dtype, shape, size in bytes); their bytes follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape, size_bytes in tensors:
+        end = offset + size_bytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    # Padded with spaces to 8 bytes, so that the data that follows is aligned in a mapped file.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _write_file(file: Path, tensors: Sequence[TensorBytes]) -> FileRecord:
+    header = file_header([(tensor.name, tensor.dtype, tensor.shape, tensor.size_bytes) for tensor in tensors])
+    digest = hashlib.sha256(header)
+    size_bytes = len(header)
+    with file.open("wb") as stream:
+        stream.write(header)
+        for tensor in tensors:
+            written = 0
+            for view in tensor.pieces():
+                for start in range(0, view.nbytes, PIECE_BYTES):
+                    piece = view[start : start + PIECE_BYTES]
+                    stream.write(piece)
+                    digest.update(piece)
+                written += view.nbytes
+            assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes, {tensor.size_bytes} announced"
+            size_bytes += written
+    return FileRecord(size_bytes=size_bytes, sha256=digest.hexdigest())

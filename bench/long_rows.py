@@ -1,0 +1,159 @@
+"""Host memory against the plan at long rows, family by family: where attention is not fused, or a layer scans, it decides on the plan.
+
+A small model of each family is written with random weights; a process of its own loads it, trains two steps of one row, and reports
+its peak RSS. The daemon's own planning, with its count of recurrent layers, gives the plan.
+
+python -m bench.long_rows                          # all families, about half an hour on two cores
+python -m bench.long_rows llama4_text --packed     # a row of four documents
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from horizon_server.planning.layer_probe import LayerProbe
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.settings import child_environment
+
+NUM_THREADS = 2
+VOCAB = 1024
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "pad_token_id": 7}
+_GPT = {"n_layer": 3, "n_head": 4, "n_embd": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _HEADS,
+    "qwen3": _HEADS,
+    "gpt2": _GPT,
+    "bloom": {"n_layer": 3, "n_head": 4, **_NO_DROPOUT},
+    "falcon": {"num_attention_heads": 4, "alibi": False, **_NO_DROPOUT},
+    "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "embed_dropout": 0.0,
+                "attention_dropout": 0.0, "resid_dropout": 0.0},
+    "gptj": {**_GPT, "rotary_dim": 16},
+    "mpt": {"d_model": 128, "n_heads": 4, "n_layers": 3},
+    "openai-gpt": _GPT,
+    "gpt_oss": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "doge": _HEADS,
+    "mixtral": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_HEADS, "num_experts": 8, **_MOE},
+    "llama4_text": {**_HEADS, "num_local_experts": 4, "intermediate_size_mlp": 256, "num_experts_per_tok": 2},
+    "mimo_v2_flash": {**_HEADS, "n_routed_experts": 4, **_MOE},
+    "deepseek_v3": {**_LATENT, **_GROUPED, **_MOE},
+    "deepseek_v32": {**_LATENT, **_GROUPED, **_MOE, "index_topk": 256, "index_n_heads": 2, "index_head_dim": 32},
+    "longcat_flash": {**_LATENT, "head_dim": 16, "num_layers": 2, "ffn_hidden_size": 256, "expert_ffn_hidden_size": 64,
+                      "n_routed_experts": 8, "moe_topk": 2, "zero_expert_num": 2},
+    "kimi_linear": {**_LATENT, **_MOE, "q_lora_rank": None, "num_local_experts": 4, "first_k_dense_replace": 1,
+                    "linear_head_dim": 32, "linear_num_heads": 4},
+    "bamba": {**_HEADS, **_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**_HEADS, **_MAMBA2, "mamba_d_ssm": 256},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 16},
+    "qwen3_next": {**_HEADS, **_MOE, "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 64,
+                   "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+                   "linear_value_head_dim": 32},
+}  # fmt: skip
+
+
+def write_model(folder: Path, family: str, row_tokens: int) -> None:
+    """A folder as `save_pretrained` writes it, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    positions = {"max_position_embeddings": row_tokens, "n_positions": row_tokens, "max_seq_len": row_tokens}
+    config = AutoConfig.for_model(family, **{**_SIZES, **positions, **FAMILIES[family]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+
+
+def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
+    """The measured process: two steps, and its peak RSS in bytes."""
+    import torch
+
+    from horizon_server.engine.device.host import HostDevice
+    from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
+    from horizon_server.engine.template import Template
+    from horizon_server.engine.trainer import TrainConfig, Trainer
+    from horizon_server.store.host_store import HostStore
+    from horizon_server.store.model_load import load_model
+
+    template = Template.from_folder(folder)
+    store = HostStore.allocate(template.layout, grad_dtype=torch.float32)
+    load_model(store, folder)
+    config = TrainConfig(num_steps=2, learning_rate=1e-5, max_grad_norm=1.0, optimizer_threads=NUM_THREADS)
+    device = HostDevice(num_threads=NUM_THREADS)
+    trainer = Trainer(template, store, device, config)
+    ids_T = torch.randint(VOCAB, (sum(document_lengths),))
+    starts = torch.tensor(document_lengths).cumsum(0)[:-1]
+    labels_T = ids_T.roll(-1)
+    labels_T[[*(starts - 1).tolist(), -1]] = IGNORED_LABEL
+    row = MicroBatch(
+        input_ids_T=ids_T,
+        position_ids_T=torch.cat([torch.arange(length) for length in document_lengths]),
+        labels_T=labels_T,
+        document_lengths=document_lengths,
+    )
+    for _ in range(2):
+        trainer.train_step([row])
+    trainer.flush()
+    status = Path("/proc/self/status").read_text("ascii")
+    print(json.dumps(int(status.split("VmHWM:")[1].split()[0]) * 1024))
+    trainer.close()
+    device.close()
+    store.close()
+
+
+def _print_line(family: str, row_tokens: int, *, packed: bool) -> None:
+    lengths = (row_tokens // 4,) * 4 if packed else (row_tokens,)
+    with tempfile.TemporaryDirectory() as name:
+        # In processes of their own, so that the measured one finds the memory free.
+        code = "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+        command = [sys.executable, "-c", code, name, family, str(row_tokens)]
+        subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
+        folder = open_model_folder(Path(name))
+        plan = plan_memory(
+            folder.layout,
+            model=folder.shape,
+            tokens_per_step=sum(lengths),
+            sequence_length=row_tokens,
+            device_kind="host",
+            grad_bytes=4,
+            num_threads=NUM_THREADS,
+            layer=LayerProbe(child_environment())(folder),
+        )
+        code = "import sys, pathlib, bench.long_rows as b; b.train(pathlib.Path(sys.argv[1]), tuple(map(int, sys.argv[2:])))"
+        command = [sys.executable, "-c", code, name, *map(str, lengths)]
+        done = subprocess.run(
+            command, check=True, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    peak, planned = int(json.loads(done.stdout.splitlines()[-1])), plan.host_total_bytes
+    print(
+        f"| {family} | {' + '.join(map(str, lengths))} | {planned / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB | {peak / planned:.2f} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Print a line per family."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", choices=[[], *FAMILIES], help="which; all when none is named")
+    parser.add_argument("--row", type=int, default=4096, help="tokens of the row")
+    parser.add_argument("--packed", action="store_true", help="four documents in the row")
+    arguments = parser.parse_args()
+    print("| family | documents | planned peak | measured peak | measured / planned |\n| --- | --- | --- | --- | --- |")
+    for family in arguments.families or FAMILIES:
+        _print_line(family, arguments.row, packed=arguments.packed)
+
+
+if __name__ == "__main__":
+    main()
