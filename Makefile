@@ -40,6 +40,7 @@ verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	cd proto && ../$(BIN)/buf format --diff --exit-code > /dev/null
 	cd proto && ../$(BIN)/buf breaking --against baseline.binpb
 	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python tools/generate_client_resources.py --check
 	$(BIN)/python tools/generate_sync_client.py --check
 	$(BIN)/python tools/generate_dashboards.py --check
 	$(BIN)/python tools/generate_job_spec.py --check
@@ -52,7 +53,8 @@ fix: .venv/.dev ## let the tools mend what they can
 protos: .venv/.dev ## generate the Python code of the wire contract
 	$(BIN)/python tools/generate_protos.py
 
-client: .venv/.dev ## generate the blocking client from the async one
+client: .venv/.dev ## generate the client's records from the wire contract, and the blocking client from the async one
+	$(BIN)/python tools/generate_client_resources.py
 	$(BIN)/python tools/generate_sync_client.py
 
 job-spec: .venv/.dev ## generate the job spec's JSON Schema and its reference page

@@ -32,7 +32,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.tcp_proxy import Fault, TcpProxy
 
 from horizon_client import AsyncClient, Progress, Reporter
-from horizon_client.transfer import upload as blob_upload
+from horizon_client import upload as blob_upload
 
 MIB = 2**20
 CHUNK_BYTES = MIB

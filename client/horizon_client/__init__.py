@@ -18,96 +18,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from horizon_client.errors import (
-    AlreadyExists,
-    BadConfig,
-    BadEndpoint,
-    BadFile,
-    BadSetting,
-    CorruptDownload,
-    DatabaseUnavailable,
-    DeadlineExceeded,
-    DiskFull,
-    Diverged,
-    DoesNotFit,
-    Draining,
-    FieldViolation,
-    FileConflict,
-    HorizonClientError,
-    InUse,
-    InvalidData,
-    InvalidModel,
-    InvalidRequest,
-    InvalidSpec,
-    InvalidUpload,
-    IoFailed,
-    NotAllowed,
-    NotAvailableYet,
-    NotFound,
-    OutOfMemory,
-    RequestIdReused,
-    ServerFailed,
-    Stalled,
-    TooLarge,
-    TooManyCalls,
-    Unauthenticated,
-    Unavailable,
-    UploadInProgress,
-    WorkerCrashed,
-    WorkerDied,
-    WorkerFailed,
-    WrongJobState,
-)
-from horizon_client.transfer.reporter import Progress, Reporter
+from horizon_client import errors
+from horizon_client.errors import *  # noqa: F403 - its `__all__` is the list of the public ones
+from horizon_client.reporter import Progress, Reporter
 
 if TYPE_CHECKING:
     from horizon_client.async_client import AsyncClient
     from horizon_client.sync_client import Client
 
-__all__ = [
-    "AlreadyExists",
-    "AsyncClient",
-    "BadConfig",
-    "BadEndpoint",
-    "BadFile",
-    "BadSetting",
-    "Client",
-    "CorruptDownload",
-    "DatabaseUnavailable",
-    "DeadlineExceeded",
-    "DiskFull",
-    "Diverged",
-    "DoesNotFit",
-    "Draining",
-    "FieldViolation",
-    "FileConflict",
-    "HorizonClientError",
-    "InUse",
-    "InvalidData",
-    "InvalidModel",
-    "InvalidRequest",
-    "InvalidSpec",
-    "InvalidUpload",
-    "IoFailed",
-    "NotAllowed",
-    "NotAvailableYet",
-    "NotFound",
-    "OutOfMemory",
-    "Progress",
-    "Reporter",
-    "RequestIdReused",
-    "ServerFailed",
-    "Stalled",
-    "TooLarge",
-    "TooManyCalls",
-    "Unauthenticated",
-    "Unavailable",
-    "UploadInProgress",
-    "WorkerCrashed",
-    "WorkerDied",
-    "WorkerFailed",
-    "WrongJobState",
-]
+__all__ = ["AsyncClient", "Client", "Progress", "Reporter"]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> object:

@@ -7,10 +7,9 @@ import os
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, Connection, RetryPolicy
 from horizon_client.conversion import from_message
-from horizon_client.datasets import AsyncDatasets
 from horizon_client.jobs import AsyncJobs
-from horizon_client.models import AsyncModels
 from horizon_client.profiles import resolve_endpoint
+from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.resources import Node
 from horizon_proto.v1 import node_pb2
 

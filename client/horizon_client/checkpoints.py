@@ -1,18 +1,39 @@
-"""`client.checkpoints`: list, pull and delete the checkpoints of jobs."""
+"""`client.checkpoints`: list, pull and delete the checkpoints of jobs.
+
+A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes outside the folder,
+whatever paths the server lists, and replaces a different file only with `force`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING
 
-from horizon_client.connection import Connection
+from horizon_client.connection import ONCE, Backoff, Connection, pause_after
 from horizon_client.conversion import from_message
-from horizon_client.errors import NotFound
-from horizon_client.resources import Checkpoint, CheckpointPull
-from horizon_client.transfer.download import TRAINER_PREFIX, CheckpointDownload
-from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.errors import (
+    BadFile,
+    CorruptDownload,
+    FieldViolation,
+    FileConflict,
+    HorizonClientError,
+    NotFound,
+    ServerFailed,
+    Unavailable,
+)
+from horizon_client.local_files import PIECE_BYTES
+from horizon_client.reporter import SILENT, Progress, Reporter
+from horizon_client.resources import Checkpoint, CheckpointPull, FileEntry
 from horizon_proto.v1 import checkpoint_pb2
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+_TRAINER_PREFIX = "trainer/"
 
 
 class AsyncCheckpoints:
@@ -47,30 +68,20 @@ class AsyncCheckpoints:
             CorruptDownload: when a file does not have the listed sha256.
         """
         checkpoint = _chosen(await self.list(job), job, at)
-        files = [f for f in checkpoint.files if with_trainer or not f.path.startswith(TRAINER_PREFIX)]
-        folder = _folder(to)
-
-        async def read_file(path: str, offset: int) -> AsyncIterator[tuple[int, bytes]]:
-            request = checkpoint_pb2.ReadCheckpointFileRequest(
-                job_id=checkpoint.job_id, step=checkpoint.step, path=path, offset=offset
-            )
-            async for piece in self._connection.stream(self._connection.calls.checkpoints.ReadCheckpointFile, request):
-                yield piece.offset, piece.data
-
-        download = CheckpointDownload(read_file, folder, retry=self._connection.stream_retry, reporter=reporter)
+        files = [f for f in checkpoint.files if with_trainer or not f.path.startswith(_TRAINER_PREFIX)]
+        download = _Download(self._connection, checkpoint, to, reporter)
         received_bytes = await download.fetch(files, force=force)
         return CheckpointPull(
-            checkpoint=checkpoint, folder=str(folder), files=tuple(f.path for f in files), received_bytes=received_bytes
+            checkpoint=checkpoint,
+            folder=str(download.folder),
+            files=tuple(f.path for f in files),
+            received_bytes=received_bytes,
         )
 
     async def delete(self, job: str, step: int) -> None:
         """Delete one checkpoint."""
         request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
-        await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, idempotent=False)
-
-
-def _folder(to: str | os.PathLike[str]) -> Path:
-    return Path(to).expanduser()
+        await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, retry=ONCE)
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:
@@ -88,3 +99,152 @@ def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Check
     if found is None:
         raise NotFound(f"job {job} has {missing}")
     return found
+
+
+class _Download:
+    """One pull into one folder."""
+
+    def __init__(
+        self, connection: Connection, checkpoint: Checkpoint, to: str | os.PathLike[str], reporter: Reporter
+    ) -> None:
+        self._connection = connection
+        self._checkpoint = checkpoint
+        self.folder = Path(to).expanduser()
+        self._reporter = reporter
+        self._done_bytes = 0
+        self._total_bytes = 0
+
+    async def fetch(self, files: Sequence[FileEntry], *, force: bool) -> int:
+        """Download all files and return the number of bytes received; identical files that exist already are skipped."""
+        targets = {entry.path: self._target(entry.path) for entry in files}
+        self._total_bytes = sum(entry.size_bytes for entry in files)
+        try:
+            wanted = [entry for entry in files if not await self._is_complete(entry, targets[entry.path])]
+            # before anything is fetched; a dangling link does not exist, but is in the way
+            taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
+            if taken and not force:
+                raise FileConflict(
+                    f"{taken[0]} exists and is different; choose another folder, or pass --force (force=True) to replace it",
+                    violations=[FieldViolation(field=str(t), description="exists and is different") for t in taken],
+                )
+            return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
+        except OSError as error:
+            if isinstance(error, HorizonClientError):  # some of ours are OSErrors too: Unavailable is a ConnectionError
+                raise
+            raise BadFile(f"cannot write to {self.folder}: {error.strerror} ({error.filename})") from error
+
+    def _target(self, listed: str) -> Path:
+        """Return the local path of a listed one; ServerFailed when it would be outside the folder."""
+        # the same on every system: a Windows path is refused on Linux too, and the other way round
+        pure = PurePosixPath(listed)
+        parts = listed.split("/")
+        plain = all(part not in ("", ".", "..") for part in parts) and not any(c in listed for c in "\\\0:")
+        if not plain or pure.is_absolute() or PureWindowsPath(listed).is_absolute():
+            raise ServerFailed(
+                f"the server lists the path {listed!r:.100}, which is outside the folder; nothing was written"
+            )
+        target = self.folder.joinpath(*parts)
+        if not target.parent.resolve().is_relative_to(self.folder.resolve()):
+            raise ServerFailed(f"{target.parent} is a link to a place outside {self.folder}; nothing was written")
+        return target
+
+    async def _is_complete(self, entry: FileEntry, target: Path) -> bool:
+        if _file_size(target) != entry.size_bytes:
+            return False
+        same = (await _hashed(target, entry.size_bytes)).hexdigest() == entry.sha256
+        if same:
+            self._advance(entry, entry.size_bytes)
+        return same
+
+    async def _fetch_file(self, entry: FileEntry, target: Path) -> int:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.part")
+        resumed = part.exists()
+        received, digest = await self._fill_part(entry, part)
+        if digest != entry.sha256 and resumed:
+            # the job may have written this checkpoint again since then, so one download from the start is tried
+            part.unlink()
+            self._reporter.notice(f"the partial download of {entry.path} is from another file; starting it again")
+            self._done_bytes -= entry.size_bytes
+            again, digest = await self._fill_part(entry, part)
+            received += again
+        if digest != entry.sha256:
+            part.unlink()  # or the next pull would continue from damaged bytes
+            raise CorruptDownload(
+                f"{entry.path} arrived damaged: its sha256 is {digest[:12]}, not {entry.sha256[:12]}; pull it again"
+            )
+        part.replace(target)  # complete or not there at all, also for a program that reads the folder meanwhile
+        return received
+
+    async def _fill_part(self, entry: FileEntry, part: Path) -> tuple[int, str]:
+        """Fill `part` to the listed size; return the number of bytes received and the sha256 of the whole."""
+        digest = hashlib.sha256()
+        offset = _usable_part_bytes(part, entry.size_bytes)
+        if offset:
+            digest = await _hashed(part, offset)
+            self._advance(entry, offset)
+        start, backoff = offset, Backoff(self._connection.stream_retry)
+        with part.open("ab") as file:
+            while offset < entry.size_bytes:
+                before = offset
+                try:
+                    async for piece in self._pieces(entry.path, offset):
+                        end = piece.offset + len(piece.data)
+                        if piece.offset != offset or end > entry.size_bytes:
+                            sent = f"bytes {piece.offset}..{end} of {entry.path}"
+                            raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
+                        # in a thread, so that a slow disk does not block the event loop
+                        await asyncio.to_thread(file.write, piece.data)
+                        await asyncio.to_thread(digest.update, piece.data)
+                        offset = end
+                        self._advance(entry, len(piece.data))
+                    problem: HorizonClientError = Unavailable(
+                        f"{entry.path} ended at byte {offset} of {entry.size_bytes}"
+                    )
+                except Unavailable as error:
+                    problem = error
+                if offset > before:
+                    backoff.succeeded()
+                if offset < entry.size_bytes:
+                    await pause_after(problem, backoff, self._reporter, f"the download of {entry.path}")
+            file.flush()
+            # before the rename, or a crash may leave the final name with missing bytes
+            await asyncio.to_thread(os.fsync, file.fileno())
+        return offset - start, digest.hexdigest()
+
+    def _pieces(self, path: str, offset: int) -> AsyncIterator[checkpoint_pb2.ReadCheckpointFileResponse]:
+        request = checkpoint_pb2.ReadCheckpointFileRequest(
+            job_id=self._checkpoint.job_id, step=self._checkpoint.step, path=path, offset=offset
+        )
+        return self._connection.stream(self._connection.calls.checkpoints.ReadCheckpointFile, request)
+
+    def _advance(self, entry: FileEntry, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._reporter.progress(
+            Progress(phase="download", name=entry.path, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
+        )
+
+
+def _file_size(path: Path) -> int | None:
+    """Return the size of a plain file; None for anything else."""
+    # a `.part` that is a link would be written through, to a place outside the folder
+    return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+
+
+def _usable_part_bytes(part: Path, whole_bytes: int) -> int:
+    """Return how much of an earlier download can be kept; remove it when nothing can."""
+    size = _file_size(part)
+    if size is None or size > whole_bytes:
+        part.unlink(missing_ok=True)
+        return 0
+    return size
+
+
+async def _hashed(path: Path, num_bytes: int) -> _Hash:
+    """Return the sha256 of the first bytes of a file; each read is short, so that an interrupt is noticed."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while num_bytes > 0 and (piece := await asyncio.to_thread(file.read, min(PIECE_BYTES, num_bytes))):
+            await asyncio.to_thread(digest.update, piece)
+            num_bytes -= len(piece)
+    return digest

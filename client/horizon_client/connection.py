@@ -7,50 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 
-from horizon_client.endpoint import Endpoint
-from horizon_client.errors import BadConfig, BadEndpoint, HorizonClientError, Unavailable
-from horizon_client.rpc_errors import OTHER_HOST, from_rpc
-from horizon_client.transfer.reporter import Reporter
-from horizon_proto.v1.blob_pb2_grpc import BlobServiceStub
-from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceStub
-from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceStub
-from horizon_proto.v1.job_pb2_grpc import JobServiceStub
-from horizon_proto.v1.model_pb2_grpc import ModelServiceStub
-from horizon_proto.v1.node_pb2_grpc import NodeServiceStub
+from horizon_client.errors import BadEndpoint, HorizonClientError, Unavailable
+from horizon_client.profiles import Endpoint
+from horizon_client.reporter import Reporter
+from horizon_client.rpc_errors import explained
+from horizon_proto.v1 import (
+    blob_pb2_grpc,
+    checkpoint_pb2_grpc,
+    dataset_pb2_grpc,
+    job_pb2_grpc,
+    model_pb2_grpc,
+    node_pb2_grpc,
+)
 
-if TYPE_CHECKING:
-    from horizon_proto.v1.blob_pb2_grpc import BlobServiceAsyncStub
-    from horizon_proto.v1.checkpoint_pb2_grpc import CheckpointServiceAsyncStub
-    from horizon_proto.v1.dataset_pb2_grpc import DatasetServiceAsyncStub
-    from horizon_proto.v1.job_pb2_grpc import JobServiceAsyncStub
-    from horizon_proto.v1.model_pb2_grpc import ModelServiceAsyncStub
-    from horizon_proto.v1.node_pb2_grpc import NodeServiceAsyncStub
-
-ItemT = TypeVar("ItemT")
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 UNARY_DEADLINE_S = 30.0
-FINALIZE_DEADLINE_S = 1800.0
-"""Finalizing reads every row of a dataset, or every header of a model."""
-PREVIEW_DEADLINE_S = 120.0
-"""Rendering may load a large tokenizer first, and one preview is rendered at a time."""
+FINALIZE_DEADLINE_S = 1800.0  # finalizing reads every row of a dataset, or every header of a model
+PREVIEW_DEADLINE_S = 120.0  # rendering may load a large tokenizer first, and one preview is rendered at a time
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
+# room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server
 MAX_METADATA_BYTES = 128 * 1024
-"""Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server."""
 
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
 _PAGE_SIZE = 200
@@ -71,8 +60,10 @@ class RetryPolicy:
 
 
 UNARY_RETRY = RetryPolicy()
+# a change may have happened although its answer was lost, and must not happen twice
+ONCE = RetryPolicy(max_attempts=1)
+# for watching and for transfers: long enough for a restart of the daemon or a change of networks
 STREAM_RETRY = RetryPolicy(max_attempts=40, max_elapsed_s=300.0)
-"""For watching and for transfers: long enough for a restart of the daemon or a change of networks."""
 
 
 class Backoff:
@@ -89,7 +80,7 @@ class Backoff:
 
     def wait_s(self, problem: HorizonClientError) -> float | None:
         """Return how long to wait before the next attempt, or None when it is time to give up."""
-        if isinstance(problem, BadEndpoint):
+        if isinstance(problem, BadEndpoint):  # the same address would give the same answer
             return None
         now = time.monotonic()
         if self._failures == 0:
@@ -97,6 +88,7 @@ class Backoff:
         self._failures += 1
         # the jitter keeps clients from returning all at once when a daemon has restarted
         wait_s = min(self._policy.first_wait_s * 2 ** (self._failures - 1), self._policy.longest_wait_s)
+        # what the server asks for is the least
         wait_s = max(wait_s * random.uniform(0.75, 1.25), problem.retry_after_s or 0.0)
         out_of_time = now - self._first_failure_at + wait_s > self._policy.max_elapsed_s
         return None if self._failures >= self._policy.max_attempts or out_of_time else wait_s
@@ -106,12 +98,15 @@ class Calls:
     """The services of the daemon on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.blobs = cast("BlobServiceAsyncStub", BlobServiceStub(channel))
-        self.checkpoints = cast("CheckpointServiceAsyncStub", CheckpointServiceStub(channel))
-        self.datasets = cast("DatasetServiceAsyncStub", DatasetServiceStub(channel))
-        self.jobs = cast("JobServiceAsyncStub", JobServiceStub(channel))
-        self.models = cast("ModelServiceAsyncStub", ModelServiceStub(channel))
-        self.node = cast("NodeServiceAsyncStub", NodeServiceStub(channel))
+        # on a channel of grpc.aio the stubs are asynchronous; the classes of that type exist for type checkers only
+        self.blobs = cast("blob_pb2_grpc.BlobServiceAsyncStub", blob_pb2_grpc.BlobServiceStub(channel))
+        self.checkpoints = cast(
+            "checkpoint_pb2_grpc.CheckpointServiceAsyncStub", checkpoint_pb2_grpc.CheckpointServiceStub(channel)
+        )
+        self.datasets = cast("dataset_pb2_grpc.DatasetServiceAsyncStub", dataset_pb2_grpc.DatasetServiceStub(channel))
+        self.jobs = cast("job_pb2_grpc.JobServiceAsyncStub", job_pb2_grpc.JobServiceStub(channel))
+        self.models = cast("model_pb2_grpc.ModelServiceAsyncStub", model_pb2_grpc.ModelServiceStub(channel))
+        self.node = cast("node_pb2_grpc.NodeServiceAsyncStub", node_pb2_grpc.NodeServiceStub(channel))
 
 
 class Connection:
@@ -123,6 +118,7 @@ class Connection:
         self.stream_retry = stream_retry
         token = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
         self.metadata = (*token, (_METADATA_BYTES_KEY, str(MAX_METADATA_BYTES)))
+        # read now, so that a bad file is an error of the constructor, not of the first call
         self._root_certificates = endpoint.root_certificates()
         self._channel: grpc.aio.Channel | None = None
         self._calls: Calls | None = None
@@ -147,38 +143,31 @@ class Connection:
         request: RequestT,
         *,
         deadline_s: float = UNARY_DEADLINE_S,
-        idempotent: bool = True,
         retry: RetryPolicy | None = None,
     ) -> ResponseT:
-        """Make one call; retry an idempotent one while the server is unavailable.
-
-        Raises:
-            HorizonClientError: what the server answered, or that it cannot be reached.
-        """
+        """Make one call; retry it while the server is unavailable."""
         backoff = Backoff(retry or self.unary_retry)
         while True:
             try:
                 return await call(request, timeout=deadline_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                problem = await self._explained(error)
-            wait_s = backoff.wait_s(problem) if idempotent and isinstance(problem, Unavailable) else None
+                problem = await explained(error, self.endpoint)
+            wait_s = backoff.wait_s(problem) if isinstance(problem, Unavailable) else None
             if wait_s is None:
                 raise problem
             await asyncio.sleep(wait_s)
 
-    async def all_pages(
-        self, call: Any, request: Any, items_of: Callable[[Any], Iterable[ItemT]], limit: int | None
-    ) -> list[ItemT]:
-        """Return the items of all pages, or the first `limit`; `items_of` returns the items of one answer."""
-        items: list[ItemT] = []
-        while limit is None or len(items) < limit:
-            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(items))
+    async def all_pages(self, call: Any, request: Any, *, items: str, limit: int | None) -> list[Any]:
+        """Return the messages of all pages, or the first `limit`; `items` is the field of an answer that holds them."""
+        found: list[Any] = []
+        while limit is None or len(found) < limit:
+            request.page_size = _PAGE_SIZE if limit is None else min(_PAGE_SIZE, limit - len(found))
             answer: Any = await self.unary(call, request)
-            items += items_of(answer)
+            found += getattr(answer, items)
             request.page_token = answer.next_page_token
             if not request.page_token:
                 break
-        return items[:limit]
+        return found[:limit]
 
     async def stream(
         self,
@@ -187,12 +176,7 @@ class Connection:
         *,
         stall_s: float | None = STALL_DEADLINE_S,
     ) -> AsyncIterator[ResponseT]:
-        """Yield the answers of one streaming call; `stall_s` limits the time between two of them, None does not.
-
-        Raises:
-            Unavailable: when the stream was cut or stalled; `followed` reopens it.
-            HorizonClientError: what else the server answered.
-        """
+        """Yield the answers of one streaming call; `stall_s` limits the time between two of them, None does not."""
         running = call(request, metadata=self.metadata)
         answers = aiter(running)
         try:
@@ -203,7 +187,7 @@ class Connection:
                     return
                 yield answer
         except grpc.aio.AioRpcError as error:
-            raise await self._explained(error) from None
+            raise await explained(error, self.endpoint) from None
         except TimeoutError:
             raise Unavailable(f"{self.endpoint.server} sent nothing for {stall_s:.0f} s") from None
         finally:
@@ -220,13 +204,11 @@ class Connection:
         """Yield the answers of the stream that `reopen` opens; after a cut open it again, with growing waits.
 
         `reopen` continues where the last answer ended. A stream that ends before `is_over` (the daemon is draining) counts as cut.
-
-        Raises:
-            Unavailable: when nothing arrived for as long as the retry policy allows.
         """
         backoff = Backoff(self.stream_retry)
         while True:
             try:
+                # closed here, or the call would stay open until the garbage collection
                 async with aclosing(reopen()) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         backoff.succeeded()
@@ -244,23 +226,9 @@ class Connection:
             await self._channel.close(None)
         self._channel = self._calls = None
 
-    async def _explained(self, error: grpc.aio.AioRpcError) -> HorizonClientError:
-        """Return the error for a failed call; where the certificate holds other host names, with those names."""
-        problem = from_rpc(error, self.endpoint.server)
-        if problem.reason != OTHER_HOST:
-            return problem
-        names = await asyncio.to_thread(certificate_names, self.endpoint)
-        held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
-        add = f"add {self.endpoint.host!r} to tls_names in the settings of horizond and restart it"
-        return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
-
 
 async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: Reporter, what: str) -> None:
-    """Wait before the next attempt and say so.
-
-    Raises:
-        HorizonClientError: `problem`, when it is time to give up.
-    """
+    """Wait before the next attempt and say so; raise `problem` when it is time to give up."""
     wait_s = backoff.wait_s(problem)
     if wait_s is None:
         raise problem
@@ -285,22 +253,3 @@ def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
         # a company proxy cannot reach this machine's loopback
         ("grpc.enable_http_proxy", 0 if endpoint.is_loopback else 1),
     ]
-
-
-def certificate_names(endpoint: Endpoint) -> list[str]:
-    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
-    context = ssl.create_default_context()
-    context.check_hostname = False  # the name is known to be wrong; the CA is still checked
-    context.set_alpn_protocols(["h2"])
-    host, _, port = endpoint.server.rpartition(":")
-    try:
-        if (pem := endpoint.root_certificates()) is not None:
-            context.load_verify_locations(cadata=pem.decode("ascii"))
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
-            context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
-        ):
-            held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
-    except (OSError, ValueError, BadConfig):
-        return []
-    return [str(name) for _, name in held]

@@ -13,8 +13,50 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from difflib import SequenceMatcher
+from typing import Self
 
 from horizon_formats.problems import FieldViolation as FieldViolation
+
+__all__ = [
+    "AlreadyExists",
+    "BadConfig",
+    "BadEndpoint",
+    "BadFile",
+    "BadSetting",
+    "CorruptDownload",
+    "DatabaseUnavailable",
+    "DeadlineExceeded",
+    "DiskFull",
+    "Diverged",
+    "DoesNotFit",
+    "Draining",
+    "FieldViolation",
+    "FileConflict",
+    "HorizonClientError",
+    "InUse",
+    "InvalidData",
+    "InvalidModel",
+    "InvalidRequest",
+    "InvalidSpec",
+    "InvalidUpload",
+    "IoFailed",
+    "NotAllowed",
+    "NotAvailableYet",
+    "NotFound",
+    "OutOfMemory",
+    "RequestIdReused",
+    "ServerFailed",
+    "Stalled",
+    "TooLarge",
+    "TooManyCalls",
+    "Unauthenticated",
+    "Unavailable",
+    "UploadInProgress",
+    "WorkerCrashed",
+    "WorkerDied",
+    "WorkerFailed",
+    "WrongJobState",
+]
 
 _SIMILAR = 0.6
 _AS_SIMILAR = 0.08
@@ -40,6 +82,11 @@ class HorizonClientError(Exception):
         self.reason = reason or type(self).reason
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, field: str, message: str) -> Self:
+        """Return the error of one refused field: its message is also its only violation."""
+        return cls(message, violations=[FieldViolation(field=field, description=message)])
 
 
 class InvalidRequest(HorizonClientError, ValueError):

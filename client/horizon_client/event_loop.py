@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 ValueT = TypeVar("ValueT")
 
-_UNWIND_S = 5.0
-"""How long cancelled work may take to clean up before it is abandoned."""
+_UNWIND_S = 5.0  # how long cancelled work may take to clean up before it is abandoned
 
 
 class LoopThread:
@@ -22,7 +22,13 @@ class LoopThread:
 
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
-        loop.set_exception_handler(_ignore_shared_poller)
+
+        def ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            # grpc logs it when two event loops of one process share its wake-up socket; it is harmless
+            if not isinstance(context.get("exception"), BlockingIOError):
+                loop.default_exception_handler(context)
+
+        loop.set_exception_handler(ignore_shared_poller)
 
         def run_loop() -> None:  # without `self`, or the thread would keep this object alive
             asyncio.set_event_loop(loop)
@@ -39,25 +45,38 @@ class LoopThread:
         """Whether work can still be run."""
         return self._finalizer.alive
 
-    def run(self, work: Coroutine[Any, Any, ValueT]) -> ValueT:
-        """Run `work` and return its result; an interrupt cancels it and is raised to the caller."""
+    def run(self, work: Callable[[], Coroutine[Any, Any, ValueT]]) -> ValueT:
+        """Run what `work` makes and return its result; an interrupt cancels it and is raised to the caller."""
         if not self.is_open:
-            work.close()
             raise RuntimeError("this client is closed")
-        unwound = threading.Event()
+        result: Future[ValueT] = Future()
+        task: asyncio.Task[None] | None = None
 
-        async def until_unwound() -> ValueT:
+        async def fill() -> None:
             try:
-                return await work
-            finally:
-                unwound.set()
+                result.set_result(await work())
+            except Exception as error:  # noqa: BLE001 - all of them belong to the caller
+                result.set_exception(error)
 
-        future = asyncio.run_coroutine_threadsafe(until_unwound(), self._loop)
+        # in the loop's thread, because an interrupt could come between making a coroutine and scheduling it: it would never be awaited
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(fill())
+            # a task may be cancelled before its first line
+            task.add_done_callback(lambda _: result.cancel())
+
+        def cancel() -> None:
+            if task is None:  # the interrupt was faster than `start`
+                result.cancel()
+            else:
+                task.cancel()
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(start)
+            return result.result()
         except KeyboardInterrupt:
-            future.cancel()
-            unwound.wait(_UNWIND_S)  # streams are closed by now, so the next call finds a clean connection
+            self._loop.call_soon_threadsafe(cancel)
+            wait([result], _UNWIND_S)  # streams are closed then, so the next call finds a clean connection
             raise
 
     def iterate(self, items: AsyncIterator[ValueT]) -> Iterator[ValueT]:
@@ -79,11 +98,11 @@ class LoopThread:
                 await items.aclose()
 
         try:
-            while (item := self.run(advance())) is not end:
+            while (item := self.run(advance)) is not end:
                 yield cast("ValueT", item)
         finally:
             if self.is_open:
-                self.run(close())
+                self.run(close)
 
     def close(self) -> None:
         """Cancel the work in progress and stop the thread. May be called twice."""
@@ -105,9 +124,3 @@ def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> Non
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=_UNWIND_S)
     loop.close()
-
-
-def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Ignore the error that grpc logs when two event loops of one process share its wake-up socket; it is harmless."""
-    if not isinstance(context.get("exception"), BlockingIOError):
-        loop.default_exception_handler(context)

@@ -1,177 +1,161 @@
-"""Job spec, plain mapping <-> wire, by walking the descriptor of `JobSpec`: a new field of the contract needs no line here.
+"""A job spec as users write it: YAML, JSON or a mapping, with `--set` overrides, and with local files that are pushed first.
 
-Refuses unknown keys and wrong types before anything is sent, each with its path and what is allowed; the server checks the ranges. null
-means the default, except for `train.max_grad_norm`, where it turns clipping off. YAML reads `1e-5` as text, so number fields also accept
-numbers written as text.
+A value is local when it exists on this disk, relative to the spec file's folder or else to the working folder. A bare word that is also the
+name of something pushed means that. Only `model`, `dataset` and `eval_dataset` can be local.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, MutableSequence
-from typing import Any
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+import yaml
 
-from horizon_client.errors import FieldViolation, InvalidSpec, did_you_mean
+from horizon_client.conversion import spec_to_proto
+from horizon_client.errors import BadFile, InvalidRequest, NotFound
+from horizon_client.pushed import AsyncDatasets, AsyncModels, AsyncPushed, push_under_free_name
+from horizon_client.reporter import Reporter
 from horizon_proto.v1 import job_pb2
 
-REQUIRED = ("name", "model", "dataset")
+SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
+"""A job spec as a mapping, or the path of a YAML or JSON file."""
 
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_CLIPPING_OFF = "no_clipping"
-_CLIPPING = "max_grad_norm"
-_INT_BITS = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
-
-
-class _Refused(Exception):
-    """A value that a field cannot have; the text is the part of the message after "it"."""
+MAX_SPEC_BYTES = 1 << 20
+_PLACEHOLDER = "local"
 
 
-def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
-    """Return the wire form of a job spec.
-
-    Raises:
-        InvalidSpec: with one violation for each key that is unknown, missing or of the wrong type.
-    """
-    if not isinstance(mapping, Mapping):
-        kind = "nothing" if mapping is None else type(mapping).__name__
-        fields = ", ".join(REQUIRED)
-        raise InvalidSpec(f"the job spec must be a mapping of fields such as {fields}, not {kind}")
-    spec = job_pb2.JobSpec()
-    violations: list[FieldViolation] = []
-    _fill(spec, mapping, "", violations)
-    refused = {violation.field for violation in violations}
-    violations += [
-        FieldViolation(field=name, description=f"{name} is required")
-        for name in REQUIRED
-        if not getattr(spec, name) and name not in refused
-    ]
-    if violations:
-        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        raise InvalidSpec(f"{violations[0].description}{more}", violations=violations)
-    return spec
-
-
-def spec_to_mapping(spec: Message) -> dict[str, Any]:
-    """Return the plain mapping that `spec_to_proto` turns back into an equal spec (or section); unset fields are left out."""
-    plain: dict[str, Any] = {}
-    for descriptor in spec.DESCRIPTOR.fields:
-        name, value = descriptor.name, getattr(spec, descriptor.name)
-        if isinstance(value, MutableSequence):
-            if value:
-                plain[name] = list(value)
-        elif descriptor.has_presence and not spec.HasField(name):
-            continue
-        elif isinstance(value, Message):
-            plain[name] = spec_to_mapping(value)
-        elif name == _CLIPPING_OFF:
-            if value:
-                plain[_CLIPPING] = None
-        elif descriptor.enum_type is not None:
-            texts = {number: text for text, number in enum_choices(descriptor.enum_type).items()}
-            if value:
-                plain[name] = texts.get(value, f"unknown-{value}")
-        elif descriptor.has_presence or value:
-            plain[name] = value
-    return plain
+async def spec_to_send(
+    spec: SpecLike,
+    overrides: Sequence[str],
+    *,
+    push_to: tuple[AsyncModels, AsyncDatasets] | None,
+    reporter: Reporter,
+) -> job_pb2.JobSpec:
+    """Return the wire form of a spec; local files that it names are pushed, unless there is nothing to push them to."""
+    written, folders = _loaded(spec)
+    mapping = with_overrides(written, overrides)
+    if push_to is None:
+        return spec_to_proto(mapping)
+    models, datasets = push_to
+    kinds: dict[str, AsyncPushed[Any]] = {"model": models, "dataset": datasets, "eval_dataset": datasets}
+    local = {field: _local_sources(mapping.get(field), folders, many=field != "model") for field in kinds}
+    local = {field: sources for field, sources in local.items() if sources}
+    # refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
+    spec_to_proto({**mapping, **dict.fromkeys(local, _PLACEHOLDER)})
+    for field, sources in local.items():
+        if not await _is_pushed(mapping[field], kinds[field]):
+            noun = "model folder" if field == "model" else field.replace("_", " ")
+            reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
+            mapping[field] = await push_under_free_name(kinds[field], sources, reporter)
+    return spec_to_proto(mapping)
 
 
-def enum_choices(descriptor: Any) -> dict[str, int]:
-    """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the unset value."""
-    prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {v.name.removeprefix(prefix).lower().replace("_", "-"): v.number for v in descriptor.values if v.number != 0}
+def _loaded(spec: SpecLike) -> tuple[Mapping[str, Any], list[Path]]:
+    """Return the spec, and the folders that relative paths in it start from."""
+    if isinstance(spec, Mapping):
+        return spec, [Path()]
+    path = Path(spec).expanduser()
+    return load_spec_file(path), [path.parent, Path()]
 
 
-def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[FieldViolation]) -> None:
-    known = _known_keys(message.DESCRIPTOR)
-    for key, value in mapping.items():
-        path = f"{prefix}{key}"
-        if key not in known:
-            hint = did_you_mean(str(key), known) or f"fields: {', '.join(known)}"
-            text = f"{path} is not a field of the job spec; {hint}"
-            violations.append(FieldViolation(field=path, description=text))
-            continue
-        try:
-            _set(message, message.DESCRIPTOR.fields_by_name[key], value, path, violations)
-        except _Refused as refused:
-            text = repr(value)
-            shown = text if len(text) <= 60 else f"{text[:57]}..."
-            violations.append(FieldViolation(field=path, description=f"{path} is {shown}; it {refused}"))
+def _local_sources(value: object, folders: Sequence[Path], *, many: bool) -> list[Path]:
+    """Return the local paths that a spec's value means; empty when it names something pushed."""
+    if many and isinstance(value, list | tuple) and value:
+        each = [_local_sources(item, folders, many=False) for item in value]
+        # a list must consist of local files; the checks of the spec refuse any other
+        return [paths[0] for paths in each] if all(each) else []
+    if not isinstance(value, str) or not value or "\0" in value:
+        return []
+    path = Path(value).expanduser()
+    return next(([folder / path] for folder in folders if (folder / path).exists()), [])
 
 
-def _set(message: Message, descriptor: Any, value: object, path: str, violations: list[FieldViolation]) -> None:
-    if value is None:
-        if descriptor.name == _CLIPPING:
-            setattr(message, _CLIPPING_OFF, True)
-        return
-    current = getattr(message, descriptor.name)
-    if isinstance(current, MutableSequence):
-        if not isinstance(value, list | tuple):
-            raise _Refused("must be a list")
-        current.extend([_converted(descriptor, item) for item in value])
-    elif isinstance(current, Message):
-        if not isinstance(value, Mapping):
-            raise _Refused(f"must be a mapping with some of: {', '.join(_known_keys(current.DESCRIPTOR))}")
-        current.SetInParent()
-        _fill(current, value, f"{path}.", violations)
-    else:
-        setattr(message, descriptor.name, _converted(descriptor, value))
-
-
-def _converted(descriptor: Any, value: object) -> object:
-    if descriptor.enum_type is not None:
-        choices = enum_choices(descriptor.enum_type)
-        text = str(value).lower() if isinstance(value, bool) else value  # YAML reads true and false as booleans
-        if not isinstance(text, str) or text not in choices:
-            raise _Refused(f"must be one of {', '.join(choices)}")
-        return choices[text]
-    if descriptor.cpp_type in _INT_BITS:
-        return _whole(value, _INT_BITS[descriptor.cpp_type])
-    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
-        return _number(value)
-    if descriptor.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-        if not isinstance(value, bool):
-            raise _Refused("must be true or false")
-        return value
-    assert descriptor.cpp_type == FieldDescriptor.CPPTYPE_STRING  # noqa: S101 - the contract has no other kind
-    if not isinstance(value, str):
-        raise _Refused("must be text; put it in quotes")
+async def _is_pushed(value: object, kind: AsyncPushed[Any]) -> bool:
+    # only a bare word can be the name of something pushed
+    if not isinstance(value, str) or "/" in value or os.sep in value or value.startswith((".", "~")):
+        return False
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _Refused("must be valid Unicode text") from None
-    return value
+        await kind.get(value)
+    except NotFound:
+        return False
+    return True
 
 
-def _number(value: object) -> float:
-    is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
-    if not is_text and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise _Refused("must be a number")
+class _StrictLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build one mapping."""
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_spec_file(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML or JSON file; BadFile with the line when it holds anything else."""
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _Refused("must be a finite number")
-    return number
+        # a mistyped path may name a data file
+        if path.stat().st_size > MAX_SPEC_BYTES:
+            raise BadFile(f"{path} is larger than 1 MiB; is it a job spec?")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte order mark before the text
+    except OSError as error:
+        raise BadFile(f"cannot read the job spec {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadFile(f"{path} is not UTF-8 text at byte {error.start}") from error
+    return parse_spec(text, name=str(path), as_json=path.suffix == ".json")
 
 
-def _whole(value: object, num_bits: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def parse_spec(text: str, *, name: str, as_json: bool = False) -> dict[str, Any]:
+    """Return the mapping that `text` holds; `name` is the file's name in messages."""
+    try:
+        content = json.loads(text) if as_json else yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except json.JSONDecodeError as error:
+        raise BadFile(f"{name}, line {error.lineno}: not JSON: {error.msg}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise BadFile(f"{name}{line}: not YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise BadFile(f"{name}: not YAML: {error}".splitlines()[0]) from error
+    except RecursionError as error:  # both parsers recurse
+        raise BadFile(f"{name} is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise BadFile(f"{name} must contain a mapping of fields such as name, model and dataset")
+    return content
+
+
+def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of `mapping` with each `path.to.field=value` applied; values are read as YAML."""
+    result = _copied(mapping)
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise InvalidRequest(f"--set {override}: write it as field=value, such as train.learning_rate=1e-5")
         try:
-            number = _number(value)
-        except _Refused:
-            raise _Refused("must be a whole number") from None
-        if not number.is_integer():
-            raise _Refused("must be a whole number")
-        value = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
-    if not -(2 ** (num_bits - 1)) <= value < 2 ** (num_bits - 1):
-        raise _Refused(f"must be a whole number of at most {num_bits} bits")
-    return value
+            value = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        except yaml.YAMLError as error:
+            raise InvalidRequest(f"--set {override}: the value is not YAML; put it in quotes") from error
+        section = result
+        for depth, key in enumerate(keys[:-1]):
+            if section.get(key) is None:
+                section[key] = {}
+            if not isinstance(section[key], dict):
+                at = ".".join(keys[: depth + 1])
+                raise InvalidRequest.of(at, f"--set {override}: {at} is not a section, so it has no fields to set")
+            section = section[key]
+        section[keys[-1]] = value
+    return result
 
 
-def _known_keys(descriptor: Any) -> list[str]:
-    return [field.name for field in descriptor.fields if field.name != _CLIPPING_OFF]
+def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    # the overrides and the names of what is pushed must not reach the caller's own mapping
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}

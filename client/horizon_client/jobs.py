@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 from google.protobuf.message import Message
 
-from horizon_client.connection import Connection
-from horizon_client.conversion import event_from_message, from_message
-from horizon_client.datasets import AsyncDatasets
-from horizon_client.errors import DeadlineExceeded, FieldViolation, InvalidRequest, NotFound, suggested
-from horizon_client.job_spec import enum_choices, spec_to_mapping, spec_to_proto
-from horizon_client.local_inputs import LocalInputs, load_job_spec
-from horizon_client.models import AsyncModels
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, MemoryPlan, PlannedJob, StateEvent
-from horizon_client.transfer.reporter import SILENT, Reporter
+from horizon_client.connection import ONCE, Connection, RetryPolicy
+from horizon_client.conversion import enum_choices, event_from_message, from_message
+from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
+from horizon_client.job_spec import SpecLike, spec_to_send
+from horizon_client.pushed import AsyncDatasets, AsyncModels
+from horizon_client.reporter import SILENT, Reporter
+from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, StateEvent
 from horizon_proto.v1 import job_pb2
-
-SpecLike: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
-"""A job spec as a mapping, or the path of a YAML or JSON file."""
 
 _SEARCHED_JOBS = 1000
 
@@ -35,7 +29,6 @@ class AsyncJobs:
         self._connection = connection
         self._datasets = datasets
         self._models = models
-        self._inputs = LocalInputs(connection, datasets, models)
 
     async def submit(
         self,
@@ -56,6 +49,7 @@ class AsyncJobs:
             DoesNotFit: when the node does not have enough memory.
         """
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
+        # with an id, a retry after a lost answer gives the same job
         request = job_pb2.SubmitJobRequest(request_id=request_id or str(uuid.uuid4()), spec=wire_spec)
         try:
             return await self._answered(self._connection.calls.jobs.SubmitJob, request)
@@ -73,7 +67,7 @@ class AsyncJobs:
             )
         except NotFound as problem:
             raise await self._missing_input(problem, wire_spec) from None
-        return PlannedJob(plan=from_message(MemoryPlan, answer.plan), spec=spec_to_mapping(answer.spec))
+        return from_message(PlannedJob, answer)
 
     async def get(self, job: str) -> Job:
         """Return one job.
@@ -90,17 +84,17 @@ class AsyncJobs:
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
         request = job_pb2.CancelJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.CancelJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.CancelJob, request, retry=ONCE)
 
     async def pause(self, job: str) -> Job:
         """Checkpoint a job after its current step and free the device."""
         request = job_pb2.PauseJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.PauseJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.PauseJob, request, retry=ONCE)
 
     async def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         request = job_pb2.ResumeJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.ResumeJob, request, idempotent=False)
+        return await self._answered(self._connection.calls.jobs.ResumeJob, request, retry=ONCE)
 
     async def set_priority(self, job: str, priority: int) -> Job:
         """Change a job's priority; higher first.
@@ -118,11 +112,13 @@ class AsyncJobs:
             NotFound: when there is no such job.
             Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
+        # the id, because after a cut the name may mean a newer job
         stub, job_id = self._connection.calls.jobs, (await self.get(job)).job_id
         last_sequence, ended = after_sequence, False
 
         def reopen() -> AsyncIterator[job_pb2.WatchJobResponse]:
             request = job_pb2.WatchJobRequest(job_id=job_id, after_sequence=last_sequence)
+            # no limit between two events: a step may take minutes, and keepalive notices a dead connection
             return self._connection.stream(stub.WatchJob, request, stall_s=None)
 
         async def is_over() -> bool:
@@ -132,7 +128,7 @@ class AsyncJobs:
         async for answer in self._connection.followed(
             reopen, is_over, reporter=reporter, what=f"the watch of {job_id}"
         ):
-            if answer.event.sequence <= last_sequence:
+            if answer.event.sequence <= last_sequence:  # sent again after a cut
                 continue
             last_sequence = answer.event.sequence
             event = event_from_message(answer.event)
@@ -154,7 +150,7 @@ class AsyncJobs:
                         pass
                 return await self.get(current.job_id)
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceeded):  # is a TimeoutError too: a single call was late, not the job
                 raise
             raise DeadlineExceeded(f"job {job} has not ended after {timeout_s:g} s; it continues") from None
 
@@ -172,7 +168,7 @@ class AsyncJobs:
         if attempt > current.attempt:
             had = f"{current.attempt} attempt{'s' if current.attempt != 1 else ''}" if current.attempt else "no attempt"
             raise NotFound(f"job {job} has no attempt {attempt}; it has had {had} so far")
-        number = attempt or current.attempt
+        number = attempt or current.attempt  # fixed, because a resume would make 0 another attempt
         at = offset
 
         def reopen() -> AsyncIterator[job_pb2.GetJobLogsResponse]:
@@ -180,7 +176,7 @@ class AsyncJobs:
             return self._connection.stream(stub.GetJobLogs, request, stall_s=None)
 
         async def is_over() -> bool:
-            return True
+            return True  # without `follow` it ends at the last byte, with it when the attempt has ended
 
         async for answer in self._connection.followed(reopen, is_over, reporter=reporter, what="the log"):
             new = answer.data[max(at - answer.offset, 0) :]
@@ -194,15 +190,14 @@ class AsyncJobs:
         states = list(states)
         for state in states:
             if state.lower() not in choices:
-                problem = f"state is {state!r}; it must be one of {', '.join(choices)}"
-                raise InvalidRequest(problem, violations=[FieldViolation(field="states", description=problem)])
+                raise InvalidRequest.of("states", f"state is {state!r}; it must be one of {', '.join(choices)}")
         numbers = [job_pb2.JobState.ValueType(choices[state.lower()]) for state in states]
         call, request = self._connection.calls.jobs.ListJobs, job_pb2.ListJobsRequest(states=numbers)
-        found = await self._connection.all_pages(call, request, lambda answer: answer.jobs, limit)
+        found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
         return [from_message(Job, item) for item in found]
 
-    async def _answered(self, call: Any, request: Message, *, idempotent: bool = True) -> Job:
-        answer: Any = await self._connection.unary(call, request, idempotent=idempotent)
+    async def _answered(self, call: Any, request: Message, *, retry: RetryPolicy | None = None) -> Job:
+        answer: Any = await self._connection.unary(call, request, retry=retry)
         return from_message(Job, answer.job)
 
     async def _names(self) -> Iterable[str]:
@@ -221,8 +216,5 @@ class AsyncJobs:
     async def _wire_spec(
         self, spec: SpecLike, overrides: Sequence[str], push: bool, reporter: Reporter
     ) -> job_pb2.JobSpec:
-        loaded = load_job_spec(spec, overrides)
-        if push:
-            spec_to_proto(self._inputs.with_placeholders(loaded))  # refuse a malformed spec before anything is uploaded
-            return spec_to_proto(await self._inputs.pushed(loaded, reporter))
-        return spec_to_proto(loaded.mapping)
+        push_to = (self._models, self._datasets) if push else None
+        return await spec_to_send(spec, overrides, push_to=push_to, reporter=reporter)

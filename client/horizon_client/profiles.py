@@ -1,4 +1,4 @@
-"""Which daemon a command connects to: option, then `HORIZON_*`, then the profile file.
+"""Where the daemon is and how it may be reached: an address with credentials, from options, then `HORIZON_*`, then the profile file.
 
 The file is `profiles.yaml` in the user's configuration folder (`HORIZON_CONFIG_DIR` overrides the folder), mode 0600, because it contains
 tokens. A profile's token and CA belong to the profile's server: they are never sent to a server that an option or the environment names.
@@ -6,6 +6,7 @@ tokens. A profile's token and CA belong to the profile's server: they are never 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tempfile
@@ -14,13 +15,101 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_client.endpoint import SYSTEM_CA, Endpoint, normal_address, read_ca_file
+from platformdirs import user_config_path
+
 from horizon_client.errors import BadConfig, NotFound, did_you_mean
 
+DEFAULT_PORT = 7171
+SYSTEM_CA = "system"
+"""Instead of a CA file: trust the certificate authorities that gRPC ships with."""
 NO_SERVER = "NO_SERVER"
 """Reason of the error that no server is configured."""
 
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<host>[A-Za-z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
+_TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """A daemon's address and the credentials for it.
+
+    `ca_file` None means plain text, which is allowed on loopback only; the word `system` means the authorities gRPC ships with.
+    """
+
+    server: str
+    token: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "server", normal_address(self.server))
+        # the message does not quote the token: it may end up in a log
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise BadConfig(
+                "the token is not one line of printable characters; pass the file that `horizond token create` wrote"
+            )
+        # in plain text anybody on the way could read the token and the data
+        if self.ca_file is None and not self.is_loopback:
+            raise BadConfig(
+                f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with --ca "
+                f"(horizond prints its path at the first start), or --ca {SYSTEM_CA} for a publicly signed certificate"
+            )
+
+    @property
+    def host(self) -> str:
+        """Host name or address, without brackets and port."""
+        return self.server.rpartition(":")[0].strip("[]")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the traffic never leaves this machine."""
+        if self.host == "localhost":  # no other name is resolved, because an answer of DNS can be forged
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def root_certificates(self) -> bytes | None:
+        """Return the PEM to trust, or None for gRPC's own; BadConfig when the file is unusable."""
+        if self.ca_file is None or str(self.ca_file) == SYSTEM_CA:
+            return None
+        return read_ca_file(self.ca_file)
+
+
+def normal_address(text: str) -> str:
+    """Return an address as HOST:PORT, IPv6 in brackets, the default port filled in; BadConfig for anything else."""
+    # the colons of a bare IPv6 address are not those of a port
+    bare_six = text.count(":") > 1 and not text.startswith("[")
+    match = _ADDRESS.fullmatch(f"[{text}]" if bare_six else text)
+    port = int(match["port"] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 65536:
+        raise BadConfig(f"{text!r} is not a server address; write HOST:PORT, such as gpubox:{DEFAULT_PORT}")
+    return f"{'[' + match['six'] + ']' if match['six'] else match['host']}:{port}"
+
+
+def read_ca_file(path: Path) -> bytes:
+    """Return the content of a CA file; BadConfig when it cannot be read or contains no certificate."""
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise BadConfig(f"cannot read the CA file {path}: {error.strerror}") from error
+    if b"-----BEGIN CERTIFICATE-----" not in pem:
+        raise BadConfig(f"{path} contains no PEM certificate; pass the CA file that horizond wrote")
+    return pem
+
+
+def read_token_file(path: Path) -> str:
+    """Return the token in a file; BadConfig when it cannot be read, or is not one line of text."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise BadConfig(f"cannot read the token file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path} is not a token file: it contains bytes that are not ASCII text") from error
+    if not _TOKEN.fullmatch(token):
+        raise BadConfig(f"{path} is not a token file: it must contain the token alone, on one line")
+    return token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +135,9 @@ class ProfileSummary:
 class ProfileFile:
     """The profiles of one user. Reads on every call; a write replaces the whole file atomically."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or config_folder()
+    def __init__(self) -> None:
+        override = os.environ.get("HORIZON_CONFIG_DIR")
+        self.folder = Path(override) if override else user_config_path("horizon")
         self.path = self.folder / "profiles.yaml"
 
     def profiles(self) -> list[Profile]:
@@ -83,11 +173,7 @@ class ProfileFile:
         return str(current) if current else None
 
     def get(self, name: str) -> Profile:
-        """Return one profile.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
+        """Return one profile; NotFound with similar names when there is none of that name."""
         by_name = {profile.name: profile for profile in self.profiles()}
         if name in by_name:
             return by_name[name]
@@ -103,38 +189,32 @@ class ProfileFile:
         ca_file = profile.ca_file
         if ca_file is not None and str(ca_file) != SYSTEM_CA:
             # a copy, because the original is often in a download folder
-            ca_file = self.folder / f"ca-{profile.name}.pem"
-            _write_private(ca_file, read_ca_file(profile.ca_file or ca_file))
+            copy = self.folder / f"ca-{profile.name}.pem"
+            _write_private(copy, read_ca_file(ca_file))
+            ca_file = copy
         entry = {"server": profile.server, "token": profile.token, "ca_file": str(ca_file) if ca_file else None}
         content["profiles"][profile.name] = {key: value for key, value in entry.items() if value is not None}
         content["current"] = profile.name
         self._write(content)
 
     def use(self, name: str) -> None:
-        """Make `name` the current profile.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
-        self.get(name)
+        """Make `name` the current profile."""
+        self.get(name)  # refuses an unknown name
         self._write({**self._read(), "current": name})
 
     def remove(self, name: str) -> None:
-        """Remove one profile with its token and CA file.
-
-        Raises:
-            NotFound: when there is none of that name.
-        """
+        """Remove one profile with its token and CA file."""
         profile = self.get(name)
         content = self._read()
         del content["profiles"][name]
         current = None if content["current"] == name else content["current"]
         self._write({**content, "current": current})
+        # only the copy that `save` made, never a file of the user's
         if profile.ca_file == self.folder / f"ca-{name}.pem":
             profile.ca_file.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
-        import yaml
+        import yaml  # only here, because `horizon job --help` imports this module
 
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -159,15 +239,6 @@ class ProfileFile:
         _write_private(self.path, yaml.safe_dump(dict(content), sort_keys=True).encode())
 
 
-def config_folder() -> Path:
-    """Return the folder of the client's configuration."""
-    if override := os.environ.get("HORIZON_CONFIG_DIR"):
-        return Path(override)
-    from platformdirs import user_config_path
-
-    return user_config_path("horizon")
-
-
 def resolve_endpoint(
     server: str | None = None,
     *,
@@ -186,26 +257,23 @@ def resolve_endpoint(
     given_server = server or environment.get("HORIZON_SERVER") or None
     given_token = token or environment.get("HORIZON_TOKEN") or None
     given_ca = str(ca_file or environment.get("HORIZON_CA") or "") or None
-    chosen = _chosen_profile(profile, needed=given_server is None)
+    file = ProfileFile()
+    name = profile or os.environ.get("HORIZON_PROFILE") or None
+    # with a server given, the profile in use only adds the token of that same server
+    if name is None and (given_server is None or file.path.exists()):
+        name = file.current_name()
+    chosen = file.get(name) if name else None
     address = given_server or (chosen.server if chosen else None)
     if address is None:
         raise BadConfig(
             "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER",
             reason=NO_SERVER,
         )
+    # a profile's token is never sent to a server that was named in another way
     if chosen is not None and normal_address(chosen.server) == normal_address(address):
         given_token = given_token or chosen.token
         given_ca = given_ca or (str(chosen.ca_file) if chosen.ca_file else None)
     return Endpoint(server=address, token=given_token, ca_file=Path(given_ca) if given_ca else None)
-
-
-def _chosen_profile(name: str | None, *, needed: bool) -> Profile | None:
-    file = ProfileFile()
-    wanted = name or os.environ.get("HORIZON_PROFILE") or None
-    if wanted is None and not needed and not file.path.exists():
-        return None
-    wanted = wanted or file.current_name()
-    return file.get(wanted) if wanted else None
 
 
 def _write_private(path: Path, content: bytes) -> None:
@@ -217,7 +285,7 @@ def _write_private(path: Path, content: bytes) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # or a crash may leave the new name with no content
             Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)

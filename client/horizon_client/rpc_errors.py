@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import asyncio
+import socket
+import ssl
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
@@ -11,7 +14,8 @@ from grpc.aio import AioRpcError
 from grpc_status import rpc_status
 
 from horizon_client import errors
-from horizon_client.errors import FieldViolation, HorizonClientError
+from horizon_client.errors import BadEndpoint, FieldViolation, HorizonClientError
+from horizon_client.profiles import Endpoint
 
 DetailT = TypeVar("DetailT", bound=Message)
 
@@ -37,9 +41,20 @@ _BY_REASON = {
 }
 _LOST_STATUS = "Internal error from Core"
 """What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost then."""
-OTHER_HOST = "OTHER_HOST"
+_OTHER_HOST = "OTHER_HOST"
 """Reason of the error that the certificate was signed by the right CA, but for other host names."""
 _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
+
+
+async def explained(error: AioRpcError, endpoint: Endpoint) -> HorizonClientError:
+    """Return the error for a failed call; where the certificate is valid for other host names, with those names."""
+    problem = from_rpc(error, endpoint.server)
+    if problem.reason != _OTHER_HOST:
+        return problem
+    names = await asyncio.to_thread(_certificate_names, endpoint)
+    held = f"; it is valid for {', '.join(names)}: connect to one of these" if names else ""
+    add = f"add {endpoint.host!r} to tls_names in the settings of horizond and restart it"
+    return BadEndpoint(f"{problem.message}{held}, or {add}" if held else f"{problem.message}; {add}")
 
 
 def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
@@ -101,7 +116,9 @@ def _bad_endpoint(details: str, server: str) -> errors.BadEndpoint | None:
     host, _, port = server.rpartition(":")
     lower = details.lower()
     if "hostname verification" in lower:
-        return errors.BadEndpoint(f"the certificate of horizond at {server} is not valid for {host}", reason=OTHER_HOST)
+        return errors.BadEndpoint(
+            f"the certificate of horizond at {server} is not valid for {host}", reason=_OTHER_HOST
+        )
     if "certificate_verify_failed" in lower or "certificate verify failed" in lower:
         text = "its certificate is not signed by the CA file in use; pass the daemon's own with --ca"
         return errors.BadEndpoint(f"cannot trust horizond at {server}: {text}")
@@ -125,3 +142,22 @@ def _hint(details: str) -> str:
     if _LOST_STATUS in details:
         return "it ended the call while data was being sent"
     return details[:300] or "no connection"
+
+
+def _certificate_names(endpoint: Endpoint) -> list[str]:
+    """Return the host names and addresses in the daemon's certificate; empty when they cannot be read. Blocks for at most 5 s."""
+    context = ssl.create_default_context()
+    context.check_hostname = False  # the name is known to be wrong; the CA is still checked
+    context.set_alpn_protocols(["h2"])
+    host, _, port = endpoint.server.rpartition(":")
+    try:
+        if (pem := endpoint.root_certificates()) is not None:
+            context.load_verify_locations(cadata=pem.decode("ascii"))
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint.host) as secure,
+        ):
+            held: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
+    except (OSError, ValueError):
+        return []
+    return [str(name) for _, name in held]

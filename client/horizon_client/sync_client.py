@@ -11,10 +11,11 @@ from types import TracebackType
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
 from horizon_client.checkpoints import AsyncCheckpoints
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
-from horizon_client.datasets import AsyncDatasets
 from horizon_client.event_loop import LoopThread
-from horizon_client.jobs import AsyncJobs, SpecLike
-from horizon_client.models import AsyncModels
+from horizon_client.job_spec import SpecLike
+from horizon_client.jobs import AsyncJobs
+from horizon_client.pushed import AsyncDatasets, AsyncModels
+from horizon_client.reporter import SILENT, Reporter
 from horizon_client.resources import (
     Checkpoint,
     CheckpointPull,
@@ -28,7 +29,6 @@ from horizon_client.resources import (
     Node,
     PlannedJob,
 )
-from horizon_client.transfer.reporter import SILENT, Reporter
 
 
 class Client:
@@ -68,7 +68,7 @@ class Client:
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
         if self._loop.is_open:
-            self._loop.run(self._inner.close())
+            self._loop.run(self._inner.close)
             self._loop.close()
 
     def __enter__(self) -> Client:
@@ -107,22 +107,10 @@ class Datasets:
             InvalidRequest: with one violation per line, when the server refuses rows.
         """
         return self._loop.run(
-            self._inner.push(
+            lambda: self._inner.push(
                 files, name=name, format=format, field_map=field_map, request_id=request_id, reporter=reporter
             )
         )
-
-    def get(self, name: str) -> Dataset:
-        """Return one dataset by name or id.
-
-        Raises:
-            NotFound: with similar names, when there is no such dataset.
-        """
-        return self._loop.run(self._inner.get(name))
-
-    def delete(self, name: str) -> None:
-        """Delete a dataset that no active job needs."""
-        self._loop.run(self._inner.delete(name))
 
     def preview(
         self,
@@ -145,7 +133,7 @@ class Datasets:
             DeadlineExceeded: when rendering takes too long.
         """
         return self._loop.run(
-            self._inner.preview(
+            lambda: self._inner.preview(
                 name,
                 model=model,
                 num_rows=num_rows,
@@ -156,13 +144,25 @@ class Datasets:
             )
         )
 
-    def list(self, *, limit: int | None = None) -> list[Dataset]:
-        """Return the caller's datasets, newest first; all of them, or at most `limit`."""
-        return self._loop.run(self._inner.list(limit=limit))
+    def get(self, name: str) -> Dataset:
+        """Return one by name or id.
+
+        Raises:
+            NotFound: with similar names, when there is none.
+        """
+        return self._loop.run(lambda: self._inner.get(name))
+
+    def delete(self, name: str) -> None:
+        """Delete one that no active job needs."""
+        self._loop.run(lambda: self._inner.delete(name))
 
     def names(self) -> Iterable[str]:
-        """Return the names of the caller's datasets, newest first."""
-        return self._loop.run(self._inner.names())
+        """Return all names, newest first."""
+        return self._loop.run(lambda: self._inner.names())
+
+    def list(self, *, limit: int | None = None) -> list[Dataset]:
+        """Return all of them, newest first, or at most `limit`."""
+        return self._loop.run(lambda: self._inner.list(limit=limit))
 
 
 class Models:
@@ -180,27 +180,27 @@ class Models:
         Raises:
             BadFile: naming the file, when the folder is not a complete safetensors model; nothing is sent then.
         """
-        return self._loop.run(self._inner.push(folder, name=name, request_id=request_id, reporter=reporter))
+        return self._loop.run(lambda: self._inner.push(folder, name=name, request_id=request_id, reporter=reporter))
 
     def get(self, name: str) -> Model:
-        """Return one model by name or id.
+        """Return one by name or id.
 
         Raises:
-            NotFound: with similar names, when there is no such model.
+            NotFound: with similar names, when there is none.
         """
-        return self._loop.run(self._inner.get(name))
+        return self._loop.run(lambda: self._inner.get(name))
 
     def delete(self, name: str) -> None:
-        """Delete a model that no active job needs."""
-        self._loop.run(self._inner.delete(name))
-
-    def list(self, *, limit: int | None = None) -> list[Model]:
-        """Return the caller's models, newest first; all of them, or at most `limit`."""
-        return self._loop.run(self._inner.list(limit=limit))
+        """Delete one that no active job needs."""
+        self._loop.run(lambda: self._inner.delete(name))
 
     def names(self) -> Iterable[str]:
-        """Return the names of the caller's models, newest first."""
-        return self._loop.run(self._inner.names())
+        """Return all names, newest first."""
+        return self._loop.run(lambda: self._inner.names())
+
+    def list(self, *, limit: int | None = None) -> list[Model]:
+        """Return all of them, newest first, or at most `limit`."""
+        return self._loop.run(lambda: self._inner.list(limit=limit))
 
 
 class Jobs:
@@ -229,14 +229,14 @@ class Jobs:
             DoesNotFit: when the node does not have enough memory.
         """
         return self._loop.run(
-            self._inner.submit(spec, overrides=overrides, request_id=request_id, push=push, reporter=reporter)
+            lambda: self._inner.submit(spec, overrides=overrides, request_id=request_id, push=push, reporter=reporter)
         )
 
     def plan(
         self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
     ) -> PlannedJob:
         """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
-        return self._loop.run(self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
+        return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
     def get(self, job: str) -> Job:
         """Return one job.
@@ -244,19 +244,19 @@ class Jobs:
         Raises:
             NotFound: with similar names, when there is no such job.
         """
-        return self._loop.run(self._inner.get(job))
+        return self._loop.run(lambda: self._inner.get(job))
 
     def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
-        return self._loop.run(self._inner.cancel(job))
+        return self._loop.run(lambda: self._inner.cancel(job))
 
     def pause(self, job: str) -> Job:
         """Checkpoint a job after its current step and free the device."""
-        return self._loop.run(self._inner.pause(job))
+        return self._loop.run(lambda: self._inner.pause(job))
 
     def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
-        return self._loop.run(self._inner.resume(job))
+        return self._loop.run(lambda: self._inner.resume(job))
 
     def set_priority(self, job: str, priority: int) -> Job:
         """Change a job's priority; higher first.
@@ -264,7 +264,7 @@ class Jobs:
         Raises:
             NotAvailableYet: in this version of the server, whose queue is first come, first served.
         """
-        return self._loop.run(self._inner.set_priority(job, priority))
+        return self._loop.run(lambda: self._inner.set_priority(job, priority))
 
     def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> Iterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.
@@ -281,7 +281,7 @@ class Jobs:
         Raises:
             DeadlineExceeded: when it has not ended after `timeout_s` seconds. The job continues.
         """
-        return self._loop.run(self._inner.wait(job, timeout_s=timeout_s, reporter=reporter))
+        return self._loop.run(lambda: self._inner.wait(job, timeout_s=timeout_s, reporter=reporter))
 
     def logs(
         self, job: str, *, attempt: int = 0, offset: int = 0, follow: bool = False, reporter: Reporter = SILENT
@@ -299,7 +299,7 @@ class Jobs:
 
     def list(self, *, states: Iterable[str] = (), limit: int | None = None) -> list[Job]:
         """Return the caller's jobs, newest first; with `states` (such as RUNNING) only those in one of them."""
-        return self._loop.run(self._inner.list(states=states, limit=limit))
+        return self._loop.run(lambda: self._inner.list(states=states, limit=limit))
 
 
 class Checkpoints:
@@ -311,7 +311,7 @@ class Checkpoints:
 
     def list(self, job: str) -> list[Checkpoint]:
         """Return the complete checkpoints of a job, oldest first."""
-        return self._loop.run(self._inner.list(job))
+        return self._loop.run(lambda: self._inner.list(job))
 
     def pull(
         self,
@@ -333,12 +333,12 @@ class Checkpoints:
             CorruptDownload: when a file does not have the listed sha256.
         """
         return self._loop.run(
-            self._inner.pull(job, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter)
+            lambda: self._inner.pull(job, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter)
         )
 
     def delete(self, job: str, step: int) -> None:
         """Delete one checkpoint."""
-        self._loop.run(self._inner.delete(job, step))
+        self._loop.run(lambda: self._inner.delete(job, step))
 
 
 class NodeInfo:
@@ -350,4 +350,4 @@ class NodeInfo:
 
     def status(self) -> Node:
         """Return the node's hardware, free memory, jobs, and the caller's user and role."""
-        return self._loop.run(self._inner.status())
+        return self._loop.run(lambda: self._inner.status())

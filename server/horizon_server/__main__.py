@@ -6,21 +6,16 @@ import importlib.util
 import os
 import sys
 
+# Not the whole server extra, but enough of it to notice that it is missing.
 _NEEDED = (
-    "alembic",
-    "aiosqlite",
-    "cryptography",
-    "fastapi",
-    "pydantic_settings",
-    "sqlalchemy",
-    "structlog",
-    "torch",
-    "transformers",
+    *("alembic", "aiosqlite", "cryptography", "fastapi"),
+    *("pydantic_settings", "sqlalchemy", "structlog", "torch", "transformers"),
 )
 
 
 def main() -> int:
     """Run horizond and return its exit code."""
+    # The base install, which is the client, has this command too.
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(
@@ -28,6 +23,7 @@ def main() -> int:
             "install it from a checkout: pip install -c constraints.txt '.[server]'\n"
         )
         return 2
+    # Not before: without the extra these imports end in a traceback.
     from horizon_server.cli import run
     from horizon_server.state_dir import PRIVATE_UMASK
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from horizon_server.errors import WorkerFailed
-from horizon_server.figures import EvalFigures, StepFigures, TransferFigures
+from horizon_server.figures import EvalFigures, Metric, QueueFigures, StepFigures, TransferFigures
+
+# Up to an hour: with 12 bytes per parameter, the checkpoint of a model of 70 B is 840 GB.
+_WRITING_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,9 @@ class StepDone(StepFigures):
     num_steps: int
     epoch: float
     num_input_tokens_seen: int
-    tokens_per_second: float
+    tokens_per_second: Annotated[
+        float, Metric("horizon_tokens_per_second", "Real tokens per second in the last step.", ("job_id",))
+    ]
     eta_s: float = 0.0
 
 
@@ -57,7 +62,10 @@ class CheckpointWritten:
     """A checkpoint is complete on disk under `step`."""
 
     step: int
-    duration_s: float
+    duration_s: Annotated[
+        float,
+        Metric("horizon_checkpoint_duration_seconds", "Duration of writing a checkpoint.", buckets=_WRITING_BUCKETS_S),
+    ]
     size_bytes: int
     eval_loss: float | None = None
 
@@ -115,6 +123,7 @@ def kind_of(payload: Payload | WorkerLine) -> str:
 
 def encode(payload: Payload | WorkerLine) -> str:
     """Return the payload as one line of JSON without a newline."""
+    # With nan and inf, which JSON does not have but Python reads back: a loss may be either.
     return json.dumps({"kind": kind_of(payload), **dataclasses.asdict(payload)}, separators=(",", ":"), allow_nan=True)
 
 
@@ -127,9 +136,9 @@ def decode(line: str | bytes) -> Any:
     try:
         plain = json.loads(line)
         kind = KINDS[plain.pop("kind")]
-        for direction in ("h2d", "d2h"):
-            if kind in (StepDone, EvalDone) and direction in plain:
-                plain[direction] = TransferFigures(**plain[direction])
+        if issubclass(kind, QueueFigures):
+            # Those that are there: the table of events has lines of earlier versions too.
+            plain |= {name: TransferFigures(**plain[name]) for name in ("h2d", "d2h") if name in plain}
         return kind(**plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error

@@ -1,21 +1,47 @@
 """What the engine measures in a step and in an evaluation: one definition from the engine to the events and the metrics.
 
-Units: bytes and seconds. A loss is the mean over supervised tokens.
+Units: bytes and seconds. A loss is the mean over supervised tokens. A figure that /metrics shows names its metric in its type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
+
+# Up to half an hour: the models that this daemon is for take minutes a step, those of tests milliseconds.
+_STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
+_LINK = ("device", "direction")
+_JOB = ("job_id",)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A family of /metrics. With the label `job_id` it has a series only while that job is on the device."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Its Prometheus type; the name shows a counter, as queries expect."""
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferFigures:
     """One direction of the link over a period. Units: bytes and seconds; `exposed_s` is compute idle, waiting for it."""
 
-    bytes: int = 0
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
+    bytes: Annotated[int, Metric("horizon_transfer_bytes_total", "Bytes moved over the link.", _LINK)] = 0
+    busy_s: Annotated[float, Metric("horizon_transfer_seconds_total", "Seconds the link's queue was busy.", _LINK)] = (
+        0.0
+    )
+    exposed_s: Annotated[
+        float,
+        Metric("horizon_transfer_exposed_seconds_total", "Seconds compute stood idle waiting for the link.", _LINK),
+    ] = 0.0
 
     @property
     def overlap_ratio(self) -> float:
@@ -33,9 +59,13 @@ class QueueFigures:
 
     h2d: TransferFigures = field(default_factory=TransferFigures)
     d2h: TransferFigures = field(default_factory=TransferFigures)
-    compute_s: float = 0.0
-    optimizer_s: float = 0.0
-    optimizer_exposed_s: float = 0.0
+    compute_s: Annotated[
+        float, Metric("horizon_compute_seconds_total", "Seconds the compute queue worked.", ("device",))
+    ] = 0.0
+    optimizer_s: Annotated[float, Metric("horizon_optimizer_seconds_total", "Seconds the optimizer worked.")] = 0.0
+    optimizer_exposed_s: Annotated[
+        float, Metric("horizon_optimizer_exposed_seconds_total", "Seconds of optimizer work that nothing hid.")
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,37 +79,53 @@ class StepFigures(QueueFigures):
     """
 
     step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    duration_s: float
+    loss: Annotated[float, Metric("horizon_train_loss", "Token-weighted mean loss of the last step.", _JOB)]
+    grad_norm: Annotated[
+        float, Metric("horizon_grad_norm", "Global gradient norm of the last step before clipping.", _JOB)
+    ]
+    learning_rate: Annotated[float, Metric("horizon_learning_rate", "Learning rate of the last step.", _JOB)]
+    num_tokens: Annotated[int, Metric("horizon_tokens_total", "Real tokens trained on.", ("project",))]
+    duration_s: Annotated[
+        float, Metric("horizon_step_duration_seconds", "Duration of an optimizer step.", buckets=_STEP_BUCKETS_S)
+    ]
+    # At /metrics for each direction, and over more than one step.
     overlap_ratio: float = 1.0
+    # At /metrics as a share of the device's measured peak, which the engine does not know.
     model_flops: float = 0.0
-    host_memory_bytes: dict[str, int] = field(default_factory=dict)
-    device_memory_bytes: dict[str, int] = field(default_factory=dict)
-    skipped: str = ""
+    host_memory_bytes: Annotated[
+        dict[str, int],
+        Metric("horizon_host_memory_bytes", "Host memory a running job uses, by component.", ("job_id", "component")),
+    ] = field(default_factory=dict)
+    device_memory_bytes: Annotated[
+        dict[str, int],
+        Metric(
+            "horizon_device_memory_bytes",
+            "Peak device memory of a running job's last step, by component.",
+            ("job_id", "device", "component"),
+        ),
+    ] = field(default_factory=dict)
+    skipped: Annotated[
+        str,
+        Metric("horizon_steps_skipped_total", "Steps whose update was dropped, wholly or in part.", ("reason",)),
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures(QueueFigures):
     """One evaluation: the mean loss over its `num_targets` supervised tokens. No step's figures include it."""
 
-    eval_loss: float
+    eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
+    # Not in horizon_tokens_total, which counts tokens trained on.
     num_tokens: int = 0
     duration_s: float = 0.0
 
 
 def overlap_ratio(transfers: Iterable[TransferFigures]) -> float:
-    """Share of the copying time that compute hid: 1 is all of it, also where nothing was copied.
-
-    Waits can be longer than the copies themselves; the ratio is 0 then, not negative.
-    """
-    listed = list(transfers)
-    busy_s = sum(transfer.busy_s for transfer in listed)
-    exposed_s = sum(transfer.exposed_s for transfer in listed)
-    return 1.0 if busy_s <= 0.0 else min(1.0, max(0.0, 1.0 - exposed_s / busy_s))
+    """Share of the copying time that compute hid: 1 is all of it, also where nothing was copied."""
+    total = _total_transfer(transfers)
+    # Waits can be longer than the copies themselves; the ratio is 0 then, not negative.
+    return 1.0 if total.busy_s <= 0.0 else min(1.0, max(0.0, 1.0 - total.exposed_s / total.busy_s))
 
 
 def total_evaluation(parts: Iterable[EvalFigures]) -> EvalFigures:

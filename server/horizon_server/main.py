@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -14,8 +15,7 @@ import sdnotify
 import structlog
 
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
-from horizon_server.api.http.app import make_app
-from horizon_server.api.http.server import HttpServer, start_http_server
+from horizon_server.api.http.server import HttpServer, make_app, start_http_server
 from horizon_server.api.services import Services
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.blobs.parts import disk_full_reported
@@ -67,6 +67,7 @@ log = structlog.get_logger(__name__)
 
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
+_PREPARED = "prepared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,24 +109,27 @@ async def _serve(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    grpc_address, http_address = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
-    certificate = _certificate(settings, grpc_address, http_address)
+    # Before the database is opened: a mistake in an address leaves none behind.
+    addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
+    certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
     async with Database.opened(settings.database_path) as database:
         usable = await usable_accelerators(found, child_environment())
         parts = await wire(settings, database, found=found, usable=usable)
-        grpc_server, http_server = await _listen(settings, parts, grpc_address, http_address, certificate)
-        try:
-            _announce(settings, grpc_address, grpc_server, http_address, http_server, certificate)
-        except BaseException:
-            await asyncio.gather(grpc_server.stop(0), http_server.stop())
-            raise
+        grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
         queue = asyncio.create_task(run_queue(parts), name="queue")
         chores = asyncio.create_task(_chores(settings, parts), name="chores")
         waiting = asyncio.create_task(stop.wait(), name="signals")
         # A queue that breaks is a defect; the daemon then ends with the traceback instead of serving a dead queue.
         await asyncio.wait({queue, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        await _drain(settings, parts, grpc_server, http_server)
+        log.info("draining")
+        sdnotify.SystemdNotifier().notify("STOPPING=1")
+        await grpc_server.set_serving(serving=False)
+        # The servers last, so that watchers still get the events of the running job's last checkpoint.
+        await parts.drain(settings.drain_timeout_s)
+        await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
+        await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
+        log.info("stopped")
         chores.cancel()
         waiting.cancel()
         await asyncio.gather(chores, waiting, return_exceptions=True)
@@ -149,29 +153,53 @@ async def wire(
         worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
         more_environment: variables of child processes besides the usual ones.
     """
-    metrics = Metrics()
-    environment = child_environment() | dict(more_environment)
-    requests = Requests()
+    metrics, lifecycle, requests = Metrics(), Lifecycle(), Requests()
     store = JobStore(database, requests)
-    lifecycle = Lifecycle()
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
     memory = host_memory()
+    # Now, as the first scrape may come before the first of the chores.
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
+    options = WorkerOptions(
+        module=worker_module,
+        num_threads=settings.num_threads or available_cpus(),
+        environment=child_environment() | dict(more_environment),
+        trace=settings.trace_workers,
+    )
+    uploads, datasets, models = _wire_data(settings, database, requests, store, metrics)
+    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
+    scheduler, jobs = _wire_jobs(settings, journal, metrics, lifecycle, resources, usable, options)
+    services = Services(
+        accounts=Accounts(AccountStore(database)),
+        jobs=jobs,
+        datasets=datasets,
+        previews=Previews(resources, environment=options.environment),
+        models=models,
+        blobs=uploads,
+        node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
+    )
+    pairing = Pairing(database, settings.state_dir)
+    return Parts(
+        services=services, lifecycle=lifecycle, journal=journal, scheduler=scheduler, metrics=metrics, pairing=pairing
+    )
 
+
+def _wire_data(
+    settings: Settings, database: Database, requests: Requests, store: JobStore, metrics: Metrics
+) -> tuple[Uploads, DatasetService, ModelService]:
+    """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
         BlobStore(settings.state_dir),
         BlobReferences(database),
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
-    prepared_root = settings.state_dir / "prepared"
     datasets = DatasetService(
         DatasetStore(database, requests),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         in_use=store.user_of,
-        remove_prepared=partial(remove_prepared, prepared_root),
+        remove_prepared=partial(remove_prepared, settings.state_dir / _PREPARED),
     )
     models = ModelService(
         ModelStore(database, requests),
@@ -180,35 +208,33 @@ async def wire(
         max_bytes=settings.max_model_bytes,
         in_use=store.user_of,
     )
-    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
-    folders = JobFolders(settings.state_dir)
-    num_threads = settings.num_threads or available_cpus()
-    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
+    return uploads, datasets, models
+
+
+def _wire_jobs(
+    settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
+    usable: Sequence[Accelerator], options: WorkerOptions,
+) -> tuple[Scheduler, JobService]:  # fmt: skip
+    """Make what plans, queues and runs jobs."""
+    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=options.num_threads))
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=settings.arena_limit(memory.limit_bytes),
-        num_threads=num_threads,
+        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
+        num_threads=options.num_threads,
         accelerators=usable,
         rates=rates.read,
         layer_memory=LayerProbe(child_environment()),
     )
-    options = WorkerOptions(
-        module=worker_module, num_threads=num_threads, environment=environment, trace=settings.trace_workers
-    )
-    recipes = PreparationRecipes(prepared_root)
+    folders = JobFolders(settings.state_dir)
+    recipes = PreparationRecipes(settings.state_dir / _PREPARED)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
-            job,
-            journal=journal,
-            find_inputs=resources.of_job,
-            folders=folders,
-            planner=planner,
-            preparation=Preparation(recipes),
-            options=options,
-        )
+            job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
+            preparation=Preparation(recipes), options=options,
+        )  # fmt: skip
 
     scheduler = Scheduler(
         journal,
@@ -218,34 +244,13 @@ async def wire(
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
-        when_idle=IdleMeasurement(rates, environment=environment),
+        when_idle=IdleMeasurement(rates, environment=options.environment),
     )
     jobs = JobService(
-        journal,
-        scheduler=scheduler,
-        lifecycle=lifecycle,
-        resources=resources,
-        planner=planner,
-        folders=folders,
+        journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner, folders=folders,
         turns=UserTurns(),
-    )
-    services = Services(
-        accounts=Accounts(AccountStore(database)),
-        jobs=jobs,
-        datasets=datasets,
-        previews=Previews(resources, environment=environment),
-        models=models,
-        blobs=uploads,
-        node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
-    )
-    return Parts(
-        services=services,
-        lifecycle=lifecycle,
-        journal=journal,
-        scheduler=scheduler,
-        metrics=metrics,
-        pairing=Pairing(database, settings.state_dir),
-    )
+    )  # fmt: skip
+    return scheduler, jobs
 
 
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
@@ -254,6 +259,7 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
         return given_certificate(settings.tls_cert, settings.tls_key)
     if all(is_loopback(address.host) for address in addresses):
         return None
+    # These two stand for all addresses of the machine, and no client connects to them.
     hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
     return own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
 
@@ -261,35 +267,34 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
-    grpc_server = await start_grpc_server(
-        parts.services, address=str(grpc), tls=certificate, observe=parts.metrics.on_grpc
-    )
+    """Serve both faces and announce their addresses; when one step fails, nothing keeps listening."""
+    metrics, metrics_open = parts.metrics, is_loopback(http.host) and not settings.metrics_token_required
+    authority = certificate.authority if certificate else None
     if certificate is not None:
-        parts.metrics.set_certificate_expiry(certificate.expires_s)
+        metrics.set_certificate_expiry(certificate.expires_s)
     app = make_app(
         parts.services,
-        parts.metrics,
-        metrics_open=is_loopback(http.host) and not settings.metrics_token_required,
+        metrics,
+        metrics_open=metrics_open,
         ready=lambda: "the daemon is shutting down" if parts.lifecycle.draining else None,
     )
-    try:
-        return grpc_server, await start_http_server(app, http.host, http.port, certificate)
-    except BaseException:
-        await grpc_server.stop(0)
-        raise
-
-
-def _announce(
-    settings: Settings, grpc: Address, grpc_server: GrpcServer, http: Address, http_server: HttpServer,
-    certificate: ServerCertificate | None,
-) -> None:  # fmt: skip
-    grpc_at, http_at = f"{grpc.host}:{grpc_server.port}", f"{http.host}:{http_server.port}"
-    authority = certificate.authority if certificate else None
-    write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
-    log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
-    if authority is not None:
-        log.info("laptops need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
-    sdnotify.SystemdNotifier().notify("READY=1")
+    async with AsyncExitStack() as stack:
+        grpc_server = await start_grpc_server(
+            parts.services, address=str(grpc), tls=certificate, observe=metrics.on_grpc
+        )
+        stack.push_async_callback(grpc_server.stop, 0)
+        http_server = await start_http_server(app, http.host, http.port, certificate)
+        stack.push_async_callback(http_server.stop)
+        # The ports that were bound: a setting may ask for port 0.
+        grpc_at, http_at = f"{grpc.host}:{grpc_server.port}", f"{http.host}:{http_server.port}"
+        write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
+        log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
+        if authority is not None:
+            log.info("laptops need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
+        # Last: systemd starts what depends on the daemon when it reads this.
+        sdnotify.SystemdNotifier().notify("READY=1")
+        stack.pop_all()
+    return grpc_server, http_server
 
 
 async def run_queue(parts: Parts) -> None:
@@ -299,7 +304,7 @@ async def run_queue(parts: Parts) -> None:
 
 
 async def _chores(settings: Settings, parts: Parts) -> None:
-    """Keep the memory gauges fresh, and clear away what is not used any more."""
+    """Keep the gauges of memory and disk fresh, and clear away what is not used any more."""
     loop = asyncio.get_running_loop()
     next_sweep_s = loop.time()
     while True:
@@ -314,12 +319,12 @@ async def _chores(settings: Settings, parts: Parts) -> None:
 
 
 async def sweep(settings: Settings, parts: Parts) -> None:
-    """Remove uploads that were given up, and move what the database does not know to the trash. Where the database may be the wrong
-    one, touch nothing."""
+    """Remove uploads that were given up, and move what the database does not know to the trash."""
     try:
         problem = await parts.pairing.problem()
         parts.services.blobs.store.trusts_database = problem is None
         if problem is not None:
+            # A database from a backup, or a new one, would name everything in the folder unused.
             log.error("nothing is removed from the state folder", why=problem)
             return
         await parts.services.datasets.sweep(settings.upload_expiry_s)
@@ -328,15 +333,5 @@ async def sweep(settings: Settings, parts: Parts) -> None:
         trash = parts.services.blobs.store.trash
         await in_thread(lambda: trash.expire(settings.trash_days * 86400.0))
     except (HorizonError, OSError):
+        # Tried again in an hour; a disk in trouble must not end the daemon and its job.
         log.exception("the state folder could not be swept")
-
-
-async def _drain(settings: Settings, parts: Parts, grpc_server: GrpcServer, http_server: HttpServer) -> None:
-    """Stop taking work, checkpoint the running job at its step boundary, say goodbye to callers, and close."""
-    log.info("draining")
-    sdnotify.SystemdNotifier().notify("STOPPING=1")
-    await grpc_server.set_serving(serving=False)
-    await parts.drain(settings.drain_timeout_s)
-    await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
-    await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
-    log.info("stopped")

@@ -9,16 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from horizon_server.errors import BadSetting, FieldViolation
-
-DEFAULT_STATE_DIR = Path("/var/lib/horizond")
-
-
-def _default_state_dir() -> Path:
-    """A system folder for root (the systemd unit), a folder of the user's own otherwise."""
-    return DEFAULT_STATE_DIR if os.geteuid() == 0 else Path.home() / ".local" / "share" / "horizond"
 
 
 def _split_list(value: object) -> object:
@@ -42,7 +35,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="HORIZOND_", extra="forbid", frozen=True)
 
-    state_dir: Path = Field(default_factory=_default_state_dir, description="Where everything the daemon owns lives.")
+    state_dir: Path = Field(
+        # Only root may write below /var.
+        default_factory=lambda: (
+            Path("/var/lib/horizond") if os.geteuid() == 0 else Path.home() / ".local/share/horizond"
+        ),
+        description="Where everything the daemon owns lives.",
+    )
     grpc: str = Field("127.0.0.1:7171", description="HOST:PORT of the gRPC interface; port 0 picks a free one.")
     http: str = Field(
         "127.0.0.1:7172", description="HOST:PORT of REST, the web page and /metrics; port 0 picks a free one."
@@ -128,8 +127,6 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
             given.setdefault(name, value)
     try:
         return Settings(**given)
-    except SettingsError as error:
-        raise BadSetting(f"a setting in the environment cannot be read: {error}") from error
     except ValidationError as error:
         violations = [
             FieldViolation(

@@ -28,35 +28,20 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 NAME_PATTERN = re.compile(_NAME)
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
 
-Method = Literal["sft", "pretrain"]
-Packing = Literal["auto", "true", "false"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-TrainOn = Literal["assistant", "last-assistant", "all"]
-DeviceChoice = Literal["auto", "cuda", "host"]
-Decay = Literal["trainer", "matrices", "all"]
-CheckpointDtype = Literal["source", "bf16", "fp16", "fp32"]
-
 MAX_STEPS = 100_000_000
+# Schema key of a field whose pattern is not readable: what is allowed, in words.
 _RULE = "x-allowed"
-"""Schema key of a field whose pattern is not readable: what is allowed, in words."""
 
 Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={_RULE: NAME_RULE})]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _boolean_as_text(value: object) -> object:
-    """YAML reads `packing: true` as a boolean; the field's values are words."""
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def _absent_as_empty(value: object) -> object:
-    """`train:` with nothing below it is null in YAML and means every default."""
-    return {} if value is None else value
-
-
-def _list_as_tuple(value: object) -> object:
-    """YAML and JSON have lists only; strict mode would refuse one where a tuple is declared."""
-    return tuple(value) if isinstance(value, list) else value
+# YAML reads `packing: true` as a boolean; the field's values are words.
+_boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
+# `train:` with nothing below it is null in YAML and means every default.
+_absent_as_empty = BeforeValidator(lambda value: {} if value is None else value)
+# YAML and JSON have lists only; strict mode would refuse one where a tuple is declared.
+_list_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
 class _Section(BaseModel):
@@ -67,7 +52,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keys_as_text(cls, given: Any) -> Any:
-        """YAML keys may be numbers; as text they are reported like any other unknown field."""
+        # YAML keys may be numbers; as text they are reported like any other unknown field.
         return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else given
 
 
@@ -89,22 +74,24 @@ class TrainSpec(_Section):
     tokens_per_step: int = Field(
         default=16384, ge=8, le=67_108_864, description="Real tokens (no padding) per optimizer step."
     )
-    packing: Annotated[Packing, BeforeValidator(_boolean_as_text)] = Field(
+    packing: Annotated[Literal["auto", "true", "false"], _boolean_as_text] = Field(
         default="auto",
         description="Put several documents in one row. auto: where a trial shows that the model keeps them apart; true: refuse the job "
         "otherwise; false: one document per row.",
         json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
     )
     learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
-    lr_schedule: LrSchedule = Field(default="cosine", description="Shape of the learning rate after the warmup.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="Shape of the learning rate after the warmup."
+    )
     warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
-    decay: Decay = Field(
+    decay: Literal["trainer", "matrices", "all"] = Field(
         default="trainer",
         description="What weight_decay applies to. trainer: all but biases and norms, as the Hugging Face Trainer; matrices: weight "
         "matrices but no embedding; all: every parameter.",
     )
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_as_tuple)] = Field(
+    betas: Annotated[tuple[Beta, Beta], _list_as_tuple] = Field(
         default=(0.9, 0.999), description="Adam's decay rates of the first and second moment."
     )
     eps: float = Field(default=1e-8, gt=0, le=1, description="Adam's epsilon.")
@@ -115,7 +102,9 @@ class TrainSpec(_Section):
         description="Clip gradients to this global norm; null turns clipping off and saves the gradient planes.",
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
-    train_on: TrainOn = Field(default="assistant", description="Which tokens of a chat carry loss.")
+    train_on: Literal["assistant", "last-assistant", "all"] = Field(
+        default="assistant", description="Which tokens of a chat carry loss."
+    )
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
@@ -146,7 +135,7 @@ class CheckpointSpec(_Section):
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
-    dtype: CheckpointDtype = Field(
+    dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
     )
@@ -169,18 +158,18 @@ class JobSpec(_Section):
         json_schema_extra={_RULE: f"empty or {NAME_RULE}"},
     )
     eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
-    method: Method = Field(
+    method: Literal["sft", "pretrain"] = Field(
         default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
     )
-    train: Annotated[TrainSpec, BeforeValidator(_absent_as_empty)] = TrainSpec()
+    train: Annotated[TrainSpec, _absent_as_empty] = TrainSpec()
     eval_every_steps: int = Field(
         default=0, ge=0, le=MAX_STEPS, description="Steps between evaluations; 0 evaluates at the start and end only."
     )
-    checkpoint: Annotated[CheckpointSpec, BeforeValidator(_absent_as_empty)] = CheckpointSpec()
+    checkpoint: Annotated[CheckpointSpec, _absent_as_empty] = CheckpointSpec()
     priority: int = Field(
         default=0, ge=-100, le=100, description="Higher first, within the project's share. Only 0 in this version."
     )
-    device: DeviceChoice = Field(
+    device: Literal["auto", "cuda", "host"] = Field(
         default="auto", description="Where the layers are computed. auto means host in this version."
     )
     eval_fraction: float = Field(

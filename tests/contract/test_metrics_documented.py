@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from horizon_server.telemetry.families import Family
+from horizon_server.figures import Metric
 from horizon_server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,11 +43,11 @@ grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_sec
 
 
 @pytest.fixture(scope="module")
-def families() -> dict[str, Family]:
+def families() -> dict[str, Metric]:
     return {family.name: family for family in Metrics().families}
 
 
-def _queryable(families: dict[str, Family]) -> dict[str, Family]:
+def _queryable(families: dict[str, Metric]) -> dict[str, Metric]:
     return {name + suffix: family for name, family in families.items() for suffix in _SUFFIXES[family.kind]}
 
 
@@ -67,26 +67,26 @@ def _grouped(expression: str) -> set[str]:
     return {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
 
 
-def test_every_promised_metric_is_there(families: dict[str, Family]) -> None:
+def test_every_promised_metric_is_there(families: dict[str, Metric]) -> None:
     promised = {
         name: tuple(filter(None, labels.split(","))) for name, labels in re.findall(r"(\w+)\{(.*?)\}", PROMISED)
     }
     assert promised == {name: family.labels for name, family in families.items()}
 
 
-def test_the_registry_holds_what_was_declared(families: dict[str, Family]) -> None:
+def test_the_registry_holds_what_was_declared(families: dict[str, Metric]) -> None:
     exposed = {metric.name + ("_total" if metric.type == "counter" else "") for metric in Metrics().registry.collect()}
     ours = {name for name in exposed if not name.startswith("process_")}
     assert ours == set(families)
 
 
-def test_the_page_and_the_code_are_the_same(families: dict[str, Family]) -> None:
+def test_the_page_and_the_code_are_the_same(families: dict[str, Metric]) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     documented = {row["name"]: (row["kind"], row["labels"].replace(",", " ").split()) for row in _ROW.finditer(page)}
     assert documented == {name: (family.kind, list(family.labels)) for name, family in families.items()}
 
 
-def test_every_name_in_dashboard_and_alerts_exists(families: dict[str, Family]) -> None:
+def test_every_name_in_dashboard_and_alerts_exists(families: dict[str, Metric]) -> None:
     known = {*_queryable(families), "process_resident_memory_bytes", "process_start_time_seconds"}
     expressions = _expressions()
     assert len(expressions) > 40
@@ -96,7 +96,7 @@ def test_every_name_in_dashboard_and_alerts_exists(families: dict[str, Family]) 
         assert names <= known, expression
 
 
-def test_every_label_in_dashboard_and_alerts_exists(families: dict[str, Family]) -> None:
+def test_every_label_in_dashboard_and_alerts_exists(families: dict[str, Metric]) -> None:
     queryable = _queryable(families)
     from_prometheus = {"job", "instance", "le"}
     for expression in _expressions():
@@ -104,13 +104,13 @@ def test_every_label_in_dashboard_and_alerts_exists(families: dict[str, Family])
         assert _grouped(expression) | set(_SELECTOR_LABEL.findall(expression)) <= labels | from_prometheus, expression
 
 
-def test_every_metric_is_on_the_dashboard(families: dict[str, Family]) -> None:
+def test_every_metric_is_on_the_dashboard(families: dict[str, Metric]) -> None:
     shown = {name for expression in _expressions() for name in _NAME.findall(expression)}
     unseen = {name for name, family in families.items() if not shown & {name + s for s in _SUFFIXES[family.kind]}}
     assert unseen == set()
 
 
-def test_the_dashboard_hangs_together(families: dict[str, Family]) -> None:
+def test_the_dashboard_hangs_together(families: dict[str, Metric]) -> None:
     board, queryable = _dashboard(), _queryable(families)
     identifiers = [panel["id"] for panel in board["panels"]]
     assert len(identifiers) == len(set(identifiers))

@@ -16,8 +16,7 @@ from tests.support.loop_thread import LoopThread
 
 from horizon_client import Client
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
-from horizon_server.api.http.app import make_app
-from horizon_server.api.http.server import HttpServer, start_http_server
+from horizon_server.api.http.server import HttpServer, make_app, start_http_server
 from horizon_server.version import VERSION
 
 Result = TypeVar("Result")

@@ -7,9 +7,8 @@ import os
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # grpc reads it when imported, and logs every failed handshake without it
+    # grpc reads it when it is imported, and without it logs every failed handshake between our own messages
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from horizon_client.cli.root import horizon
 
     horizon.main(prog_name="horizon")

@@ -9,9 +9,8 @@ import click
 
 from horizon_client.cli.output import View, clean, output_option, print_list, print_one
 from horizon_client.cli.root import Commands
-from horizon_client.endpoint import SYSTEM_CA, Endpoint, read_token_file
 from horizon_client.errors import BadConfig
-from horizon_client.profiles import Profile, ProfileFile, ProfileSummary
+from horizon_client.profiles import SYSTEM_CA, Endpoint, Profile, ProfileFile, ProfileSummary, read_token_file
 
 _VIEW: View[ProfileSummary] = View(
     columns=[
@@ -57,6 +56,7 @@ def login(server: str, token_file: str | None, ca: str | None, profile_name: str
     endpoint = Endpoint(server=server, token=token, ca_file=ca_file)
     from horizon_client.sync_client import Client
 
+    # saved only when the daemon knows the token
     with Client(endpoint.server, token=token, ca_file=None if ca_file is None else str(ca_file)) as client:
         node = client.node.status()
     ProfileFile().save(Profile(name=profile_name, server=endpoint.server, token=token, ca_file=ca_file))
@@ -79,6 +79,7 @@ def logout(profile_name: str | None, output: str) -> None:
     if name is None:
         raise BadConfig("you are not logged in; nothing to do")
     _remove(name, output, "logged out of {server}; the profile {name} and its token are removed from this machine")
+    # on stderr, because `-o json` and `-o name` are read by programs
     click.echo("the token stays valid until an admin revokes it with: horizond token revoke", err=True)
 
 
@@ -125,6 +126,6 @@ def _read_token(token_file: str | None) -> str:
         return sys.stdin.read().strip()
     if token_file is not None:
         return read_token_file(Path(token_file).expanduser())
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty():  # a prompt would block a script
         raise BadConfig("pass the file that contains your token with --token-file FILE")
     return str(click.prompt("token", hide_input=True)).strip()

@@ -14,12 +14,11 @@ from horizon_client.cli.output import (
     output_option,
     print_list,
     print_one,
-    print_plain,
+    print_result,
     time_text,
 )
-from horizon_client.cli.reporter import TransferReporter
 from horizon_client.cli.root import Commands
-from horizon_client.cli.session import connected, find_job
+from horizon_client.cli.session import TransferReporter, connected, find_job
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint
@@ -93,15 +92,9 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
         result = client.checkpoints.pull(
             find_job(client, job).job_id, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter
         )
-    if output in ("json", "yaml"):
-        print_plain(result, output)
-    elif output == "name":
-        click.echo(result.folder)
-    else:
-        received = bytes_text(result.received_bytes)
-        click.echo(
-            f"step {result.checkpoint.step} of {result.checkpoint.job_id} is in {result.folder} ({received} received)"
-        )
+    place = f"step {result.checkpoint.step} of {result.checkpoint.job_id} is in {result.folder}"
+    received = bytes_text(result.received_bytes)
+    print_result(result, output, names=[result.folder], page=lambda: f"{place} ({received} received)")
 
 
 @checkpoint.command(epilog="\b\nExample:\n  horizon checkpoint delete JOB@500")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Completer: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 _SHELLS = ["bash", "zsh", "fish"]
-_PATIENCE_S = 3.0
+_PATIENCE_S = 3.0  # a shell shows nothing while it waits for a completion
 _MOST_NAMES = 200
 
 
@@ -28,17 +28,18 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
 
         from horizon_client.async_client import AsyncClient
         from horizon_client.cli.session import client_arguments
-        from horizon_client.connection import RetryPolicy
+        from horizon_client.connection import ONCE
 
         async def ask() -> Iterable[str]:
             # one attempt per call, because a user waits at the TAB key
-            async with AsyncClient(**client_arguments(ctx), unary_retry=RetryPolicy(max_attempts=1)) as client:
+            async with AsyncClient(**client_arguments(ctx), unary_retry=ONCE) as client:
                 return await list_names(client)
 
         try:
             names = asyncio.run(asyncio.wait_for(ask(), _PATIENCE_S))
         except (HorizonClientError, TimeoutError):
-            return []
+            return []  # a message here would be written into the command line
+        # several jobs may have one name
         return [CompletionItem(name) for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
     return complete
@@ -56,7 +57,7 @@ model_names = _completer(lambda client: client.models.names())
 
 def spec_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the fields that `--set` can change."""
-    from horizon_client.cli.spec_commands import spec_fields
+    from horizon_client.cli.jobs import spec_fields
 
     return [CompletionItem(f"{path}=") for path, _ in spec_fields() if path.startswith(incomplete)]
 

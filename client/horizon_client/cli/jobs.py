@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
-from horizon_client.cli.job_pages import JOB_VIEW, job_list_view, print_plan, speed_text, state_text
-from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_plain
-from horizon_client.cli.reporter import Notices, TransferReporter
+from horizon_client.cli.job_views import JOB_VIEW, open_view, plan_page, speed_text, state_text
+from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
-from horizon_client.cli.session import connected, find_job
-from horizon_client.cli.spec_commands import init, schema
-from horizon_client.errors import InvalidRequest
+from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
+from horizon_client.errors import BadFile, InvalidRequest
 
 if TYPE_CHECKING:
     from horizon_client.resources import Job
     from horizon_client.sync_client import Client
 
+_SCHEMA_FILE = "job.schema.json"
 _STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
 _JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
 _SPEC = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
@@ -44,10 +50,6 @@ def job() -> None:
     """
 
 
-job.add_command(init)
-job.add_command(schema)
-
-
 @job.command(
     epilog="""\b
 Example:
@@ -68,12 +70,8 @@ def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, o
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
         planned = client.jobs.plan(_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
-    if output in ("json", "yaml"):
-        print_plain(planned, output)
-    elif output == "name":
-        click.echo("fits" if planned.plan.fits else "does-not-fit")
-    else:
-        print_plan(planned.plan)
+    names = ["fits" if planned.plan.fits else "does-not-fit"]
+    print_result(planned, output, names=names, page=lambda: plan_page(planned.plan))
     return 0 if planned.plan.fits else 1
 
 
@@ -118,7 +116,7 @@ def submit(
     print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:
         return 0
-    sys.stdout.flush()
+    sys.stdout.flush()  # a program that reads the id need not wait for the job's end
     return _watch(client, queued, output, sys.stderr if output == "name" else sys.stdout)
 
 
@@ -136,7 +134,10 @@ def submit(
 def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) -> None:
     """List your jobs, newest first."""
     jobs = client.jobs.list(states=states, limit=limit)
-    print_list(jobs, job_list_view(jobs), output)
+    # an admin sees the jobs of all; for everybody else OWNER would be the same name in every row
+    many_owners = len({job.owner for job in jobs}) > 1
+    columns = [c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners]
+    print_list(jobs, replace(JOB_VIEW, columns=columns), output)
 
 
 @job.command(epilog="\b\nExample:\n  horizon job get JOB -o yaml")
@@ -196,7 +197,7 @@ def cancel(client: Client, job_id: str, output: str) -> None:
     found = find_job(client, job_id)
     if found.ended:
         Notices().notice(f"{found.name} ({found.job_id}) has already ended ({found.state}); nothing to cancel")
-        if output != "table":
+        if output != "table":  # programs get the job as after any other change
             print_one(found, JOB_VIEW, output)
         return
     _print_changed(client.jobs.cancel(found.job_id), output)
@@ -226,7 +227,7 @@ def resume(client: Client, job_id: str, output: str) -> None:
 @job.command(
     name="set-priority",
     short_help="Change a job's priority (not available yet).",
-    context_settings={"ignore_unknown_options": True},
+    context_settings={"ignore_unknown_options": True},  # a negative priority looks like an option
     epilog="\b\nExample:\n  horizon job set-priority JOB 10",
 )
 @_JOB
@@ -246,15 +247,14 @@ def _print_changed(changed: Job, output: str) -> None:
 
 def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
     """Show events until the job has ended; return 0 when it has succeeded, else 1."""
-    from horizon_client.cli.watch_view import open_view
-
     try:
-        with open_view(job, output, stream) as view:
+        with closing(open_view(job, output, stream)) as view:
             for event in client.jobs.watch(job.job_id, reporter=view):
                 view.show(event)
         ended = client.jobs.get(job.job_id)
     except KeyboardInterrupt:
         raise Interrupted(_continues(job.job_id, "watch")) from None
+    # with json or yaml the last event has said it, as data
     if output == "table":
         steps = f" after {ended.step} of {ended.num_steps} steps" if ended.num_steps else ""
         why = f": {ended.message}" if ended.message else ""
@@ -268,9 +268,10 @@ def _spec(text: str) -> str | dict[str, object]:
     """Return the path, or the mapping on stdin."""
     if text != "-":
         return text
-    from horizon_client.spec_file import parse_spec
+    from horizon_client.job_spec import parse_spec  # only here, because it loads grpc
 
     try:
+        # YAML, which JSON is a part of
         return parse_spec(sys.stdin.read(), name="stdin")
     except UnicodeDecodeError as error:
         raise InvalidRequest("stdin is not UTF-8 text") from error
@@ -278,3 +279,88 @@ def _spec(text: str) -> str | dict[str, object]:
 
 def _continues(job_id: str, command: str) -> str:
     return f"the job continues; to return to it: horizon job {command} {job_id}"
+
+
+@cache
+def job_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the job spec, as generated from the server's definition of each field."""
+    schema: dict[str, Any] = json.loads((files("horizon_client") / "job_schema.json").read_text("utf-8"))
+    return schema
+
+
+def header_line(schema_file: str) -> str:
+    """Return the first line of a YAML file that editors with YAML support read to find its schema."""
+    return f"# yaml-language-server: $schema={schema_file}"
+
+
+def spec_fields() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the dotted path and the schema of each field that takes a value, in the order of the reference."""
+    schema = job_schema()
+    for name, field in schema["properties"].items():
+        if "$ref" in field:
+            section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
+            for inner, inner_field in section["properties"].items():
+                yield f"{name}.{inner}", inner_field
+        else:
+            yield name, field
+
+
+@job.command(epilog="\b\nExample:\n  horizon job schema --to job.schema.json")
+@click.option("--to", "target", type=click.Path(path_type=Path), help="Write the schema to this file.")
+def schema(target: Path | None) -> None:
+    """Print the JSON Schema of a job spec.
+
+    Editors use it for completion and checks.
+    """
+    text = json.dumps(job_schema(), indent=1)
+    if target is None:
+        click.echo(text)
+    else:
+        _write(target, text + "\n", mode="w")
+    note = "make this the first line of the job file, so that an editor with YAML support checks it:"
+    click.echo(f"{note}\n{header_line(str(target) if target else _SCHEMA_FILE)}", err=True)
+
+
+@job.command(epilog="\b\nExample:\n  horizon job init --to job.yaml")
+@click.option("--to", "target", type=click.Path(path_type=Path), help="Write it to this file, which must not exist.")
+def init(target: Path | None) -> None:
+    """Print a job spec to start from.
+
+    It contains the required fields, and every other field with its default as a comment.
+    """
+    if target is None:
+        click.echo(template(), nl=False)
+        return
+    _write(target, template(), mode="x")
+    click.echo(f"wrote {target}; set name, model and dataset, then: horizon job plan {target}", err=True)
+
+
+def template() -> str:
+    """Return a YAML file that contains every field of the spec with its default and description."""
+    import yaml  # only here: `horizon job --help` imports this module
+
+    required = job_schema()["required"]
+    lines = [header_line(_SCHEMA_FILE)]
+    section = ""
+    for path, field in spec_fields():
+        prefix, _, name = path.rpartition(".")
+        if prefix != section:
+            section = prefix
+            lines += ["", *([f"{prefix}:"] if prefix else [])]
+        indent = "  " if prefix else ""
+        if path in required:
+            lines.append(f"{name}: my-{name}  # {field['description']}")
+        else:
+            value = yaml.safe_dump(field.get("default"), default_flow_style=True).splitlines()[0]
+            lines.append(f"{indent}# {name}: {value}  # {field['description']}")
+    return "\n".join(lines) + "\n"
+
+
+def _write(target: Path, text: str, *, mode: str) -> None:
+    try:
+        with target.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadFile(f"{target} exists; choose another name") from None
+    except OSError as error:
+        raise BadFile(f"cannot write {target}: {error.strerror}") from error

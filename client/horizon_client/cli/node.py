@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.output import View, bytes_text, details, output_option, print_one, print_plain
+from horizon_client.cli.output import View, bytes_text, details, output_option, print_one, print_result
 from horizon_client.cli.root import Commands, connection_options
 from horizon_client.cli.session import connected, open_client
 from horizon_client.errors import BadConfig
@@ -61,14 +61,10 @@ def version(output: str, **options: str | None) -> None:
     try:
         client = open_client(click.get_current_context())
     except BadConfig as error:
-        if error.reason != NO_SERVER:
+        if error.reason != NO_SERVER:  # a broken configuration is not the same as none
             raise
     else:
         with client:
             versions["server"] = client.node.status().version
-    if output in ("json", "yaml"):
-        print_plain(versions, output)
-    elif output == "name":
-        click.echo(versions["client"])
-    else:
-        click.echo(details([(name, text or "not configured") for name, text in versions.items()]))
+    facts = [(name, text or "not configured") for name, text in versions.items()]
+    print_result(versions, output, names=[str(versions["client"])], page=lambda: details(facts))

@@ -5,13 +5,14 @@ Also numbers, times and untrusted text in the form that people read.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
@@ -62,51 +63,69 @@ def limit_option(command: CommandT) -> CommandT:
 
 def print_list(items: Sequence[ItemT], view: View[ItemT], output: str) -> None:
     """Print several resources."""
-    if output in ("json", "yaml"):
-        print_plain(items, output)
-    elif output == "name":
-        for item in items:
-            click.echo(view.name(item))
-    else:
+
+    def page() -> str:
         rows = [[cell(item) for _, cell in view.columns] for item in items]
-        click.echo(table([header for header, _ in view.columns], rows, terminal_width()))
+        return table([header for header, _ in view.columns], rows)
+
+    print_result(items, output, names=map(view.name, items), page=page)
 
 
 def print_one(item: ItemT, view: View[ItemT], output: str, *, plain: object = None, message: str | None = None) -> None:
     """Print one resource; `plain` replaces it for programs, `message` replaces its page for people."""
-    if output in ("json", "yaml"):
-        print_plain(item if plain is None else plain, output)
-    elif output == "name":
-        click.echo(view.name(item))
-    else:
-        click.echo(details(view.details(item)) if message is None else message)
+
+    def page() -> str:
+        return details(view.details(item)) if message is None else message
+
+    print_result(item if plain is None else plain, output, names=[view.name(item)], page=page)
 
 
-def print_plain(value: object, output: str) -> None:
-    """Print a resource, or a list of them, as JSON or YAML."""
-    from horizon_client.conversion import to_plain
-
-    plain = to_plain(value)
+def print_result(value: object, output: str, *, names: Iterable[str], page: Callable[[], str]) -> None:
+    """Print a result: `value` as JSON or YAML for programs, its `names` alone, or the `page` for people."""
     if output == "json":
-        click.echo(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
+        click.echo(json.dumps(to_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    elif output == "yaml":
+        import yaml  # only here, because every `--help` imports this module
+
+        click.echo(yaml.safe_dump(to_plain(value), sort_keys=False, allow_unicode=True), nl=False)
+    elif output == "name":
+        for name in names:
+            click.echo(name)
     else:
-        import yaml
-
-        click.echo(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), nl=False)
+        click.echo(page())
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
-    """Return rows under headers, columns aligned; cells are shortened to fit a `width`, the first column last."""
+def to_plain(value: Any) -> Any:
+    """Return plain data that JSON and YAML can write: datetimes as ISO text, numbers that are not finite as None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {attribute.name: to_plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
+        kind = getattr(value, "kind", None)
+        # `event` for a program that reads a stream of several kinds; a job's `last_step` has no number and needs no kind
+        return {"event": kind, **plain} if kind and plain.get("sequence") else plain
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(inner) for inner in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return None if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no NaN
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows under headers, columns aligned; cells are shortened to fit the terminal, the first column last."""
+    # rich is imported where it is used, because it would make every `--help` wait for it
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    width = terminal_width()
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     # rich shortens the columns that may wrap first; an id is useless when shortened
     is_rigid = [
         i == 0 or widest <= _SHORT_COLUMN or all(map(_is_figure, columns[i][1:])) for i, widest in enumerate(widths)
     ]
+    # a narrow terminal gets one space between columns before a cell is shortened
     least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
     gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
@@ -119,6 +138,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         )
     for row in rows:
         grid.add_row(*(Text(clean(cell), no_wrap=True, overflow="ellipsis") for cell in row))
+    # into a text, because rich would fill up every line with spaces
     sink = io.StringIO()
     Console(file=sink, width=width or _UNLIMITED, color_system=None).print(grid)
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())
@@ -131,7 +151,7 @@ def details(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the terminal's width, or None when stdout is a file or a pipe."""
+    """Return the terminal's width, or None when stdout is a file or a pipe: what a program reads is never shortened."""
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
 
 
@@ -142,12 +162,8 @@ def _is_figure(text: str) -> bool:
 def clean(text: str) -> str:
     """Return `text` on one line and without control characters, so that the server cannot control the terminal."""
     spaced = " ".join(text.split())
+    # Cf too: marks that turn the direction of text can make a name look like another
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf"))
-
-
-def clean_block(text: str) -> str:
-    """Return `text` without control characters other than line breaks and tabs."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -158,14 +174,9 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if unit == 1 else f"{num_bytes / unit:.1f} {suffix}"
 
 
-def count_text(number: int) -> str:
-    """Return a whole number with separators."""
-    return f"{number:,}"
-
-
 def duration_text(seconds: float | None) -> str:
     """Return a duration as H:MM:SS, with days if there are any; '-' when unknown."""
-    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:  # protobuf carries infinity and NaN
         return "-"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -178,6 +189,7 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     """Return the time since `moment` in its largest unit; '-' when unknown."""
     if moment is None:
         return "-"
+    # the two machines' clocks may differ
     seconds = max(((now or datetime.now(UTC)) - moment).total_seconds(), 0.0)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:

@@ -14,16 +14,17 @@ from horizon_client.cli.output import clean
 from horizon_client.errors import HorizonClientError, did_you_mean
 
 MAX_VIOLATIONS = 100
+# as a shell reports a command that was ended by SIGINT, and by SIGPIPE
 INTERRUPTED = 130
 READER_GONE = 141
-"""As a shell reports a command that was ended by SIGPIPE."""
 
+# the summaries are here too, so that `horizon --help` loads no command
 _COMMANDS = {
     "login": ("account:login", "Log in to a daemon and save it as a profile."),
     "logout": ("account:logout", "Forget a daemon and its token."),
     "profile": ("account:profile", "List, choose and remove the daemons you logged in to."),
-    "dataset": ("datasets:dataset", "Push, list, preview and delete datasets."),
-    "model": ("models:model", "Push, list and delete model folders."),
+    "dataset": ("pushed:dataset", "Push, list, preview and delete datasets."),
+    "model": ("pushed:model", "Push, list and delete model folders."),
     "job": ("jobs:job", "Plan, submit, watch and control fine-tuning jobs."),
     "checkpoint": ("checkpoints:checkpoint", "List, pull and delete the checkpoints of a job."),
     "node": ("node:node", "Show the machine that the daemon runs on."),
@@ -36,8 +37,9 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C; the text says what continues and how to resume."""
 
 
+# not an OSError, which click would turn into exit code 1
 class _ReaderGone(Exception):
-    """The program that read our output has ended. Not an OSError, which click would turn into exit code 1."""
+    """The program that read our output has ended."""
 
 
 class Commands(click.Group):
@@ -48,6 +50,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that `args` names."""
         name = args[0]
+        # a completion at the TAB key must not fail on a half-typed name
         if ctx.resilient_parsing or name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)
         known = self.list_commands(ctx)
@@ -80,7 +83,7 @@ class RootGroup(Commands):
         """Run the command that was parsed."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()
+            sys.stdout.flush()  # a reader that is gone is noticed here, not after the exit code is decided
         except BrokenPipeError:
             raise _ReaderGone from None
         return result
@@ -91,6 +94,7 @@ class RootGroup(Commands):
         """Run a command line and exit with its code."""
         code: object = 0
         try:
+            # standalone, click would print errors in its own words and choose the exit codes
             code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
         except HorizonClientError as error:
             show_error(error)
@@ -98,7 +102,7 @@ class RootGroup(Commands):
         except Interrupted as error:
             click.echo(f"\n{error}", err=True)
             code = INTERRUPTED
-        except click.Abort:
+        except click.Abort:  # click's own Ctrl-C, where no command has said what continues
             click.echo("interrupted", err=True)
             code = INTERRUPTED
         except click.ClickException as error:
@@ -114,6 +118,7 @@ def show_error(error: HorizonClientError) -> None:
     """Print the message, then the violations that it does not contain, one per line."""
     message = clean(error.message)
     click.echo(f"Error: {message}", err=True)
+    # a single violation is usually the message itself
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
         field, description = clean(violation.field), clean(violation.description)

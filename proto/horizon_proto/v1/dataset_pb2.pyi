@@ -444,30 +444,30 @@ global___PreviewDatasetRequest = PreviewDatasetRequest
 
 @typing.final
 class PreviewRow(google.protobuf.message.Message):
-    """PreviewRow is one rendered row."""
+    """PreviewRow is one row as a model would see it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPANS_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_TRAINED_TOKENS_FIELD_NUMBER: builtins.int
     FILE_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_TRAINED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_CUT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_DOCUMENTS_FIELD_NUMBER: builtins.int
     CLIPPED_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
-    num_tokens: builtins.int
-    """Tokens of the row."""
-    num_trained_tokens: builtins.int
-    """Tokens with loss."""
     file: builtins.str
     """The file it is in."""
     unit: builtins.str
     """What `number` counts: line, row, or piece of a plain text."""
     number: builtins.int
     """Where in the file it is, from 1."""
+    num_tokens: builtins.int
+    """Tokens of the row."""
+    num_trained_tokens: builtins.int
+    """Tokens with loss."""
     num_cut_tokens: builtins.int
     """Tokens beyond the sequence length, which are not trained on and not shown."""
     num_documents: builtins.int
@@ -485,12 +485,12 @@ class PreviewRow(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        spans: collections.abc.Iterable[global___PreviewSpan] | None = ...,
-        num_tokens: builtins.int = ...,
-        num_trained_tokens: builtins.int = ...,
         file: builtins.str = ...,
         unit: builtins.str = ...,
         number: builtins.int = ...,
+        spans: collections.abc.Iterable[global___PreviewSpan] | None = ...,
+        num_tokens: builtins.int = ...,
+        num_trained_tokens: builtins.int = ...,
         num_cut_tokens: builtins.int = ...,
         num_documents: builtins.int = ...,
         clipped: builtins.bool = ...,
@@ -502,7 +502,7 @@ global___PreviewRow = PreviewRow
 
 @typing.final
 class PreviewSpan(google.protobuf.message.Message):
-    """PreviewSpan is a piece of a rendered row."""
+    """PreviewSpan is a piece of a rendered row, and whether it carries loss."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,26 +524,26 @@ global___PreviewSpan = PreviewSpan
 
 @typing.final
 class PreviewDatasetResponse(google.protobuf.message.Message):
-    """PreviewDatasetResponse holds the rows."""
+    """PreviewDatasetResponse is some rows of a dataset, and the options that they were rendered with."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
-    TRAIN_ON_FIELD_NUMBER: builtins.int
     METHOD_FIELD_NUMBER: builtins.int
+    TRAIN_ON_FIELD_NUMBER: builtins.int
     SEQUENCE_LENGTH_FIELD_NUMBER: builtins.int
     num_rows: builtins.int
     """Rows of the dataset."""
     format: global___DatasetFormat.ValueType
     """How they are written."""
-    train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType
-    """The options with defaults filled in, as the request names them."""
     method: horizon_proto.v1.job_pb2.Method.ValueType
-    """See the request."""
+    """The method, with its default filled in."""
+    train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType
+    """Which tokens would be trained, with its default filled in."""
     sequence_length: builtins.int
-    """See the request."""
+    """Where a job would cut rows, with its default filled in."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PreviewRow]:
         """The rows."""
@@ -554,8 +554,8 @@ class PreviewDatasetResponse(google.protobuf.message.Message):
         rows: collections.abc.Iterable[global___PreviewRow] | None = ...,
         num_rows: builtins.int = ...,
         format: global___DatasetFormat.ValueType = ...,
-        train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType = ...,
         method: horizon_proto.v1.job_pb2.Method.ValueType = ...,
+        train_on: horizon_proto.v1.job_pb2.TrainOn.ValueType = ...,
         sequence_length: builtins.int = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["format", b"format", "method", b"method", "num_rows", b"num_rows", "rows", b"rows", "sequence_length", b"sequence_length", "train_on", b"train_on"]) -> None: ...

@@ -573,7 +573,7 @@ class Job(google.protobuf.message.Message):
 
     @property
     def plan(self) -> global___MemoryPlan:
-        """What the memory plan says."""
+        """Its memory plan."""
 
     @property
     def eta(self) -> google.protobuf.duration_pb2.Duration:
@@ -817,6 +817,7 @@ class StepEvent(google.protobuf.message.Message):
     LEARNING_RATE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     NUM_INPUT_TOKENS_SEEN_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     H2D_FIELD_NUMBER: builtins.int
@@ -830,7 +831,6 @@ class StepEvent(google.protobuf.message.Message):
     ETA_S_FIELD_NUMBER: builtins.int
     OVERLAP_RATIO_FIELD_NUMBER: builtins.int
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -845,6 +845,8 @@ class StepEvent(google.protobuf.message.Message):
     """Epochs done, with fraction."""
     num_input_tokens_seen: builtins.int
     """Real tokens seen since the job's start."""
+    num_tokens: builtins.int
+    """Real tokens of the step."""
     tokens_per_second: builtins.float
     """Real tokens per second in this step."""
     duration_s: builtins.float
@@ -865,8 +867,6 @@ class StepEvent(google.protobuf.message.Message):
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: builtins.float
     """Model FLOPs of the step (6PT and attention)."""
-    num_tokens: builtins.int
-    """Real tokens of the step."""
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -893,6 +893,7 @@ class StepEvent(google.protobuf.message.Message):
         learning_rate: builtins.float = ...,
         epoch: builtins.float = ...,
         num_input_tokens_seen: builtins.int = ...,
+        num_tokens: builtins.int = ...,
         tokens_per_second: builtins.float = ...,
         duration_s: builtins.float = ...,
         h2d: global___TransferFigures | None = ...,
@@ -906,7 +907,6 @@ class StepEvent(google.protobuf.message.Message):
         eta_s: builtins.float = ...,
         overlap_ratio: builtins.float = ...,
         model_flops: builtins.float = ...,
-        num_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
@@ -1233,7 +1233,7 @@ global___PlanJobRequest = PlanJobRequest
 
 @typing.final
 class PlanJobResponse(google.protobuf.message.Message):
-    """PlanJobResponse holds the ledger."""
+    """PlanJobResponse is what a job would take."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1241,7 +1241,7 @@ class PlanJobResponse(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     @property
     def plan(self) -> global___MemoryPlan:
-        """The ledger."""
+        """Its memory plan."""
 
     @property
     def spec(self) -> global___JobSpec:

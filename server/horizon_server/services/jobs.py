@@ -7,7 +7,7 @@ import base64
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 
 from horizon_server.db.jobs import Figures
@@ -207,7 +207,7 @@ class JobService:
         self._scheduler.wake()
         return job
 
-    async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncIterator[JobEvent]:
+    async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events from a number on, and end after the last one of an ended job.
 
         Raises:
@@ -223,7 +223,7 @@ class JobService:
 
     async def logs(
         self, principal: Principal, key: str, *, attempt: int = 0, offset: int = 0, follow: bool = False
-    ) -> AsyncIterator[tuple[int, bytes]]:
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
         """Yield (offset, bytes) pieces of an attempt's log; `follow` waits for more until the attempt has ended.
 
         Raises:

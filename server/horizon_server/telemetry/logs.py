@@ -9,11 +9,11 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 import structlog
-from structlog.types import EventDict, Processor
+from structlog.types import Processor
 
 HIDDEN = "[hidden]"
 
@@ -48,7 +48,7 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,
-            hide_secrets,
+            lambda _logger, _method, event: _clean("", event),
             structlog.processors.JSONRenderer(sort_keys=True)
             if json
             else structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
@@ -76,12 +76,8 @@ def _is_not_a_cut_call(record: logging.LogRecord) -> bool:
     return not isinstance(error, asyncio.CancelledError) and "RPC already finished" not in str(error)
 
 
-def hide_secrets(_logger: object, _method: str, event: EventDict) -> MutableMapping[str, Any]:
-    """Replace the values of keys that name a secret, and bearer tokens anywhere in the text, however deep."""
-    return {key: _clean(key, value) for key, value in event.items()}
-
-
 def _clean(key: str, value: Any) -> Any:
+    """Replace the values of keys that name a secret, and bearer tokens anywhere in the text, however deep."""
     if _SECRET_KEY.search(key) and key not in _HARMLESS_KEYS:
         return HIDDEN
     if isinstance(value, bytes):

@@ -11,9 +11,9 @@ import pytest
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile
-from horizon_client.dataset_files import check_dataset_files, dataset_sources
 from horizon_client.errors import InvalidRequest
-from horizon_client.transfer.reporter import SILENT, Progress
+from horizon_client.local_files import check_dataset_files, dataset_sources
+from horizon_client.reporter import SILENT, Progress
 
 ROW = '{"text": "a"}\n'
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from horizon_client.cli.job_pages import data_text
-from horizon_client.cli.watch_view import event_line
+from horizon_client.cli.job_views import data_text, event_line
 from horizon_client.resources import MessageEvent, PrepareEvent
 
 REPORT = {"rows": 7473, "tokens": 1_200_000, "trained_tokens": 700_000, "truncated_rows": 0, "sequence_length": 1024}

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_client import BadFile, InvalidRequest
-from horizon_client.job_spec import spec_to_mapping, spec_to_proto
-from horizon_client.spec_file import load_spec_file, parse_spec, with_overrides
+from horizon_client.conversion import spec_to_mapping, spec_to_proto
+from horizon_client.job_spec import load_spec_file, parse_spec, with_overrides
 from horizon_proto.v1 import job_pb2
 
 MINIMAL = {"name": "n", "model": "m", "dataset": "d"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from horizon_client import BadFile, Client
-from horizon_client.model_folder import model_files
+from horizon_client.local_files import model_files
 
 
 def safetensors(entries: dict[str, tuple[str, list[int], int, int]], data: bytes) -> bytes:

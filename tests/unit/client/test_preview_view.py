@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import sys
 
+import click
 import pytest
 
 from horizon_client import Client, InvalidRequest
-from horizon_client.cli.preview_view import print_preview
+from horizon_client.cli.pushed import preview_page
 from horizon_client.resources import DatasetPreview, PreviewRow, PreviewSpan
 
 
@@ -39,12 +40,12 @@ def test_a_terminal_gets_colour_unless_no_color_is_set(
     monkeypatch.setenv("NO_COLOR", no_colour)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    print_preview("notes", preview(*SPANS))
+    click.echo(preview_page("notes", preview(*SPANS)))
     assert expected in terminal.getvalue(), "and the data cannot control the terminal"
 
 
 def test_what_is_not_shown_or_not_trained_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    print_preview("notes", preview(*SPANS, num_documents=3, problems=("line[2] has no trainable token",)))
+    click.echo(preview_page("notes", preview(*SPANS, num_documents=3, problems=("line[2] has no trainable token",))))
     lines = capsys.readouterr().out.splitlines()
     assert "--- a.txt piece 2: 1,500 tokens, 7 trained, in 3 documents ---" in lines
     assert lines[-3:] == [

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from horizon_client import BadConfig, NotFound
-from horizon_client.endpoint import Endpoint, normal_address, read_token_file
-from horizon_client.profiles import Profile, ProfileFile, resolve_endpoint
+from horizon_client.profiles import Endpoint, Profile, ProfileFile, normal_address, read_token_file, resolve_endpoint
 
 PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horizon_client import Progress
-from horizon_client.cli.reporter import progress_line
+from horizon_client.cli.session import progress_line
 
 MIB = 2**20
 

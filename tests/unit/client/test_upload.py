@@ -10,7 +10,7 @@ import pytest
 from tests.unit.client.recorder import Recorder
 
 from horizon_client import BadFile, Client, DiskFull, InvalidRequest, Progress, Unauthenticated
-from horizon_client.transfer.upload import CHUNK_BYTES
+from horizon_client.upload import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import Daemon

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
+import itertools
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.unit.client.recorder import Recorder
 
-from horizon_client import AsyncClient, Client, DeadlineExceeded, NotFound, Unavailable
+from horizon_client import AsyncClient, Client, DeadlineExceeded, NotFound, Unavailable, event_loop
+from horizon_client.cli.output import to_plain
 from horizon_client.connection import RetryPolicy
-from horizon_client.conversion import from_message, to_plain
+from horizon_client.conversion import from_message
 from horizon_client.resources import JobEvent, MessageEvent, StateEvent, StepEvent
 from horizon_proto.v1 import job_pb2
 from horizon_server.records.job import JobRecord, JobState
@@ -173,14 +177,41 @@ def test_an_interrupt_at_any_moment_of_a_watch_is_an_interrupt(
 ) -> None:
     events = iter(client.jobs.watch(running_job.job_id))
     assert _sequences([next(events) for _ in range(6)]) == [1, 2, 3, 4, 5, 6]
-    schedule = asyncio.run_coroutine_threadsafe
+    loop = client._loop._loop
+    schedule = loop.call_soon_threadsafe
 
-    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
-        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", schedule)
-        schedule(work, loop)
+    def interrupted(callback: Any, *args: Any) -> Any:
+        monkeypatch.setattr(loop, "call_soon_threadsafe", schedule)
+        schedule(callback, *args)
         raise KeyboardInterrupt  # the step runs, but nothing waits for it yet
 
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    monkeypatch.setattr(loop, "call_soon_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(events)
     assert client.jobs.get(running_job.job_id).state == "RUNNING", "and the client can still be used"
+
+
+def test_an_interrupt_at_any_line_of_a_call_leaves_nothing_behind(client: Client, running_job: JobRecord) -> None:
+    for number in itertools.count(1):
+        left = number
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != event_loop.__file__:
+                return None
+            left -= event == "line"
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            job = client.jobs.get(running_job.job_id)
+            break  # past the last line
+        except KeyboardInterrupt:
+            gc.collect()  # a coroutine that was never awaited warns now, and a warning is an error here
+        finally:
+            sys.settrace(None)
+    assert number > 5, "lines were interrupted"
+    assert job.state == "RUNNING", "and the client can still be used"

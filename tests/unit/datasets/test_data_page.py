@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.unit.datasets.written_files import checked
 
-from horizon_client.dataset_files import check_dataset_files, dataset_sources
-from horizon_client.transfer.reporter import SILENT
+from horizon_client.local_files import check_dataset_files, dataset_sources
+from horizon_client.reporter import SILENT
 from horizon_formats.file_check import read_rows, resolve_format
 from horizon_formats.files import MAX_EXPANDED_BYTES, MAX_EXPANSION, MAX_ROW_BYTES, Container
 from horizon_formats.formats import DatasetFormat

@@ -177,7 +177,7 @@ def test_experts_are_read_under_the_names_of_their_families(
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4}
     experts = ModelShape.from_config({**sizes, "intermediate_size": 40, **config}).experts
 
-    assert (None if experts is None else astuple(experts)) == wanted
+    assert (None if experts is None else astuple(experts)[:4]) == wanted
 
 
 @pytest.mark.parametrize(

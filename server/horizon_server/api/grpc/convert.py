@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -22,50 +22,55 @@ from pydantic import TypeAdapter, ValidationError
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
 from horizon_server.events import KINDS, kind_of
 
+# A FieldDescriptor, of which protobuf has two unrelated classes.
 Field: TypeAlias = Any
-"""A FieldDescriptor, of which protobuf has two unrelated classes."""
 MessageT = TypeVar("MessageT", bound=Message)
 RecordT = TypeVar("RecordT")
 Setter = Callable[[Any, Any], None]
 
-_RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "create_time": "created_s",
-        "start_time": "started_s",
-        "end_time": "ended_s",
-        "time": "time_s",
-        "eta": "eta_s",
-        "Job.state": "job_state",
-        "StateEvent.state": "job_state",
-        "BlobStatus.blob": "ref",
-        "Dataset.state": "ready",
-        "Model.state": "ready",
-    }
-)
-"""Field of a message, or of one message (`Job.state`), to the attribute of the record."""
-_COMPUTED: Mapping[str, Callable[[Any], object]] = MappingProxyType(
-    {
-        "Dataset.state": attrgetter("state"),
-        "Model.state": attrgetter("state"),
-        "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
-    }
-)
+# Made once: pydantic compiles a validator for each.
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+# Field of a message, or of one message (`Job.state`), to the attribute of the record.
+_RENAMED: Mapping[str, str] = {
+    "create_time": "created_s",
+    "start_time": "started_s",
+    "end_time": "ended_s",
+    "time": "time_s",
+    "eta": "eta_s",
+    "Job.state": "job_state",
+    "StateEvent.state": "job_state",
+    "BlobStatus.blob": "ref",
+    "Dataset.state": "ready",
+    "Model.state": "ready",
+}
+_COMPUTED: Mapping[str, Callable[[Any], object]] = {
+    "Dataset.state": attrgetter("state"),
+    "Model.state": attrgetter("state"),
+    # An absent max_grad_norm means the default, so "no clipping" is a field of its own (ADR 0003).
+    "TrainSpec.no_clipping": lambda train: True if train.max_grad_norm is None else None,
+}
+# The message whose payload is a oneof: the field that is set is named after the payload's kind.
 _PAYLOADS = "JobEvent"
-"""The message whose payload is a oneof: the field that is set is named after the payload's kind."""
+# A message in which nothing but what is set counts: absent is not zero, but the default.
 _REQUESTED = "JobSpec"
-"""A message in which nothing but what is set counts: absent is not zero, but the default."""
 _LONGEST_DURATION_S = 1e9
 
 
-def to_message(record: object, kind: type[MessageT], **given: Any) -> MessageT:
-    """Return a message filled from `record`; fields in `given` are taken from there. None leaves a field unset.
+def to_message(record: object, kind: type[MessageT]) -> MessageT:
+    """Return a message filled from `record`. None leaves a field unset.
 
     Raises:
         TooLarge: when a number exceeds the field's 64 (or 32) bits.
     """
-    message = kind(**given)
-    _fill(message, record, skip=frozenset(given))
+    message = kind()
+    _fill(message, record)
     return message
+
+
+def response(kind: type[MessageT], **fields: Any) -> MessageT:
+    """Return a response of these records, lists of records and plain values; raises as `to_message`."""
+    return to_message(SimpleNamespace(**fields), kind)
 
 
 def from_message(message: Message, kind: type[RecordT], **given: Any) -> RecordT:
@@ -111,19 +116,19 @@ def _prefix(enum: EnumDescriptor) -> str:
     return str(enum.values[0].name.removesuffix("UNSPECIFIED"))
 
 
-def _fill(message: Message, record: object, *, skip: frozenset[str] = frozenset()) -> None:
+def _fill(message: Message, record: object) -> None:
     for name, read, write in _fields(message.DESCRIPTOR):
-        if name in skip or (value := read(record)) is None:
-            continue
         try:
-            write(message, value)
+            if (value := read(record)) is not None:
+                write(message, value)
         except ValueError as error:
             raise TooLarge(f"{name} is {value!r:.60}, which is more than an answer can carry: {error}") from error
 
 
+# Looked up once: reading the descriptors for every message makes an event, and a job in a list, three times as expensive.
 @cache
 def _fields(descriptor: Descriptor) -> tuple[tuple[str, Callable[[Any], Any], Setter], ...]:
-    """Return name, reader and writer of every field: looked up once, as events are many."""
+    """Return name, reader and writer of every field."""
     return tuple((field.name, _reader(field), _writer(field)) for field in descriptor.fields)
 
 
@@ -169,7 +174,7 @@ def _writer(field: Field) -> Setter:
 
 def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:
     try:
-        record: RecordT = _adapter(cast(Any, kind)).validate_python(plain)
+        record: RecordT = _adapter(kind).validate_python(plain)
     except ValidationError as error:
         violations = [
             FieldViolation(field=where, description=f"{where} is {problem['input']!r:.80}; {problem['msg']}")
@@ -178,11 +183,6 @@ def _build(kind: type[RecordT], plain: Mapping[str, Any]) -> RecordT:
         ]
         raise InvalidSpec(violations[0].description, violations=violations) from error
     return record
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _plain(message: Message, *, with_zeros: bool) -> dict[str, Any]:

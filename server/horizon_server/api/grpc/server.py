@@ -10,48 +10,17 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from horizon_proto.v1 import (
-    blob_pb2,
-    blob_pb2_grpc,
-    checkpoint_pb2,
-    checkpoint_pb2_grpc,
-    dataset_pb2,
-    dataset_pb2_grpc,
-    job_pb2,
-    job_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
-)
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
-from horizon_server.api.grpc.servicers import (
-    BlobServicer,
-    CheckpointServicer,
-    DatasetServicer,
-    JobServicer,
-    ModelServicer,
-    NodeServicer,
-)
-from horizon_server.api.open_streams import OpenStreams
-from horizon_server.api.services import Services
+from horizon_server.api.grpc.servicers import SERVICERS
+from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
 from horizon_server.network import ServerCertificate, is_loopback, parse_address
 
 MAX_MESSAGE_BYTES = 4 * 2**20
+# At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each.
 MAX_CALLS = 1024
-"""At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each."""
-
 SERVICE_NAMES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in (
-        (job_pb2, "JobService"),
-        (blob_pb2, "BlobService"),
-        (dataset_pb2, "DatasetService"),
-        (model_pb2, "ModelService"),
-        (checkpoint_pb2, "CheckpointService"),
-        (node_pb2, "NodeService"),
-    )
+    service.full_name for module, _, _ in SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
 )
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -79,8 +48,14 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
-    credentials = await asyncio.to_thread(_credentials, tls) if tls is not None else None
-    if credentials is None and not is_loopback(parse_address("grpc", address).host):
+    credentials = None
+    if tls is not None:
+        try:
+            pair = await asyncio.to_thread(lambda: (tls.key.read_bytes(), tls.certificate.read_bytes()))
+        except OSError as error:
+            raise BadSetting(f"the TLS files cannot be read: {error}") from error
+        credentials = grpc.ssl_server_credentials([pair])
+    elif not is_loopback(parse_address("grpc", address).host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
         )
@@ -90,12 +65,8 @@ async def start_grpc_server(
         options=_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
-    job_pb2_grpc.add_JobServiceServicer_to_server(JobServicer(services.jobs), server)
-    checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server(CheckpointServicer(services.jobs), server)
-    blob_pb2_grpc.add_BlobServiceServicer_to_server(BlobServicer(services.blobs), server)
-    dataset_pb2_grpc.add_DatasetServiceServicer_to_server(DatasetServicer(services.datasets, services.previews), server)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services.models), server)
-    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(services.node), server)
+    for _, add, servicer in SERVICERS:
+        add(servicer(services), server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -109,13 +80,6 @@ async def start_grpc_server(
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)
     return started
-
-
-def _credentials(tls: ServerCertificate) -> grpc.ServerCredentials:
-    try:
-        return grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
-    except OSError as error:
-        raise BadSetting(f"the TLS files cannot be read: {error}") from error
 
 
 class GrpcServer:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -29,34 +28,30 @@ from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.services.access import may_see
 from horizon_server.services.node import NodeStatus
 
-PUBLIC_NAMES: Mapping[str, str] = MappingProxyType(
-    {"created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"}
-)
-"""Attribute of a record to its JSON name, where they differ."""
-COMPUTED: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
-    {
-        JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
-        JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
-        CheckpointRecord: ("size_bytes",),
-        DatasetRecord: ("state", "size_bytes"),
-        ModelRecord: ("state", "size_bytes"),
-        DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
-    }
-)
-"""Properties of a record, or of a record within it, that its body has as fields."""
-NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = MappingProxyType(
-    {
-        JobRecord: {
-            "model_id": "may be a folder of the node, whose path is private; the spec names the model",
-            "dataset_id": "an internal reference; the spec names the dataset",
-            "eval_dataset_id": "an internal reference; the spec names the dataset",
-        },
-        DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
-        DatasetPreview: {"options": "its fields are at the top level"},
-    }
-)
-"""Fields of a record that its body leaves out, and why."""
+# Attribute of a record to its JSON name, where they differ.
+PUBLIC_NAMES: Mapping[str, str] = {
+    "created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"
+}  # fmt: skip
+# Properties of a record, or of a record within it, that its body has as fields.
+COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
+    JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
+    JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
+    CheckpointRecord: ("size_bytes",),
+    DatasetRecord: ("state", "size_bytes"),
+    ModelRecord: ("state", "size_bytes"),
+    DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
+}
+# Fields of a record that its body leaves out, and why.
+NOT_IN_REST: Mapping[type[Any], Mapping[str, str]] = {
+    JobRecord: {
+        "model_id": "may be a folder of the node, whose path is private; the spec names the model",
+        "dataset_id": "an internal reference; the spec names the dataset",
+        "eval_dataset_id": "an internal reference; the spec names the dataset",
+    },
+    DatasetRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+    ModelRecord: {"ready": "shown as state", "files": "up to 4096 of them; gRPC lists them"},
+    DatasetPreview: {"options": "its fields are at the top level"},
+}
 
 
 def finite(value: Any) -> Any:
@@ -70,18 +65,11 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _time(unix_s: float) -> datetime | None:
-    return datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None
-
-
 Number = Annotated[float | None, BeforeValidator(finite)]
-Time = Annotated[datetime | None, BeforeValidator(_time)]
-
-
-class Body(BaseModel):
-    """Read from a record's attributes."""
-
-    model_config = ConfigDict(from_attributes=True)
+# Records have 0 for a time that is not known.
+Time = Annotated[
+    datetime | None, BeforeValidator(lambda unix_s: datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None)
+]
 
 
 @cache
@@ -94,11 +82,10 @@ def body_of(kind: Any) -> type[BaseModel]:
         attribute = path.rpartition(".")[2]
         public = PUBLIC_NAMES.get(attribute, attribute)
         hint = Time if public.endswith("_time") else _json_type(_type_of(kind, path))
-        fields[public] = (
-            hint,
-            Field(validation_alias=AliasPath(*path.split(".")), description=described.get(attribute)),
-        )
-    body: type[BaseModel] = create_model(kind.__name__, __base__=Body, __doc__=inspect.getdoc(kind), **fields)
+        alias = AliasPath(*path.split("."))
+        fields[public] = (hint, Field(validation_alias=alias, description=described.get(attribute)))
+    config = ConfigDict(from_attributes=True)
+    body: type[BaseModel] = create_model(kind.__name__, __config__=config, __doc__=inspect.getdoc(kind), **fields)
     return body
 
 
@@ -122,6 +109,7 @@ def _json_type(hint: Any) -> Any:
 
 def _descriptions(kind: type[Any]) -> dict[str, str]:
     """The docstrings below the fields of a dataclass and of those that it inherits from."""
+    # Read from the source, as Python drops a string that is below an assignment.
     described: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -211,40 +199,13 @@ class QueueEntry(BaseModel):
     def seen_by(cls, principal: Principal, job: JobRecord) -> Self:
         """Return the entry of a job: everything for those who may see it, who and where for the others."""
         entry = cls(job_id=job.job_id, owner=job.owner, state=job.job_state.value, position=job.queue_position)
-        if not may_see(principal, job.owner):
-            return entry
-        shown = {"name": job.spec.name, "project": job.spec.project, "priority": job.spec.priority}
-        return entry.model_copy(update={**shown, "step": job.step, "num_steps": job.num_steps})
+        if may_see(principal, job.owner):
+            entry.name, entry.project, entry.priority = job.spec.name, job.spec.project, job.spec.priority
+            entry.step, entry.num_steps = job.step, job.num_steps
+        return entry
 
 
 class QueueBody(BaseModel):
     """The waiting and running jobs of all users in the order of their turn."""
 
     jobs: list[QueueEntry]
-
-
-class CurvePoint(Body):
-    """One step of the loss curve."""
-
-    step: int
-    loss: Number
-    learning_rate: Number
-    grad_norm: Number
-    tokens_per_second: Number
-
-
-class EvalPoint(Body):
-    """One evaluation."""
-
-    step: int
-    eval_loss: Number
-
-
-class CurveBody(Body):
-    """The loss curve of a job: at most 2000 points, every `every_steps`-th step and the last one."""
-
-    job_id: str
-    num_steps: int
-    every_steps: int
-    points: list[CurvePoint]
-    evals: list[EvalPoint]

@@ -7,14 +7,45 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from horizon_server.api.http.bodies import CurveBody, CurvePoint, EvalPoint
+from pydantic import BaseModel
+
+from horizon_server.api.http.bodies import Number
 from horizon_server.records.job import JobRecord
 from horizon_server.services.jobs import JobService
 
 MAX_POINTS = 2000
 KEPT_CURVES = 32
+# Events read at a time, so that other calls get their turn in between.
 _BATCH = 1000
-"""Events read at a time, so that other calls get their turn in between."""
+
+
+class CurvePoint(BaseModel):
+    """One step of the loss curve."""
+
+    step: int
+    loss: Number
+    learning_rate: Number
+    grad_norm: Number
+    tokens_per_second: Number
+
+
+class EvalPoint(BaseModel):
+    """One evaluation."""
+
+    step: int
+    eval_loss: Number
+
+
+class CurveBody(BaseModel):
+    """The loss curve of a job: at most 2000 points, every `every_steps`-th step and the last one."""
+
+    job_id: str
+    num_steps: int
+    every_steps: int
+    points: list[CurvePoint]
+    evals: list[EvalPoint]
+
+
 _FIGURES = tuple({**CurvePoint.model_fields, **EvalPoint.model_fields})
 
 PointT = TypeVar("PointT", CurvePoint, EvalPoint)

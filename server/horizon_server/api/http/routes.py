@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from horizon_server.api.http import bodies
-from horizon_server.api.http.bodies import CurveBody, ErrorBody, QueueBody, QueueEntry
-from horizon_server.api.http.curve import Curves
-from horizon_server.api.http.problems import error_body
-from horizon_server.api.http.security import Caller, Services
-from horizon_server.api.open_streams import OpenStreams, closing
+from horizon_server.api.http.bodies import ErrorBody, QueueBody, QueueEntry
+from horizon_server.api.http.curve import CurveBody, Curves
+from horizon_server.api.http.middleware import Caller, Services, error_body
+from horizon_server.api.services import OpenStreams
 from horizon_server.datasets.preview.request import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
 from horizon_server.events import KINDS, JobEvent, kind_of
@@ -23,8 +23,8 @@ from horizon_server.records.job import ENDED, JobState
 
 HEARTBEAT_S = 15
 _RETRY_MS = 2000
+# Of lines. The page splits frames at an empty line; the library's default is CRLF.
 _SEPARATOR = "\n"
-"""Of lines. The page splits frames at an empty line; the library's default is CRLF."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
     422: {"model": ErrorBody, "description": "A parameter is malformed."},
@@ -42,7 +42,7 @@ _EVENT_SCHEMA = {
     "required": ["event"],
     "properties": {
         "id": {"type": "string", "description": "Number of the event within the job."},
-        "event": {"enum": [*(kind for kind in KINDS if kind not in ("ready", "ended")), "end", "problem"]},
+        "event": {"enum": [*(kind for kind in KINDS if kind != "ready"), "end", "problem"]},
         "data": {"type": "string", "contentMediaType": "application/json"},
         "retry": {"type": "integer"},
     },
@@ -56,6 +56,7 @@ JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its na
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
 LastEventId = Annotated[int, Header(ge=0, lt=2**63, description="Number of the last event received.")]
 
+# A body that is made of a record goes into `response_model`: a type that is made while running cannot be an annotation.
 router = APIRouter(prefix="/horizon/v1")
 
 
@@ -115,6 +116,7 @@ async def watch_job(
     sequence = last_event_id or after
     job = await services.jobs.get(caller, job_id)
     if job.job_state in ENDED and sequence >= job.last_sequence:
+        # A browser's EventSource reconnects after every other end.
         return Response(status_code=204)
     return EventSourceResponse(
         event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams),
@@ -124,14 +126,14 @@ async def watch_job(
     )
 
 
-async def event_frames(events: AsyncIterator[JobEvent], streams: OpenStreams) -> AsyncIterator[ServerSentEvent]:
+async def event_frames(events: AsyncGenerator[JobEvent, None], streams: OpenStreams) -> AsyncIterator[ServerSentEvent]:
     """Yield the stream's frames until the job has ended (a last `end` event), the daemon stops, or the caller is gone.
 
     An error, such as Draining, becomes a `problem` event with the same body as any other answer's.
     """
     yield ServerSentEvent(retry=_RETRY_MS, sep=_SEPARATOR)
     try:
-        async with streams.one(), closing(events):
+        async with streams.one(), aclosing(events):
             # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
             async for event in events:
                 body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}

@@ -1,35 +1,137 @@
-"""Serves the app with uvicorn inside the daemon's event loop; the daemon keeps its signals to itself."""
+"""REST, the web page and /metrics as one FastAPI app, served by uvicorn inside the daemon's event loop.
+
+Reads only; the services decide who may see what.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import resources
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Response
 
+from horizon_server.api.http.bodies import ReadyBody, VersionBody
+from horizon_server.api.http.curve import Curves
+from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, authenticated
+from horizon_server.api.http.routes import router
+from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
 from horizon_server.network import ServerCertificate
+from horizon_server.telemetry.metrics import Metrics
+from horizon_server.version import VERSION
 
 _GRACE_S = 5
 
 
-class HttpServer:
-    """A running server. `port` is the real one, also when 0 was asked for."""
+def make_app(
+    services: Services, metrics: Metrics, *, metrics_open: bool, version: str = VERSION, ready: Callable[[], str | None]
+) -> FastAPI:
+    """Return the app. `metrics_open`: /metrics answers without a token. `ready` returns why the daemon takes no work, or None."""
+    app = FastAPI(
+        title="horizon",
+        version=version,
+        description="Status of a horizon daemon. Everything that changes something goes through gRPC.",
+        docs_url=None,  # these pages load scripts from other sites
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,  # a path with a slash too many is not found, like any other wrong one
+        exception_handlers={**EXCEPTION_HANDLERS},
+    )
+    app.state.services = services
+    app.state.streams = OpenStreams()
+    app.state.curves = Curves()
+    app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
+    _add_open_routes(app, metrics, ready, [] if metrics_open else [Depends(authenticated)])
+    app.include_router(router)
+    return app
 
-    def __init__(self, app: FastAPI, server: uvicorn.Server, serving: asyncio.Task[None], port: int) -> None:
+
+def _add_open_routes(
+    app: FastAPI, metrics: Metrics, ready: Callable[[], str | None], metrics_guards: list[Any]
+) -> None:
+    """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's work."""
+    page, policy = _load_page()
+    exposition: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", responses={503: {"model": ReadyBody}})
+    async def readyz(response: Response) -> ReadyBody:
+        """Say whether the daemon takes work; 503 and why not while it starts or drains."""
+        why_not = ready()
+        if why_not is not None:
+            response.status_code = 503
+        return ReadyBody(ready=why_not is None, message=why_not or "")
+
+    @app.get("/metrics", dependencies=metrics_guards, response_class=Response, responses=exposition)
+    async def show_metrics() -> Response:
+        """Show the metrics for Prometheus."""
+        body, content_type = metrics.render()
+        return Response(body, headers={"Content-Type": content_type})
+
+    # Not in the schema: it documents what scripts read.
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+    @app.get("/version")
+    async def show_version() -> VersionBody:
+        """Show the daemon's version."""
+        return VersionBody(version=app.version)
+
+
+def _load_page() -> tuple[bytes, str]:
+    """Return the one self-contained document, and the policy that lets exactly its own script and style run."""
+    folder = resources.files("horizon_server.api.http") / "web"
+    document = (folder / "page.html").read_text("utf-8")
+    policy = "default-src 'none'; "
+    for name, mark in (("script", "/*script*/"), ("style", "/*style*/")):
+        content = (folder / ("page.js" if name == "script" else "page.css")).read_text("utf-8")
+        assert document.count(mark) == 1
+        document = document.replace(mark, content)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        policy += f"{name}-src 'sha256-{digest}'; "
+    policy += "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return document.encode(), policy
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn inside the daemon's event loop. `port` is the real one, also when 0 was asked for."""
+
+    def __init__(self, config: uvicorn.Config, streams: OpenStreams, port: int) -> None:
+        super().__init__(config)
         self.port = port
-        self._app = app
-        self._server = server
-        self._serving = serving
+        self.listening = asyncio.Event()
+        self.serving: asyncio.Task[None] | None = None
+        self._streams = streams
 
     async def stop(self) -> None:
         """End the event streams, let other requests finish for a few seconds, and close. May be called twice."""
-        self._app.state.streams.end()
-        self._server.should_exit = True
-        await self._serving
+        self._streams.end()
+        self.should_exit = True
+        if self.serving is not None:
+            await self.serving
+
+    # uvicorn's handlers would replace the daemon's, which drains before it ends.
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the daemon."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and report it."""
+        await super().startup(sockets=sockets)
+        self.listening.set()
 
 
 async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCertificate | None = None) -> HttpServer:
@@ -51,34 +153,20 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         ssl_certfile=tls.certificate if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )
-    server = _EmbeddedServer(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+    server = HttpServer(config, app.state.streams, listener.getsockname()[1])
+    server.serving = serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     listening = asyncio.create_task(server.listening.wait())
+    # Both: a server that cannot start ends without ever listening.
     await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         listening.cancel()
         listener.close()
         serving.result()
-    return HttpServer(app, server, serving, listener.getsockname()[1])
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would replace the daemon's."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listening.set()
+    return server
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    # Here rather than by uvicorn, which would end the whole process when it cannot.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -87,6 +175,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise BadSetting(f"http: {host}:{port} is not a valid listen address: {error}") from error
     try:
+        # A restart must not wait for the connections of the last daemon to time out.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

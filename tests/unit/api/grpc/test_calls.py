@@ -15,8 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from horizon_proto.v1 import checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2, node_pb2_grpc
-from horizon_server.api.grpc.interceptor import CallInterceptor
-from horizon_server.api.grpc.rpc_errors import Metadata, clip, metadata_bytes, to_grpc_status
+from horizon_server.api.grpc.interceptor import CallInterceptor, Trailers, clip, metadata_bytes, to_grpc_status
 from horizon_server.api.grpc.server import SERVICE_NAMES, start_grpc_server
 from horizon_server.errors import BadSetting, Draining, FieldViolation, InvalidData, UploadInProgress
 from horizon_server.events import EvalDone
@@ -236,7 +235,7 @@ async def test_tls_with_the_daemons_own_certificate(world: Any, tmp_path: Path) 
         await start_grpc_server(world.services, address="127.0.0.1:0", tls=missing)
 
 
-def size_of(trailers: Metadata, sentence: str) -> int:
+def size_of(trailers: Trailers, sentence: str) -> int:
     escaped = sum(1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in sentence.encode())
     return sum(len(key) + len(value) + 32 for key, value in trailers) + escaped + 64
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from horizon_server.api.http.app import make_app
+from horizon_server.api.http.server import make_app
 
 
 @pytest.fixture

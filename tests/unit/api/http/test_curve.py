@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from horizon_server.api.http.bodies import CurvePoint, EvalPoint
-from horizon_server.api.http.curve import MAX_POINTS, Curve, Curves
+from horizon_server.api.http.curve import MAX_POINTS, Curve, CurvePoint, Curves, EvalPoint
 from horizon_server.events import EvalDone
 
 

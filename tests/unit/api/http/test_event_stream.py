@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import pytest
 from sse_starlette import ServerSentEvent
 
 from horizon_server.api.http.routes import event_frames
-from horizon_server.api.open_streams import OpenStreams
+from horizon_server.api.services import OpenStreams
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent
 from horizon_server.records.job import JobState
@@ -108,7 +108,7 @@ async def test_a_client_that_goes_away_ends_the_watch(world: Any) -> None:
 
 
 async def test_a_stream_of_no_events_just_ends() -> None:
-    async def nothing() -> AsyncIterator[JobEvent]:
+    async def nothing() -> AsyncGenerator[JobEvent, None]:
         return
         yield
 

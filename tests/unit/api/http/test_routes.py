@@ -14,8 +14,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from horizon_server.api.http.app import make_app
 from horizon_server.api.http.bodies import JobBody
+from horizon_server.api.http.server import make_app
 from horizon_server.errors import Draining
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile

@@ -7,49 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
-from google.protobuf.message import Message
 
 from horizon_client.connection import FINALIZE_DEADLINE_S, Backoff, Connection, pause_after
 from horizon_client.errors import DeadlineExceeded, HorizonClientError, InvalidUpload, ServerFailed, Unavailable
-from horizon_client.resources import Dataset, Model
+from horizon_client.local_files import HashedFile, reading
+from horizon_client.reporter import Progress, Reporter
 from horizon_client.rpc_errors import from_rpc, is_lost_status
-from horizon_client.transfer.files import HashedFile, reading
-from horizon_client.transfer.reporter import Progress, Reporter
 from horizon_proto.v1 import blob_pb2
 
-PushedT = TypeVar("PushedT", Dataset, Model)
-
-CHUNK_BYTES = 2**20
-"""The most that is sent twice after a cut."""
-STREAMS_AT_ONCE = 4
+CHUNK_BYTES = 2**20  # the most that is sent twice after a cut
+STREAMS_AT_ONCE = 4  # each moves about one piece per round trip (ADR 0007)
 _BLOBS_PER_QUERY = 500
 _LONGEST_LISTEN_S = 1.0
 
 
 class _StatusLost(Unavailable):
     """The server ended the upload with a reason that did not arrive; the next attempt waits for it before it sends data."""
-
-
-class _Totals:
-    """Bytes over all contents of one push: `done_bytes` have arrived or are being sent, `sent_bytes` were sent by this push."""
-
-    def __init__(self, total_bytes: int, missing: Sequence[blob_pb2.BlobStatus]) -> None:
-        self.total_bytes = total_bytes
-        self.done_bytes = total_bytes - sum(map(_left_bytes, missing))
-        self.sent_bytes = 0
-        self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
-
-    def set_position(self, sha256: str, position: int) -> None:
-        """Set how much of one content is done: what was sent, or after a cut what the server has."""
-        self.done_bytes += position - self._positions[sha256]
-        self._positions[sha256] = position
 
 
 class BlobUpload:
@@ -59,16 +38,14 @@ class BlobUpload:
         self._connection = connection
         self._stub = connection.calls.blobs
         self._reporter = reporter
+        self._positions: dict[str, int] = {}
+        self._total_bytes = self._done_bytes = self._sent_bytes = 0
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
-        """Send what the server does not have and return the number of bytes sent.
-
-        Raises:
-            HorizonClientError: when the server refuses a content, or cannot be reached for too long.
-            BadFile: when a file changes in the meantime.
-        """
+        """Send what the server does not have and return the number of bytes sent."""
+        # two files of one content are sent once
         by_sha = {file.sha256: file for file in files}
-        refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.file.size_bytes) for sha, file in by_sha.items()]
+        refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.size_bytes) for sha, file in by_sha.items()]
         missing: list[blob_pb2.BlobStatus] = []
         for start in range(0, len(refs), _BLOBS_PER_QUERY):
             request = blob_pb2.FindMissingBlobsRequest(blobs=refs[start : start + _BLOBS_PER_QUERY])
@@ -76,14 +53,16 @@ class BlobUpload:
         for status in missing:
             if status.blob.sha256 not in by_sha:
                 raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
-        totals = _Totals(sum(ref.size_bytes for ref in refs), missing)
+        self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
+        self._total_bytes = sum(ref.size_bytes for ref in refs)
+        self._done_bytes = self._total_bytes - sum(s.blob.size_bytes - s.committed_bytes for s in missing)
         # the longest first, so that all streams end at about the same time
-        waiting = deque(sorted(missing, key=_left_bytes, reverse=True))
+        waiting = deque(sorted(missing, key=lambda status: status.committed_bytes - status.blob.size_bytes))
 
         async def one_after_another() -> None:
             while waiting:
                 status = waiting.popleft()
-                await self._send(by_sha[status.blob.sha256], status, totals)
+                await self._send(by_sha[status.blob.sha256], status)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,17 +70,17 @@ class BlobUpload:
                     group.create_task(one_after_another())
         except ExceptionGroup as failed:  # the other streams were cancelled because of the first error
             raise failed.exceptions[0] from None
-        return totals.sent_bytes
+        return self._sent_bytes
 
-    async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals) -> None:
+    async def _send(self, file: HashedFile, status: blob_pb2.BlobStatus) -> None:
         """Send one content until the server has all of it; after a failure ask for the offset to continue from."""
         backoff = Backoff(self._connection.stream_retry)
         listen_s = 0.0
         while not status.complete:
             start = status.committed_bytes
-            problem: HorizonClientError = Unavailable(f"the server has only part of {file.file.path}")
+            problem: HorizonClientError = Unavailable(f"the server has only part of {file.path}")
             try:
-                status = await self._write(file, status, totals, listen_s)
+                status = await self._write(file, status, listen_s)
             except HorizonClientError as error:
                 # InvalidUpload also means that an older stream of this upload was still writing, so ask for the offset once more
                 if not isinstance(error, Unavailable | DeadlineExceeded | InvalidUpload):
@@ -117,23 +96,21 @@ class BlobUpload:
                 # long enough for the refusal to arrive, measured by the round trip
                 if listen_s or isinstance(error, _StatusLost):
                     listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
-            totals.set_position(file.sha256, status.committed_bytes)
+            self._set_position(file, status.committed_bytes)
             if status.committed_bytes > start:
                 backoff.succeeded()
             elif status.committed_bytes == start and isinstance(problem, InvalidUpload):
                 raise problem  # a retry would send the same bytes from the same offset
             if not status.complete:
-                await pause_after(problem, backoff, self._reporter, f"the upload of {file.file.path}")
+                await pause_after(problem, backoff, self._reporter, f"the upload of {file.path}")
 
-    async def _write(
-        self, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals, listen_s: float
-    ) -> blob_pb2.BlobStatus:
+    async def _write(self, file: HashedFile, status: blob_pb2.BlobStatus, listen_s: float) -> blob_pb2.BlobStatus:
         """Send from the committed offset; wait `listen_s` for a refusal before the first data."""
-        file.file.require_unchanged()
+        file.require_unchanged()
         writer: Any = self._stub.WriteBlob  # the stubs do not know that the requests may be written one by one
         call = writer(metadata=self._connection.metadata)
         try:
-            await self._feed(call, file, status, totals, listen_s)
+            await self._feed(call, file, status, listen_s)
             async with asyncio.timeout(FINALIZE_DEADLINE_S):
                 answer: blob_pb2.BlobStatus = (await call).status
         except grpc.aio.AioRpcError as error:
@@ -141,15 +118,13 @@ class BlobUpload:
             raise (_StatusLost(problem.message) if is_lost_status(error) else problem) from None
         except TimeoutError:
             stall_s = self._connection.stream_retry.stall_s
-            raise Unavailable(f"the upload of {file.file.path} made no progress for {stall_s:g} s") from None
+            raise Unavailable(f"the upload of {file.path} made no progress for {stall_s:g} s") from None
         finally:
             call.cancel()
         return answer
 
-    async def _feed(
-        self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, totals: _Totals, listen_s: float
-    ) -> None:
-        """Write all chunks, or stop early when the server has ended the call: its answer says why."""
+    async def _feed(self, call: Any, file: HashedFile, status: blob_pb2.BlobStatus, listen_s: float) -> None:
+        """Write all chunks, or stop early when the server has ended the call."""
         offset = status.committed_bytes
         request = blob_pb2.WriteBlobRequest()
         request.chunk.blob.CopyFrom(status.blob)
@@ -168,63 +143,29 @@ class BlobUpload:
                 try:
                     async with asyncio.timeout(self._connection.stream_retry.stall_s):
                         await call.write(request)
-                except asyncio.InvalidStateError:
+                except asyncio.InvalidStateError:  # the server has ended the call, and the answer says why
                     return
                 request = blob_pb2.WriteBlobRequest()
                 sent_to += len(data)
-                totals.sent_bytes += len(data)
-                totals.set_position(file.sha256, sent_to)
-                self._reporter.progress(
-                    Progress(
-                        phase="upload",
-                        name=file.file.path,
-                        done_bytes=totals.done_bytes,
-                        total_bytes=totals.total_bytes,
-                    )
+                self._sent_bytes += len(data)
+                self._set_position(file, sent_to)
+                progress = Progress(
+                    phase="upload", name=file.path, done_bytes=self._done_bytes, total_bytes=self._total_bytes
                 )
-        file.file.require_unchanged()
+                self._reporter.progress(progress)
+        file.require_unchanged()
         await call.done_writing()
 
-
-async def push_files(
-    connection: Connection,
-    files: Sequence[HashedFile],
-    reporter: Reporter,
-    *,
-    request: Any,
-    create: Any,
-    finalize: Any,
-    to_finalize: Callable[[PushedT], Message],
-    read: Callable[[Any], PushedT],
-) -> tuple[PushedT, int]:
-    """Push a dataset or model: announce its files, send what is missing, finalize. Returns it with the number of bytes sent.
-
-    `request` is the request of the `create` call, `to_finalize` returns that of `finalize`, `read` reads the answers of both.
-    """
-    request.request_id = request.request_id or str(uuid.uuid4())
-    request.files.extend(
-        blob_pb2.FileEntry(path=f.file.path, sha256=f.sha256, size_bytes=f.file.size_bytes) for f in files
-    )
-    created = read(await connection.unary(create, request))
-    if created.state == "READY":  # the same push has finished before
-        return created, 0
-    sent_bytes = await BlobUpload(connection, reporter).send_missing(files)
-    reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
-    # retried as long as a transfer, because a restart of the daemon at this moment must not waste the upload
-    finalized: Any = await connection.unary(
-        finalize, to_finalize(created), deadline_s=FINALIZE_DEADLINE_S, retry=connection.stream_retry
-    )
-    return read(finalized), sent_bytes
-
-
-def _left_bytes(status: blob_pb2.BlobStatus) -> int:
-    return status.blob.size_bytes - status.committed_bytes
+    def _set_position(self, file: HashedFile, position: int) -> None:
+        """Set how much of one content is done: what was sent, or after a cut what the server has."""
+        self._done_bytes += position - self._positions[file.sha256]
+        self._positions[file.sha256] = position
 
 
 async def _pieces(file: HashedFile, offset: int) -> AsyncGenerator[bytes, None]:
     """Yield the file from `offset`, read one piece ahead; an empty remainder gives one empty piece, so that the server completes it."""
     loop = asyncio.get_running_loop()
-    with reading(file.file.source), file.file.source.open("rb", buffering=0) as source:
+    with reading(file.source), file.source.open("rb", buffering=0) as source:
         source.seek(offset)
         is_first = True
         ahead = loop.run_in_executor(None, source.read, CHUNK_BYTES)

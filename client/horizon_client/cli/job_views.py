@@ -1,0 +1,312 @@
+"""How jobs, memory plans and events look: tables and pages, live figures on a terminal, plain lines in a pipe, JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import IO, TYPE_CHECKING
+
+from horizon_client.cli.output import (
+    View,
+    age_text,
+    bytes_text,
+    clean,
+    duration_text,
+    table,
+    time_text,
+    to_plain,
+)
+from horizon_client.cli.session import Notices
+from horizon_client.reporter import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.live import Live
+    from rich.table import Table
+
+    from horizon_client.resources import Job, JobEvent, MemoryPlan, StepEvent
+
+_PLAIN_INTERVAL_S = 1.0
+
+
+def state_text(job: Job) -> str:
+    """Return the state with what a person asks next: the place in the queue, or why the job is stopping."""
+    if job.queue_position:
+        return f"{job.state} #{job.queue_position}"
+    # a drain is a reason only; what a user has asked for before it stays
+    wanted = clean(job.wanted or job.reason).lower() if job.state == "STOPPING" else ""
+    return f"{job.state} (to {wanted})" if wanted else job.state
+
+
+def has_device(job: Job) -> bool:
+    """Whether layers are computed on a device; else transfers to it and its memory mean nothing."""
+    return job.plan is None or job.plan.device != "host"
+
+
+def host_memory_text(memory_bytes: Mapping[str, int]) -> str:
+    """Return the host memory in use and what is counted: the worker process is `other`, the rest is the host store."""
+    counted = "host memory" if memory_bytes.get("other") else "host store"
+    return f"{counted} {bytes_text(sum(memory_bytes.values()))}"
+
+
+def speed_text(plan: MemoryPlan) -> str:
+    """Return the predicted speed; empty when the node's speed is not known."""
+    if plan.prediction is None:
+        return ""
+    return f"{plan.prediction.tokens_per_second:,.0f} tokens/s (limited by {clean(plan.prediction.bound)})"
+
+
+def data_text(report: Mapping[str, int]) -> str:
+    """Return the result of the data preparation; empty before it."""
+    if not report:
+        return ""
+    parts = [
+        f"{report.get('rows', 0):,} rows",
+        f"{report.get('tokens', 0):,} tokens ({report.get('trained_tokens', 0):,} trained)",
+    ]
+    rest = (("truncated_rows", "truncated"), ("error_rows", "skipped"), ("eval_rows", "held out"))
+    parts += [f"{report[name]:,} {word}" for name, word in rest if report.get(name)]
+    # tokens in the rows that an epoch is packed into
+    room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
+    if room:
+        parts.append(f"packed to {report.get('tokens', 0) / room:.1%}")
+    return ", ".join(parts)
+
+
+def plan_page(plan: MemoryPlan) -> str:
+    """Return the memory by component, whether the job fits, and its predicted speed."""
+    # on the host the device's memory is part of the host's, and the host column counts it
+    on_device = plan.device != "host"
+    headers = ["COMPONENT", "HOST", *(["DEVICE"] if on_device else [])]
+    components = sorted({*plan.host_bytes, *plan.device_bytes} if on_device else plan.host_bytes)
+    rows = [[c, _amount(plan.host_bytes.get(c)), _amount(plan.device_bytes.get(c))] for c in components]
+    rows.append(["total", bytes_text(plan.host_total_bytes), bytes_text(plan.device_total_bytes)])
+    rows.append(["limit", bytes_text(plan.host_limit_bytes), _amount(plan.device_limit_bytes or None)])
+    amounts = table(headers, [row[: len(headers)] for row in rows])
+    fits = "it fits" if plan.fits else "it does not fit"
+    message = f"; {clean(plan.message)}" if plan.message else ""
+    where = clean(plan.device) or "the node"
+    fits = f"{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
+    if plan.prediction is None:
+        return f"{amounts}\n\n{fits}\nno prediction yet: the node measures its speed when no job is running"
+    step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
+    step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
+    total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
+    return f"{amounts}\n\n{fits}\npredicted: {speed_text(plan)}, {step} per step{total}"
+
+
+def _steps(job: Job) -> str:
+    return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
+
+
+def _amount(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else bytes_text(num_bytes)
+
+
+def _facts(job: Job) -> list[tuple[str, str]]:
+    facts = [
+        ("id", job.job_id),
+        ("name", job.name),
+        ("owner", job.owner),
+        ("state", state_text(job)),
+        ("reason", job.reason),
+        ("message", job.message),
+        ("model", str(job.spec.get("model", ""))),
+        ("dataset", str(job.spec.get("dataset", ""))),
+        ("step", _steps(job)),
+        ("attempt", str(job.attempt) if job.attempt else ""),
+        ("submitted", time_text(job.create_time)),
+        ("started", time_text(job.start_time) if job.start_time else ""),
+        ("ended", time_text(job.end_time) if job.end_time else ""),
+        ("ETA", duration_text(job.eta) if job.eta is not None and not job.ended else ""),
+    ]
+    if job.last_step is not None:
+        step = job.last_step
+        facts += [("loss", f"{step.loss:.4f}"), ("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
+        if has_device(job):  # on the host nothing is transferred
+            facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
+        if step.host_memory_bytes:
+            facts.append(("memory used", host_memory_text(step.host_memory_bytes)))
+    facts.append(("data", data_text(job.data_report)))
+    if job.plan is not None:
+        plan = job.plan
+        worker = plan.host_bytes.get("other")
+        of_worker = f", of which {bytes_text(worker)} for the worker process" if worker else ""
+        device = f"; {bytes_text(plan.device_total_bytes)} device memory" if has_device(job) else ""
+        facts.append(("memory planned", f"{bytes_text(plan.host_total_bytes)} host memory in total{of_worker}{device}"))
+        facts.append(("predicted speed", speed_text(plan)))
+    return [(label, value) for label, value in facts if value]
+
+
+JOB_VIEW: View[Job] = View(
+    columns=[
+        ("ID", lambda j: j.job_id),
+        ("NAME", lambda j: j.name),
+        ("STATE", state_text),
+        ("MODEL", lambda j: str(j.spec.get("model") or "-")),
+        ("DATASET", lambda j: str(j.spec.get("dataset") or "-")),
+        ("STEP", _steps),
+        ("LOSS", lambda j: f"{j.last_step.loss:.4f}" if j.last_step else "-"),
+        ("ETA", lambda j: duration_text(j.eta) if not j.ended else "-"),
+        ("OWNER", lambda j: j.owner),
+        ("AGE", lambda j: age_text(j.create_time)),
+    ],
+    details=_facts,
+    name=lambda j: j.job_id,
+)
+
+
+class PlainView(Notices):
+    """One line per event; of quick steps about one per second, and always the last."""
+
+    def __init__(self, stream: IO[str], *, on_device: bool = True) -> None:
+        self._stream = stream
+        self._on_device = on_device
+        self._held: StepEvent | None = None
+        self._next_at = float("-inf")
+
+    def show(self, event: JobEvent) -> None:
+        """Print the event, or hold a step back until the next event shows whether it was the last step."""
+        # a line for each of ten steps a second would only hide the other events
+        if event.kind == "step" and not event.skipped and time.monotonic() < self._next_at:
+            self._held = event
+            return
+        if event.kind == "step":
+            self._held = None
+            self._next_at = time.monotonic() + _PLAIN_INTERVAL_S
+        else:
+            self.close()  # first, so that events stay in order
+        self._print(event)
+
+    def close(self) -> None:
+        """Print the step that is held back, if there is one."""
+        if self._held is not None:
+            self._print(self._held)
+            self._held = None
+
+    def _print(self, event: JobEvent) -> None:
+        # flushed, because a pipe would keep minutes of events back
+        print(event_line(event, on_device=self._on_device), file=self._stream, flush=True)
+
+
+class DataView(PlainView):
+    """For programs: one JSON object or YAML document per event, with the field names of the Python client; `name` shows none."""
+
+    def __init__(self, stream: IO[str], output: str) -> None:
+        super().__init__(stream)
+        self._output = output
+
+    def show(self, event: JobEvent) -> None:
+        """Print the event."""
+        if self._output == "json":
+            print(json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False), file=self._stream, flush=True)
+        elif self._output == "yaml":
+            import yaml
+
+            text = yaml.safe_dump(to_plain(event), sort_keys=False, allow_unicode=True)
+            print(f"---\n{text.rstrip()}", file=self._stream, flush=True)
+
+
+class LiveView(Reporter):
+    """The figures of the newest step in place, with all other events scrolling above them."""
+
+    def __init__(self, job: Job, *, stderr: bool) -> None:
+        # only here, because `horizon job --help` imports this module
+        from rich.console import Console
+        from rich.live import Live
+
+        self._name = job.name
+        self._state = job.state
+        self._step = job.last_step
+        self._on_device = has_device(job)
+        self._console = Console(stderr=stderr)
+        self._live: Live = Live(console=self._console, refresh_per_second=8, get_renderable=self._figures)
+        self._live.start()
+
+    def show(self, event: JobEvent) -> None:
+        """Update the figures from a step, print anything else."""
+        if event.kind == "step":
+            self._step = event
+        elif event.kind == "state":
+            self._state = event.state
+        # a skipped step would be overwritten by the next one
+        if event.kind != "step" or event.skipped:
+            self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
+
+    def notice(self, message: str) -> None:
+        """Print a message above the figures."""
+        self._console.print(clean(message), markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the newest figures on the screen."""
+        self._live.stop()
+
+    def _figures(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 1))
+        step = self._step
+        if step is None:
+            grid.add_row(Text(f"{clean(self._name)}  {self._state}"))
+            return grid
+        # texts, because rich reads [brackets] in a plain string as markup
+        head = Text(f"{clean(self._name)}  {self._state}  step {step.step}/{step.num_steps or '?'}")
+        grid.add_row(head, ProgressBar(total=max(step.num_steps, 1), completed=step.step, width=24))
+        outer = Table.grid()
+        outer.add_row(grid)
+        outer.add_row(Text(_training_figures(step)))
+        outer.add_row(Text(_machine_figures(step, on_device=self._on_device)))
+        return outer
+
+
+def open_view(job: Job, output: str, stream: IO[str]) -> PlainView | LiveView:
+    """Return the view for an output format on a stream; the caller closes it."""
+    # `-o name` on stdout is the id alone, so the events of `submit --watch -o name` are on stderr
+    if output in ("json", "yaml") or (output == "name" and stream is sys.stdout):
+        return DataView(stream, output)
+    if stream.isatty():
+        return LiveView(job, stderr=stream is sys.stderr)
+    return PlainView(stream, on_device=has_device(job))
+
+
+def event_line(event: JobEvent, *, on_device: bool = True) -> str:
+    """Return one event as one line; figures of the device only where the job runs on one."""
+    if event.kind == "step":
+        skipped = f"  SKIPPED: {clean(event.skipped)}" if event.skipped else ""
+        figures = f"{_training_figures(event)}  {_machine_figures(event, on_device=on_device)}"
+        return f"step {event.step}/{event.num_steps or '?'}  {figures}{skipped}"
+    if event.kind == "state":
+        reason = f" ({event.reason})" if event.reason else ""
+        return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
+    if event.kind == "eval":
+        took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
+        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {event.num_targets:,} tokens{took}"
+    if event.kind == "checkpoint":
+        return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
+    if event.kind == "prepare":
+        if event.report:
+            return f"data prepared: {data_text(event.report)}"
+        of_total = f" of {event.total_rows:,}" if event.total_rows else ""
+        return f"preparing data: {event.done_rows:,}{of_total} rows"
+    # the lines of a quoted log stay lines, each without control characters
+    level = "" if event.level == "info" else f"{clean(event.level)}: "
+    return level + "\n  ".join(map(clean, event.text.splitlines()))
+
+
+def _training_figures(step: StepEvent) -> str:
+    return (
+        f"loss {step.loss:.4f}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
+        f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
+    )
+
+
+def _machine_figures(step: StepEvent, *, on_device: bool) -> str:
+    host = host_memory_text(step.host_memory_bytes)
+    if not on_device:
+        return host
+    device = bytes_text(sum(step.device_memory_bytes.values()))
+    return f"{host}  device memory {device}  overlap {100 * step.overlap_ratio:.0f}%"
