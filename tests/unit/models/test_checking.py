@@ -62,6 +62,7 @@ async def test_a_sound_folder_is_described(tmp_path: Path) -> None:
     assert await check_model(write(tmp_path)) == ModelFacts(architecture="llama", num_parameters=12)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
