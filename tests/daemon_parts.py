@@ -23,9 +23,8 @@ from horizon_server.demo.recipe import demo_chats
 from horizon_server.events import JobEvent, Payload, StepDone
 from horizon_server.main import Parts, run_queue, wire
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import BlobFile
+from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import Manifest, record_file, write_manifest

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import sdnotify
@@ -20,19 +19,14 @@ from horizon_server.api.services import Services
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.store import BlobStore
-from horizon_server.datasets.recipe import remove_prepared
-from horizon_server.db.accounts import AccountStore
-from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
-from horizon_server.db.pushed import DatasetStore, ModelStore
-from horizon_server.db.requests import Requests
+from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import HorizonError
-from horizon_server.jobs.attempt import WORKER_MODULE, Attempt, WorkerOptions
+from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
 from horizon_server.jobs.scheduler import Scheduler
 from horizon_server.network import (
@@ -48,18 +42,16 @@ from horizon_server.planning.machine import Accelerator, find_accelerators, host
 from horizon_server.planning.planner import Planner
 from horizon_server.planning.rates import IdleMeasurement, Machine, RateBook
 from horizon_server.records.job import JobRecord
-from horizon_server.services.accounts import Accounts
-from horizon_server.services.datasets import DatasetService
-from horizon_server.services.inputs import NodeResources, PreparationRecipes
+from horizon_server.services.accounts import Accounts, UserTurns
 from horizon_server.services.jobs import JobService
-from horizon_server.services.models import ModelService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
-from horizon_server.services.turns import UserTurns
+from horizon_server.services.pushed import DatasetService, ModelService, NodeResources
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.prepared import remove_all_partial
 from horizon_server.telemetry.logs import configure_logging
 from horizon_server.telemetry.metrics import Metrics
 
@@ -153,27 +145,23 @@ async def wire(
         worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
         more_environment: variables of child processes besides the usual ones.
     """
-    metrics, lifecycle, requests = Metrics(), Lifecycle(), Requests()
-    store = JobStore(database, requests)
+    metrics, lifecycle, store = Metrics(), Lifecycle(), JobStore(database)
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
     memory = host_memory()
     # Now, as the first scrape may come before the first of the chores.
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
-    options = WorkerOptions(
-        module=worker_module,
-        num_threads=settings.num_threads or available_cpus(),
-        environment=child_environment() | dict(more_environment),
-        trace=settings.trace_workers,
-    )
-    uploads, datasets, models = _wire_data(settings, database, requests, store, metrics)
+    environment = child_environment() | dict(more_environment)
+    uploads, datasets, models = _wire_data(settings, database, store, metrics)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
-    scheduler, jobs = _wire_jobs(settings, journal, metrics, lifecycle, resources, usable, options)
+    scheduler, jobs = _wire_jobs(
+        settings, journal, metrics, lifecycle, resources, usable, environment=environment, worker_module=worker_module
+    )
     services = Services(
-        accounts=Accounts(AccountStore(database)),
+        accounts=Accounts(database),
         jobs=jobs,
         datasets=datasets,
-        previews=Previews(resources, environment=options.environment),
+        previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
         node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
@@ -185,7 +173,7 @@ async def wire(
 
 
 def _wire_data(
-    settings: Settings, database: Database, requests: Requests, store: JobStore, metrics: Metrics
+    settings: Settings, database: Database, store: JobStore, metrics: Metrics
 ) -> tuple[Uploads, DatasetService, ModelService]:
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
@@ -194,15 +182,18 @@ def _wire_data(
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
     )
+    prepared_root = settings.state_dir / _PREPARED
+    # Of preparations that ran when the last daemon was killed.
+    remove_all_partial(prepared_root)
     datasets = DatasetService(
-        DatasetStore(database, requests),
+        DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
         in_use=store.user_of,
-        remove_prepared=partial(remove_prepared, settings.state_dir / _PREPARED),
+        prepared_root=prepared_root,
     )
     models = ModelService(
-        ModelStore(database, requests),
+        ModelStore(database),
         uploads,
         root=settings.state_dir / "models",
         max_bytes=settings.max_model_bytes,
@@ -213,42 +204,43 @@ def _wire_data(
 
 def _wire_jobs(
     settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
-    usable: Sequence[Accelerator], options: WorkerOptions,
+    usable: Sequence[Accelerator], *, environment: Mapping[str, str], worker_module: str,
 ) -> tuple[Scheduler, JobService]:  # fmt: skip
     """Make what plans, queues and runs jobs."""
-    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=options.num_threads))
+    num_threads = settings.num_threads or available_cpus()
+    rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner(
         memory=host_memory,
         limit_bytes=settings.host_memory_limit_bytes,
         reserve_bytes=settings.host_memory_reserve_bytes,
         arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=options.num_threads,
+        num_threads=num_threads,
         accelerators=usable,
         rates=rates.read,
         layer_memory=LayerProbe(child_environment()),
     )
     folders = JobFolders(settings.state_dir)
-    recipes = PreparationRecipes(settings.state_dir / _PREPARED)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
-            job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(recipes), options=options,
+            job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
+            preparation=Preparation(settings.state_dir / _PREPARED), num_threads=num_threads, environment=environment,
+            trace=settings.trace_workers, worker_module=worker_module,
         )  # fmt: skip
 
     scheduler = Scheduler(
-        journal,
+        journal=journal,
         metrics=metrics,
         lifecycle=lifecycle,
         folders=folders,
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
-        when_idle=IdleMeasurement(rates, environment=options.environment),
+        when_idle=IdleMeasurement(rates, environment=environment),
     )
     jobs = JobService(
-        journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner, folders=folders,
-        turns=UserTurns(),
+        journal=journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner,
+        folders=folders, turns=UserTurns(),
     )  # fmt: skip
     return scheduler, jobs
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from horizon_server.datasets.preview.request import PreviewOptions
+from horizon_server.datasets.reading import StoredFile
 from horizon_server.demo.recipe import write_demo_model
 from horizon_server.errors import InvalidSpec, Stalled
 from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
-from horizon_server.services.inputs import NodeResources
+from horizon_server.records.blob import DatasetRecord
 from horizon_server.services.previews import Previews
+from horizon_server.services.pushed import NodeResources
 from horizon_server.settings import child_environment
 
 ADA, BOB = (Principal(name=name, role="user", project="lab") for name in ("ada", "bob"))
@@ -34,8 +36,10 @@ class OneOfEach(NodeResources):
         (folder / "endless" / "chat_template.jinja").write_text(ENDLESS, encoding="ascii")
 
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
-        files = (("a.jsonl", self.folder / "a.jsonl"),)
-        return DatasetFiles(dataset_id="d", digest="", format="messages", field_map={}, num_rows=1, files=files)
+        record = DatasetRecord(
+            dataset_id="d", owner="ada", name=name, format="messages", field_map={}, files=(), num_rows=1
+        )
+        return DatasetFiles(record=record, files=(StoredFile.at(self.folder / "a.jsonl"),))
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         return name, self.folder / name

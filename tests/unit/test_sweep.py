@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ from horizon_server.main import sweep
 from horizon_server.records.account import Principal
 
 ADA = Principal(name="ada", role="user", project="ada")
+
+
+@pytest.fixture
+def make_daemon(make_daemon: MakeDaemon) -> MakeDaemon:
+    """Daemons with prepared data of their own: a sweep removes what other daemons know."""
+    return partial(make_daemon, prepared=None)
 
 
 async def pushed(daemon: DaemonParts) -> Principal:
@@ -166,6 +173,21 @@ async def test_what_a_user_deletes_frees_its_space_at_once(make_daemon: MakeDaem
         assert [path for path in (state / "blobs").rglob("*") if path.is_file()] == []
         assert list((state / "models").iterdir()) == []
         assert not (state / "trash").exists()
+
+
+async def test_tokens_whose_dataset_is_gone_are_removed_and_others_stay(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """As a daemon leaves them that is killed between the two."""
+    state = tmp_path / "state"
+    async with make_daemon(state, queue=False) as daemon:
+        ada = await pushed(daemon)
+        kept = state / "prepared" / (await daemon.services.datasets.get(ada, "chats")).digest / "key"
+        for folder in (kept, state / "prepared" / ("0" * 64) / "key"):
+            folder.mkdir(parents=True)
+        assert await swept(daemon) == ""
+        assert list((state / "prepared").iterdir()) == [kept.parent]
+        assert kept.exists()
 
 
 async def test_the_log_says_what_goes(

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from horizon_server.errors import Draining
 from horizon_server.services.accounts import Accounts
-from horizon_server.services.datasets import DatasetService
 from horizon_server.services.jobs import JobService
-from horizon_server.services.models import ModelService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
+from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.uploads import Uploads
 
 _log = logging.getLogger(__name__)

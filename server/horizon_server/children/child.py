@@ -20,22 +20,20 @@ from typing import Any
 
 import structlog
 
-from horizon_server.children.lines import MAX_LINE_BYTES, Answer, Failure, decode_line
+from horizon_server.children.entry import MAX_LINE_BYTES, Answer, Failure, decode_line
 from horizon_server.control_groups import oom_kills
 from horizon_server.errors import HorizonError, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
 
-STOP = b"stop\n"
-"""Checkpoint at the next step boundary and end."""
-CANCEL = b"cancel\n"
-"""End at the next step boundary."""
+STOP = b"stop\n"  # checkpoint at the next step boundary and end
+CANCEL = b"cancel\n"  # end at the next step boundary
 
 OnEvent = Callable[[WorkerLine], Awaitable[None]]
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _LONG_LINE_BYTES = 64 * 1024
+# How long a child that has answered, or has closed its pipe, may take to exit.
 _EXIT_S = 10.0
-"""How long a child that has answered, or has closed its pipe, may take to exit."""
 
 log = structlog.get_logger(__name__)
 
@@ -44,27 +42,17 @@ log = structlog.get_logger(__name__)
 class Limits:
     """What one child may take; None: no limit. The limits of memory, processor time and files hold for each process that it starts."""
 
-    memory_bytes: int | None = None
-    """Private memory. Mapped files do not count: libraries map far more than they use."""
+    memory_bytes: int | None = None  # private memory: of files, libraries map far more than they use
     cpu_s: int | None = None
-    file_bytes: int | None = None
-    """Largest file that it may write, its log included."""
+    file_bytes: int | None = None  # the largest file that it may write, its log included
     wall_s: float | None = None
-    silence_s: float | None = None
-    """Longest time between two events."""
+    silence_s: float | None = None  # longest time between two events
+    # What the kernel's out-of-memory killer chooses by, from 0 to 1000. Any child goes before the daemon, checks before workers.
     oom_score_adj: int = 500
-    """What the kernel's out-of-memory killer chooses by, from 0 to 1000. Any child goes before the daemon, checks before workers."""
-
-
-async def _ignore(event: WorkerLine) -> None:
-    """Do nothing with an event."""
 
 
 class Child:
-    """One running child.
-
-    Thread: belongs to one event loop.
-    """
+    """One running child. Thread: belongs to one event loop."""
 
     def __init__(
         self,
@@ -77,6 +65,7 @@ class Child:
         log_file: Path,
     ) -> None:
         self.log = log_file
+        self.pid = process.pid
         self._process = process
         self._who = who
         self._limits = limits
@@ -97,11 +86,9 @@ class Child:
         log_file: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Child:
-        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker".
-
-        The request and the log are kept in the two files where these are given, else in memory for as long as the child lives.
-        """
+        """Start `module` in a process group of its own. `who` names the child in error messages: "the worker"."""
         with contextlib.ExitStack() as resources:
+            # Request and log are kept in the two files where these are given, else in memory for as long as the child lives.
             request_fd = _open(request_file, resources)
             os.ftruncate(request_fd, 0)
             # Indented where it is kept, for people who look at it.
@@ -121,17 +108,12 @@ class Child:
                     pass_fds=(write_fd, request_fd, *pass_fds), start_new_session=True,
                 )  # fmt: skip
             finally:
-                os.close(write_fd)
+                os.close(write_fd)  # the child has its own; while any is open, the pipe does not end with the child
             _limit(process.pid, limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
             return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    async def answer(self, on_event: OnEvent = _ignore) -> Any:
+    async def answer(self, on_event: OnEvent | None = None) -> Any:
         """Pass every event to `on_event`, and return the answer. At the end the child is gone, however that comes.
 
         Raises:
@@ -145,7 +127,7 @@ class Child:
             async with scope:
                 return await self._read_to_the_answer(on_event)
         except TimeoutError as error:
-            if not scope.expired():
+            if not scope.expired():  # one of `on_event`
                 raise
             raise Stalled(f"{self._who} took longer than {self._limits.wall_s:g} s") from error
         finally:
@@ -171,7 +153,7 @@ class Child:
             self._process.stdin.close()
         return code
 
-    async def _read_to_the_answer(self, on_event: OnEvent) -> Any:
+    async def _read_to_the_answer(self, on_event: OnEvent | None) -> Any:
         while raw := await self._read_line():
             # A long line is parsed in a thread: it would hold up the event loop.
             line = decode_line(raw) if len(raw) < _LONG_LINE_BYTES else await asyncio.to_thread(decode_line, raw)
@@ -182,7 +164,7 @@ class Child:
                 case Failure():
                     await self._exit_code()
                     raise line.error
-                case event:
+                case event if on_event is not None:
                     await on_event(event)
         code = await self._exit_code()
         error: HorizonError
@@ -204,7 +186,7 @@ class Child:
             raise WorkerFailed(f"a child process wrote a line of more than {MAX_LINE_BYTES} bytes") from error
         except TimeoutError as error:
             raise Stalled(f"{self._who} reported nothing for {self._limits.silence_s:g} s") from error
-        return line if line.endswith(b"\n") else b""
+        return line if line.endswith(b"\n") else b""  # the child died while it wrote this one
 
     async def _exit_code(self) -> int:
         """Let it exit by itself; one that does not is killed."""
@@ -216,17 +198,9 @@ class Child:
 
 
 async def run_child(
-    module: str,
-    request: Mapping[str, Any],
-    *,
-    who: str,
-    environment: Mapping[str, str],
-    limits: Limits,
+    module: str, request: Mapping[str, Any], *, who: str, environment: Mapping[str, str], limits: Limits
 ) -> Any:
-    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it.
-
-    Raises: as `Child.answer`.
-    """
+    """Start a child that leaves no files and return its answer. A caller who is cancelled ends it. Raises as `Child.answer` does."""
     child = await Child.start(module, request, who=who, environment=environment, limits=limits)
     return await child.answer()
 

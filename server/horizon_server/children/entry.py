@@ -18,24 +18,79 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.lines import Answer, Failure, Line, encode_line
-from horizon_server.errors import HorizonError, IoFailed, OutOfMemory, WorkerFailed
-from horizon_server.events import PrepareProgress, StepDone, encode
+from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
+from horizon_server.events import PrepareProgress, StepDone, WorkerLine, decode, encode
 
 log = logging.getLogger(__name__)
 
+# Longest line a child may write. A preview's rows take the most: up to 12 bytes for each of its half a million characters.
+MAX_LINE_BYTES = 16 * 2**20
+# Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
-"""Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all."""
 
 _STANDARD_INPUT, _STANDARD_OUTPUT = 0, 1
 _PR_SET_PDEATHSIG = 1
 
+# Takes the request and returns the answer, both plain data.
 Work = Callable[[Any, "EventWriter"], Any]
-"""Takes the request and returns the answer, both plain data."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the child was asked for, as plain data."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the child cannot answer."""
+
+    error: HorizonError
+
+
+Line = WorkerLine | Answer | Failure
+
+
+def encode_line(line: Line) -> bytes:
+    """Return one line of JSON with its newline."""
+    match line:
+        case Answer(value):
+            text = json.dumps({"answer": value}, separators=(",", ":"))
+        case Failure(error):
+            plain = {
+                "reason": error.reason,
+                "message": error.message,
+                "violations": [[violation.field, violation.description] for violation in error.violations],
+                "retry_after_s": error.retry_after_s,
+            }
+            text = json.dumps({"error": plain}, separators=(",", ":"))
+        case event:
+            text = encode(event)
+    return text.encode("ascii") + b"\n"
+
+
+def decode_line(line: bytes) -> Line:
+    """Return what a line says. Raises WorkerFailed when it is not one that `encode_line` writes."""
+    try:
+        plain = json.loads(line)
+        if "answer" in plain:
+            return Answer(plain["answer"])
+        if "error" not in plain:
+            event: WorkerLine = decode(line)
+            return event
+        error = plain["error"]
+        # The class of the one error tree that has this reason, so that callers can catch what the child raised.
+        kind = next((kind for kind in HorizonError.__subclasses__() if kind.reason == error["reason"]), WorkerFailed)
+        violations = [FieldViolation(field=field, description=text) for field, text in error["violations"]]
+        return Failure(kind(str(error["message"]), violations=violations, retry_after_s=error["retry_after_s"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
 class Order(Enum):
@@ -47,10 +102,7 @@ class Order(Enum):
 
 
 def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
-    """Do `work` on the request that the command line names, report how it ended, and return the exit code.
-
-    A child ends with the daemon. One that `outlives_daemon` takes the end of its orders as an order to stop, see `Orders`.
-    """
+    """Do `work` on the request that the command line names, report how it ended, and return the exit code."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Entry of {who}; started by horizond.")
@@ -62,7 +114,7 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Writing to a daemon that is gone raises BrokenPipeError, which `EventWriter` handles.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if not outlives_daemon:
+    if not outlives_daemon:  # one that does takes the end of its orders as an order to stop
         end_with_parent()
     events = EventWriter(arguments.events_fd)
     end = _end_of(work, arguments.request, events, who)
@@ -72,10 +124,8 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
-
-    The parent's end must not need this process's help: it may be inside a template that never ends. To be called in the main thread.
-    """
+    """Have the kernel kill this process when the one that started it ends, however it ends. To be called in the main thread."""
+    # By the kernel, as this process cannot help: it may be inside a template that never ends.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A parent that was gone before this call: the other end of the standard input has closed with it.
     poll = select.poll()
@@ -85,10 +135,7 @@ def end_with_parent() -> None:
 
 
 class EventWriter:
-    """Writes lines to the daemon's pipe.
-
-    Thread: the child's main thread only.
-    """
+    """Writes lines to the daemon's pipe. Thread: the child's main thread only."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -134,19 +181,11 @@ class EventWriter:
 
 
 class Orders:
-    """Listens on standard input for `stop` and `cancel`; the end of input means `stop`.
-
-    Thread: `current` may be read from any thread.
-    """
+    """Listens on standard input for `stop` and `cancel`; the end of input means `stop`. Thread: `current` may be read from any thread."""
 
     def __init__(self) -> None:
-        self._current = Order.CONTINUE
+        self.current = Order.CONTINUE
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
-
-    @property
-    def current(self) -> Order:
-        """The newest order; a cancel is never taken back."""
-        return self._current
 
     def _listen(self) -> None:
         pending = b""
@@ -154,11 +193,11 @@ class Orders:
         while data := os.read(_STANDARD_INPUT, 64):
             *lines, pending = (pending + data).split(b"\n")
             if b"cancel" in lines:
-                self._current = Order.CANCEL
-                return
+                self.current = Order.CANCEL
+                return  # a cancel is never taken back
             if b"stop" in lines:
-                self._current = Order.STOP
-        self._current = Order.STOP
+                self.current = Order.STOP
+        self.current = Order.STOP
 
 
 def _end_of(work: Work, request: Path, events: EventWriter, who: str) -> Answer | Failure | None:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import click
 
 from horizon_server.cli.options import print_rows, with_output_option, with_settings_options
-from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.errors import BadSetting
 from horizon_server.records.account import ROLES
@@ -135,7 +134,7 @@ def _with_accounts(
 
     async def run() -> Result:
         async with Database.opened(settings.database_path) as database:
-            return await call(Accounts(AccountStore(database)))
+            return await call(Accounts(database))
 
     return asyncio.run(run())
 

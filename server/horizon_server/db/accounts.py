@@ -1,11 +1,11 @@
-"""Users and tokens in the database. The columns of their tables are the fields of their records."""
+"""Users and tokens in the database."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from horizon_server.db.database import Database
 from horizon_server.db.tables import TokenRow, UserRow
@@ -16,13 +16,13 @@ RecordT = TypeVar("RecordT", User, Token)
 
 
 class AccountStore:
-    """The tables of users and tokens. Each call is one transaction; `services.accounts` documents the errors."""
+    """The tables of users and tokens. Each call is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add_user(self, user: User) -> None:
-        """Store a new user."""
+    async def insert_user(self, user: User) -> None:
+        """Store a new user. Raises AlreadyExists when the name is taken."""
         async with self._database.session() as session:
             if await session.get(UserRow, user.name) is not None:
                 raise AlreadyExists(f"user {user.name} exists already")
@@ -35,20 +35,17 @@ class AccountStore:
             return [_record(User, row) for row in rows]
 
     async def remove_user(self, name: str) -> int:
-        """Remove a user and their tokens; return how many tokens."""
+        """Remove a user and all their tokens; what they own stays. Return how many tokens they had. Raises NotFound."""
         async with self._database.session() as session:
             row = await session.get(UserRow, name)
             if row is None:
                 raise NotFound(f"user {name} does not exist; see: horizond user list")
-            tokens = (await session.scalars(select(TokenRow).where(TokenRow.user == name))).all()
-            for token in tokens:
-                await session.delete(token)
-            await session.flush()
+            tokens = await session.execute(delete(TokenRow).where(TokenRow.user == name).returning(TokenRow.token_id))
             await session.delete(row)
-            return len(tokens)
+            return len(tokens.all())
 
-    async def add_token(self, token: Token, sha256: str) -> None:
-        """Store a token by its hash."""
+    async def insert_token(self, token: Token, sha256: str) -> None:
+        """Store a token by its hash. Raises NotFound when the user does not exist."""
         async with self._database.session() as session:
             if await session.get(UserRow, token.user) is None:
                 raise NotFound(
@@ -57,18 +54,18 @@ class AccountStore:
             session.add(TokenRow(**dataclasses.asdict(token), sha256=sha256))
 
     async def tokens(self) -> list[Token]:
-        """Return all tokens, oldest first."""
+        """Return all tokens, oldest first, without their secrets."""
         async with self._database.reading() as session:
             rows = await session.scalars(select(TokenRow).order_by(TokenRow.created_s))
             return [_record(Token, row) for row in rows]
 
     async def revoke(self, token_id: str, now_s: float) -> None:
-        """Make a token useless from now on; doing so twice changes nothing."""
+        """Make a token useless from `now_s` on. Raises NotFound when there is no such token."""
         async with self._database.session() as session:
             row = await session.get(TokenRow, token_id)
             if row is None:
                 raise NotFound(f"token {token_id} does not exist; see: horizond token list")
-            row.revoked_s = row.revoked_s or now_s
+            row.revoked_s = row.revoked_s or now_s  # the first time counts
 
     async def find(self, sha256: str) -> tuple[Token, User] | None:
         """Return the token with this hash and its user."""

@@ -1,4 +1,4 @@
-"""One SQLite file in WAL mode: opening it, migrating it, and giving out sessions. Knows no table's meaning."""
+"""One SQLite file in WAL mode: opening it, migrating it, and giving out sessions."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ from sqlalchemy.pool import NullPool
 
 from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull
 
+# How long a write waits for another process (`horizond user add`) to finish its own.
 BUSY_TIMEOUT_MS = 10_000
-"""How long a write waits for another process (`horizond user add`) to finish its own."""
-
+# Reads at once. Each is a connection with a thread of its own; more of them only take processor time from the worker.
 NUM_READERS = 4
-"""Reads at once. Each is a connection with a thread of its own; more of them only take processor time from the worker."""
+# What SQLite answers where the disk has no room: for the journal, the file, or the index of the journal.
+# A full disk stops readers too: they share the index.
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
 
 
 class Database:
-    """The open database.
-
-    Writes have a connection of their own, so that no number of reads can keep the journal of a running job waiting. Writers in this
-    process queue on one lock, and each write transaction starts with BEGIN IMMEDIATE: a transaction never fails half way because
-    another one wrote in between. Reads wait for a free connection in the order of their arrival, without a time limit; how many a
-    user may have waiting is bounded above (`services.turns`).
-
-    Thread: belongs to one event loop.
-    """
+    """The open database. Thread: belongs to one event loop."""
 
     def __init__(self, path: Path) -> None:
+        # A connection of its own: no number of reads can keep the journal of a running job waiting.
         self._writer = self._engine(path, 1)
         self._reader = self._engine(path, NUM_READERS)
         self._write_sessions = async_sessionmaker(self._writer, expire_on_commit=False)
         self._read_sessions = async_sessionmaker(self._reader, expire_on_commit=False)
         self._writing = asyncio.Lock()
+        # Reads wait here, in the order of their arrival, and not at the pool, which gives up after 30 s. How many a user may have
+        # waiting is bounded above, by `services.accounts.UserTurns`.
         self._reading = asyncio.Semaphore(NUM_READERS)
         self._stopping: dict[asyncio.Future[Any], object] = {}
 
@@ -61,12 +58,7 @@ class Database:
 
     @classmethod
     async def open(cls, path: Path) -> Database:
-        """Migrate the file at `path` to the newest schema, creating it when missing, and open it.
-
-        Raises:
-            BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
-            DiskFull: when there is no space for it.
-        """
+        """Migrate the file at `path` to the newest schema, creating it when missing, and open it. Raises as `migrate` does."""
         await asyncio.to_thread(migrate, path)
         return cls(path)
 
@@ -87,16 +79,13 @@ class Database:
         """
         with _explained():
             async with self._writing, self._write_sessions() as session, session.begin():
+                # BEGIN IMMEDIATE: a transaction never fails half way because another process wrote in between.
                 await session.connection(execution_options={"immediate": True})
                 yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A read transaction: a consistent view that blocks no writer.
-
-        Raises:
-            DiskFull, DatabaseUnavailable: when the file cannot be read; a full disk has no room for the index that readers share.
-        """
+        """A read transaction: a consistent view that blocks no writer. Raises DiskFull or DatabaseUnavailable."""
         with _explained():
             async with self._reading, self._read_sessions() as session, session.begin():
                 yield session
@@ -108,11 +97,9 @@ class Database:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     def _stop_at_once(self, connection: DBAPIConnection) -> None:
-        """Drop a connection whose caller was cancelled, as any client can do at any time, without waiting for it.
-
-        SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits forever for a thread that has ended, and the
-        event loop waits for it at its end: a daemon that cannot stop.
-        """
+        """Drop a connection whose caller was cancelled, as any client can do at any time, without waiting for it."""
+        # SQLAlchemy would wait for a graceful close. Where that is cancelled too, it waits forever for a thread that has ended, and the
+        # event loop waits for it at its end: a daemon that cannot stop.
         driver: Any = connection.driver_connection
         # First an end to its transaction: a closed connection keeps the lock of a write until the last cursor is collected, and the
         # traceback of the cancelled call holds on to one. Sent to the connection's thread without waiting for the answer.
@@ -124,10 +111,6 @@ class Database:
         if stopped is not None:
             self._stopping[stopped] = driver  # kept until its thread has closed it
             stopped.add_done_callback(self._stopping.pop)
-
-
-_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
-"""What SQLite answers where the disk has no room: for the journal, the file, or the index of the journal."""
 
 
 @contextmanager
@@ -165,42 +148,32 @@ def migrate(path: Path, revision: str = "head") -> None:
         BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
         DiskFull: when there is no space for it.
     """
-    try:
-        with _explained():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # SQLite gives its other files the same mode
-            _upgrade(path, revision)
-    except DatabaseUnavailable as error:
-        why = error.__cause__.orig if isinstance(error.__cause__, DBAPIError) else error
-        raise _unusable(path, why) from error
-    except DBAPIError as error:
-        raise _unusable(path, error.orig) from error
-    except OSError as error:
-        if isinstance(error, DiskFull):
-            raise
-        raise _unusable(path, error.strerror) from error
-
-
-def _unusable(path: Path, why: object) -> BadSetting:
-    return BadSetting(f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir")
-
-
-def _upgrade(path: Path, revision: str) -> None:
     engine = create_engine(f"sqlite:///{path}", poolclass=NullPool)
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", _begin)
     config = alembic.config.Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     try:
-        with engine.connect().execution_options(immediate=True) as connection, connection.begin():
-            attributes: dict[str, Any] = config.attributes
-            attributes["connection"] = connection
-            alembic.command.upgrade(config, revision)
+        with _explained():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # SQLite gives its other files the same mode
+            # One transaction over all migrations: a process that is killed half way leaves the old schema whole.
+            with engine.connect().execution_options(immediate=True) as connection, connection.begin():
+                attributes: dict[str, Any] = config.attributes
+                attributes["connection"] = connection
+                alembic.command.upgrade(config, revision)
     except CommandError as error:
         newest = ScriptDirectory.from_config(config).get_current_head()
         raise BadSetting(
             f"the database {path} was made by a newer version of horizon-train (this one knows its format up to {newest}); "
             "update horizon-train, or choose another folder with --state-dir"
         ) from error
-    finally:
-        engine.dispose()
+    except (DatabaseUnavailable, DBAPIError, OSError) as error:
+        if isinstance(error, DiskFull):
+            raise
+        # Of a daemon that starts nothing is "right now": what SQLite says is the reason.
+        cause = error.__cause__ if isinstance(error, DatabaseUnavailable) else error
+        why = cause.orig if isinstance(cause, DBAPIError) else getattr(cause, "strerror", error)
+        raise BadSetting(
+            f"state folder {path.parent} cannot be used: {why}; choose another with --state-dir"
+        ) from error

@@ -10,15 +10,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, case, func, or_, select
+from sqlalchemy import case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from horizon_server.db.database import Database
-from horizon_server.db.requests import Requests
-from horizon_server.db.tables import EventRow, JobRow
+from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
-from horizon_server.records.job import ENDED, JobRecord, JobState, Wanted, may_move
+from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
 from horizon_server.records.plan import JobPlan, StepPrediction
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -30,43 +29,31 @@ _PLAIN = (
     "created_s", "started_s", "ended_s", "last_sequence",
 )  # fmt: skip
 _ALIVE = [state.value for state in JobState if state not in ENDED]
+# More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
 
 
 class JobStore:
     """The table of jobs and that of their events. Each call is one transaction."""
 
-    def __init__(self, database: Database, requests: Requests) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._requests = requests
 
     async def create(self, job: JobRecord, *, request_id: str) -> tuple[JobRecord, bool]:
         """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
         and False."""
         body = job.spec.to_mapping()
         async with self._database.session() as session:
-            earlier = await self._requests.once(
-                session, user=job.owner, request_id=request_id, method="SubmitJob", body=body
-            )
-            if earlier is not None:
-                return await _placed(session, await _row(session, earlier)), False
-            row = JobRow(
-                **{name: getattr(job, name) for name in _PLAIN},
-                name=job.spec.name,
-                spec=body,
-                job_state=job.job_state.value,
-                wanted=job.wanted.value,
-                queue_order=await _end_of_queue(session),
-                last_step="",
-                plan=_plan_document(job.plan),
-                data_report=job.data_report or None,
-            )
+            request = await RequestRow.of(session, user=job.owner, request_id=request_id, method="SubmitJob", body=body)
+            if request.resource_id:
+                return await _placed(session, await _row(session, request.resource_id)), False
+            request.resource_id = job.job_id
+            row = JobRow(name=job.spec.name, spec=body, job_state=job.job_state.value)
+            row.queue_order = await _end_of_queue(session)
+            _set(row, {name: getattr(job, name) for name in (*_PLAIN, "plan", "data_report", "last_step", "wanted")})
             session.add(row)
             await session.flush()
             _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
-            await self._requests.record(
-                session, user=job.owner, request_id=request_id, method="SubmitJob", body=body, resource_id=job.job_id
-            )
             return await _placed(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -75,16 +62,11 @@ class JobStore:
             row = await session.scalar(select(JobRow).where(JobRow.job_id == job_id))
             return await _placed(session, row) if row else None
 
-    async def find_by_prefix(self, prefix: str, owner: str | None) -> list[JobRecord]:
-        """Return the first few jobs whose ids start so, of one owner or of all (None)."""
-        # Compared as a range, which the index of the ids serves; LIKE would read every row.
-        return await self._named((JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff"), owner)
-
-    async def find_by_name(self, name: str, owner: str | None) -> list[JobRecord]:
-        """Return the newest few jobs of that name, newest first, of one owner or of all (None)."""
-        return await self._named(JobRow.name == name, owner)
-
-    async def _named(self, which: ColumnElement[bool], owner: str | None) -> list[JobRecord]:
+    async def find(self, owner: str | None, *, name: str | None = None, prefix: str = "") -> list[JobRecord]:
+        """Return the newest few jobs of that name, or whose ids start so, of one owner or of all (None)."""
+        # A prefix is compared as a range, which the index of the ids serves; LIKE would read every row.
+        starts_so = (JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff")
+        which = starts_so if name is None else JobRow.name == name
         query = select(JobRow).where(which).order_by(JobRow.number.desc()).limit(_MAX_NAMED)
         if owner is not None:
             query = query.where(JobRow.owner == owner)
@@ -105,13 +87,11 @@ class JobStore:
         async with self._database.reading() as session:
             rows = (await session.scalars(query)).all()
             queue: Sequence[int] = ()
+            # One read of the whole queue for all rows of the page: counting for each would read it hundreds of times.
             if any(row.job_state == JobState.QUEUED for row in rows):
                 queue = (await session.scalars(_queue(JobRow.queue_order))).all()
-        found = []
-        for row in rows:
-            position = bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0
-            found.append((row.number, _record(row, queue_position=position)))
-        return found
+        places = (bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0 for row in rows)
+        return [(row.number, _record(row, queue_position=place)) for row, place in zip(rows, places, strict=True)]
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
@@ -136,18 +116,19 @@ class JobStore:
         """Change the state and store the event. Return the job, and the state it was in before.
 
         Args:
-            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place.
+            fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place. What a user has
+                wanted is over with each move, and the time of the end set or cleared.
 
-        Raises:
-            WrongJobState: when the state machine does not allow the move.
+        Raises WrongJobState when the state machine does not allow the move.
         """
         requeue = fields.pop("requeue", False)
         async with self._database.session() as session:
             row = await _row(session, job_id)
             before = JobState(row.job_state)
-            if not may_move(before, JobState(change.job_state)):
+            if change.job_state not in MOVES.get(before, ()):
                 raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
+            row.wanted, row.ended_s = Wanted.NOTHING.value, time.time() if change.job_state in ENDED else 0.0
             if requeue:
                 row.queue_order = await _end_of_queue(session)
             _set(row, fields)
@@ -180,11 +161,9 @@ class JobStore:
             ]
 
     async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
-        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order.
-
-        SQLite takes them out of the stored events: a tenth of the work of reading those whole.
-        """
+        """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order."""
         body = EventRow.body
+        # SQLite takes the figures out of the stored events: a tenth of the work of reading those whole.
         taken_out = func.json_extract(body, "$.kind", *(f"$.{name}" for name in names))
         query = (
             select(EventRow.sequence, case((func.json_valid(body) == 1, taken_out), else_=body))
@@ -236,9 +215,9 @@ async def _row(session: AsyncSession, job_id: str) -> JobRow:
 def _set(row: JobRow, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name == "plan":
-            row.plan = _plan_document(value)
+            row.plan = None if value is None else dataclasses.asdict(value)
         elif name == "data_report":
-            row.data_report = value
+            row.data_report = value or None
         elif name == "last_step":
             row.last_step = "" if value is None else encode(value)
         elif name == "wanted":
@@ -253,13 +232,9 @@ def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
     session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
 
 
-def _plan_document(plan: JobPlan | None) -> dict[str, Any] | None:
-    return None if plan is None else dataclasses.asdict(plan)
-
-
 @functools.lru_cache(maxsize=4096)
 def _spec(text: str) -> JobSpec:
-    """A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon."""
+    # A spec never changes, and reading one takes longer than all else of a row: a list of 1,000 jobs took a second of the daemon.
     return parse_job_spec(json.loads(text))
 
 

@@ -1,8 +1,7 @@
-"""Whether the database is the one that belongs to the state folder. Every sweep asks this first.
+"""Whether the database is the one that belongs to the state folder. Every sweep asks this first: a wrong one would name everything unused.
 
-A wrong database would name everything in the folder unused. The database and the file `state-id` carry the same id, and a number that both
-raise at each check, the database first. So a database that was created again has another id, and one that was put back from a backup has a
-lower number than the folder has seen.
+The database and the file `state-id` carry the same id, and a number that both raise at each check. So a database that was created again
+has another id, and one that was put back from a backup has a lower number than the folder has seen.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ class Pairing:
         """Return why the database may be the wrong one and what to do about it, or None when they belong together."""
         async with self._database.session() as session:
             row = (await session.scalars(select(StateFolderRow))).one()
-            knows = await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
-            why = self._doubt(row, knows_something=bool(knows))
-            if why is not None:
+            is_empty = not await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
+            if why := self._doubt(row, is_empty=is_empty):
                 accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
                 return (
                     f"{why}; put the right horizon.db back and start again, or accept this one, which gives up what it does not know, "
@@ -44,14 +42,14 @@ class Pairing:
         replace_file(self._file, f"{state_id} {num_checks}\n")
         return None
 
-    def _doubt(self, row: StateFolderRow, *, knows_something: bool) -> str | None:
+    def _doubt(self, row: StateFolderRow, *, is_empty: bool) -> str | None:
         try:
             state_id, _, number = self._file.read_text("ascii").strip().partition(" ")
             num_checks = int(number)
-        except FileNotFoundError:
-            if knows_something or not any((self._state_dir / "blobs").glob("*/*")):
-                return None
-            return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
+        except FileNotFoundError:  # a new folder, or one of a version that wrote no such file
+            if is_empty and any((self._state_dir / "blobs").glob("*/*")):
+                return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
+            return None
         except ValueError:
             return f"{self._file} cannot be read"
         if state_id != row.state_id:

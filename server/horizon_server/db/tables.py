@@ -1,12 +1,17 @@
-"""The tables, as SQLAlchemy sees them. Rows never leave `db`: its classes turn them into records.
-
-Times are Unix seconds. Documents (specs, files, plans) are JSON text: they are read whole and never queried into.
-"""
+"""The tables, as SQLAlchemy sees them. Rows never leave `db`: its classes turn them into records. Times are Unix seconds."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
+import uuid
+
 from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from horizon_server.errors import InvalidSpec, RequestIdReused
 
 
 class Table(DeclarativeBase):
@@ -36,7 +41,7 @@ class TokenRow(Table):
 
 
 class RequestRow(Table):
-    """A create call that was carried out: repeats of it give the same resource."""
+    """A create call that was carried out, so that a retried one gives the same resource and never a second."""
 
     __tablename__ = "requests"
     user: Mapped[str] = mapped_column(String(63), primary_key=True)
@@ -45,6 +50,28 @@ class RequestRow(Table):
     body_sha256: Mapped[str] = mapped_column(String(64))
     resource_id: Mapped[str] = mapped_column(String(64))
     created_s: Mapped[float] = mapped_column(Float)
+
+    @classmethod
+    async def of(cls, session: AsyncSession, *, user: str, request_id: str, method: str, body: object) -> RequestRow:
+        """Return the row of a call: of the same earlier one, or a new row whose empty `resource_id` the caller sets in this transaction.
+
+        Raises RequestIdReused when the id was used for another method or body; InvalidSpec when the id is not a UUID.
+        """
+        try:
+            uuid.UUID(request_id)
+        except ValueError as error:
+            rule = "request_id must be a UUID, chosen by the caller once per intended resource and repeated on retries"
+            raise InvalidSpec.of("request_id", rule) from error
+        # Per user: nobody can find out, or spoil, what another user has called.
+        row = await session.get(cls, (user, request_id))
+        sha256 = hashlib.sha256(json.dumps(body, sort_keys=True, default=str).encode()).hexdigest()
+        if row is None:
+            row = cls(user=user, request_id=request_id, method=method, body_sha256=sha256)
+            row.resource_id, row.created_s = "", time.time()
+            session.add(row)
+        elif (row.method, row.body_sha256) != (method, sha256):
+            raise RequestIdReused(f"request_id {request_id} was used before with another body; choose a new one")
+        return row
 
 
 class DatasetRow(Table):
@@ -81,7 +108,9 @@ class ModelRow(Table):
 
 
 class BlobReferenceRow(Table):
-    """One content that a dataset or model is made of, READY or announced. The files are in the resource's own row too, with their names."""
+    """One content that a dataset or model is made of, READY or announced."""
+
+    # The files are in the resource's own row too, with their names; but to search those lists, SQLite would read every row whole.
 
     __tablename__ = "blob_references"
     sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -98,8 +127,8 @@ class JobRow(Table):
         Index("jobs_by_owner", "owner", "number"),
         Index("jobs_by_name", "name", "number"),
     )
+    # Order of submission. Pages go by it, as times may be equal, or go backwards with the clock.
     number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    """Order of submission: the pages go by it."""
     job_id: Mapped[str] = mapped_column(String(32), unique=True)
     owner: Mapped[str] = mapped_column(String(63))
     name: Mapped[str] = mapped_column(String(63))
@@ -114,25 +143,25 @@ class JobRow(Table):
     step: Mapped[int] = mapped_column(BigInteger)
     num_steps: Mapped[int] = mapped_column(BigInteger)
     attempt: Mapped[int] = mapped_column(Integer)
+    # The queue goes by it. Given at submission, and again when a user resumes the job: jobs that were waiting then are served first.
     queue_order: Mapped[int] = mapped_column(BigInteger)
-    """The queue goes by it. Given at submission, and again when a user resumes the job: jobs that were waiting then are served first."""
     created_s: Mapped[float] = mapped_column(Float)
     started_s: Mapped[float] = mapped_column(Float)
     ended_s: Mapped[float] = mapped_column(Float)
     last_step: Mapped[str] = mapped_column(Text)
     plan: Mapped[dict[str, object] | None] = mapped_column(JSON)
+    # Null until the data is prepared, and for jobs of before there was a report.
     data_report: Mapped[dict[str, int] | None] = mapped_column(JSON)
-    """Null for jobs of before there was one, and until the data is prepared."""
     last_sequence: Mapped[int] = mapped_column(BigInteger)
 
 
 class StateFolderRow(Table):
-    """Which state folder this database belongs to, in one row; see `db.pairing`."""
+    """Which state folder this database belongs to, in one row. `db.pairing` compares it."""
 
     __tablename__ = "state_folder"
     state_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    # Raised here first and then in the folder: a folder that has seen more of them than the database has had another one.
     num_checks: Mapped[int] = mapped_column(BigInteger)
-    """Raised here first and then in the folder: a folder that has seen more of them than the database has had another one."""
 
 
 class EventRow(Table):

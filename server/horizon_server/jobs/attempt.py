@@ -1,16 +1,12 @@
-"""One attempt at a job, from its turn on the device to its end: prepare the data, lend the memory, run the worker, judge how it ended.
-
-Whatever goes wrong in here ends the attempt with its true reason, and never the daemon. A database that cannot be written ends nothing:
-the attempt waits for it, and its worker with it.
-"""
+"""One attempt at a job, from its turn on the device to its end: prepare the data, lend the memory, run the worker, judge how it ended."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,119 +22,76 @@ from horizon_server.errors import (
     WorkerDied,
     WorkerFailed,
 )
-from horizon_server.events import (
-    AttemptReady,
-    CheckpointWritten,
-    EvalDone,
-    Message,
-    PrepareProgress,
-    StepDone,
-    WorkerLine,
-)
+from horizon_server.events import AttemptReady, Message, StepDone, WorkerLine
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.preparation import DatasetFiles, FindInputs, Preparation, PreparedData
+from horizon_server.jobs.preparation import FindInputs, Preparation
 from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.records.job import (
-    CANCELLED,
-    CANCELLED_MESSAGE,
-    ENDED,
-    PAUSED,
-    PAUSED_MESSAGE,
-    JobRecord,
-    JobState,
-    Wanted,
-)
+from horizon_server.records.job import ORDERED, JobRecord, JobState, Wanted
 
 log = structlog.get_logger(__name__)
 
-_STOP_MESSAGE = {
-    Wanted.CANCEL: "cancelled by a user",
-    Wanted.PAUSE: "paused by a user",
-    Wanted.DRAIN: "the daemon shuts down",
+# What the worker is sent, and what the job says of it.
+_ORDERS = {
+    Wanted.CANCEL: (CANCEL, "cancelled by a user"),
+    Wanted.PAUSE: (STOP, "paused by a user"),
+    Wanted.DRAIN: (STOP, "the daemon shuts down"),
 }
-_ORDERS = {Wanted.CANCEL: CANCEL, Wanted.PAUSE: STOP, Wanted.DRAIN: STOP}
 WORKER_MODULE = "horizon_server.worker"
 
+# Errors whose cause is in the log of the attempt.
 _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
-"""Errors whose cause is in the log of the attempt."""
 
+# A cancelled worker that is still alive after this is killed: nothing of it is wanted any more.
 CANCEL_GRACE_S = 60.0
-"""A cancelled worker that is still alive after this is killed: nothing of it is wanted any more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """What every worker of this daemon gets, whatever the job."""
-
-    num_threads: int
-    environment: dict[str, str]
-    trace: bool = False
-    module: str = WORKER_MODULE
-
-
+@dataclass(kw_only=True, eq=False)
 class Attempt:
     """One execution of a job.
 
     Thread: belongs to one event loop. `run` is called once; `stop` may be called any number of times while it runs.
     """
 
-    def __init__(
-        self,
-        job: JobRecord,
-        *,
-        journal: Journal,
-        find_inputs: FindInputs,
-        folders: JobFolders,
-        planner: Planner,
-        preparation: Preparation,
-        options: WorkerOptions,
-    ) -> None:
-        self.job = job
-        self._journal = journal
-        self._find_inputs = find_inputs
-        self._folders = folders
-        self._planner = planner
-        self._preparation = preparation
-        self._options = options
-        self._child: Child | None = None
-        self._wanted = Wanted.NOTHING
-        self._over = False
-        self._moving = asyncio.Lock()
-        """Held while the state changes, so that a stop and the attempt's own progress never pass each other."""
+    job: JobRecord
+    journal: Journal
+    find_inputs: FindInputs
+    folders: JobFolders
+    planner: Planner
+    preparation: Preparation
+    num_threads: int
+    environment: Mapping[str, str]
+    trace: bool
+    worker_module: str = WORKER_MODULE
+    _child: Child | None = field(init=False, default=None)
+    _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
+    _over: bool = field(init=False, default=False)
+    # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
+    _moving: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._number = self.job.attempt + 1
+        self._log = self.folders.log(self.job.job_id, self._number)
 
     async def run(self) -> None:
-        """Carry the job from QUEUED to the end of this attempt.
-
-        Raises:
-            WrongJobState: when the job has left the queue meanwhile.
-        """
-        number = self.job.attempt + 1
-        with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=number):
-            self.job = await self._journal.patiently(
-                lambda: self._journal.move(
-                    self.job,
-                    JobState.PREPARING,
-                    attempt=number,
-                    started_s=self.job.started_s or time.time(),
-                    wanted=Wanted.NOTHING,
-                )
-            )
+        """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
+        begin: dict[str, Any] = {"attempt": self._number, "started_s": self.job.started_s or time.time()}
+        with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
+            self.job = await self.journal.patiently(lambda: self.journal.move(self.job, JobState.PREPARING, **begin))
             try:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
                 await self._prepare_and_train()
+            # Whatever goes wrong in here ends the attempt with its true reason, and never the daemon.
             except HorizonError as error:
                 if isinstance(error, _UNEXPLAINED):
-                    await self._explain(self._folders.log(self.job.job_id, number))
+                    await self._explain()
                 await self._finish("failed", reason=error.reason, message=error.message)
             except OSError as error:
                 await self._finish("failed", reason="IO_ERROR", message=f"the node failed: {error}")
 
     async def stop(self, wanted: Wanted) -> None:
-        """Ask it to end.
-
-        Raises:
-            DiskFull, DatabaseUnavailable: when a user's order cannot be stored; the attempt continues then.
-        """
+        """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt continues then."""
+        order, message = _ORDERS[wanted]
         async with self._moving:
             if self._wanted in (Wanted.CANCEL, wanted) or self._over:
                 return
@@ -146,78 +99,71 @@ class Attempt:
             fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
-                    self.job = await self._journal.move(
-                        self.job, JobState.STOPPING, reason=wanted.name, message=_STOP_MESSAGE[wanted], **fields
+                    self.job = await self.journal.move(
+                        self.job, JobState.STOPPING, reason=wanted.name, message=message, **fields
                     )
                 elif fields:
-                    self.job = await self._journal.store.set(self.job.job_id, **fields)
+                    self.job = await self.journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
                 if wanted is not Wanted.DRAIN:
                     raise
                 log.error("the drain cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
-        self._preparation.stop()
+        self.preparation.stop()
         if self._child is not None:
-            self._child.send_order(_ORDERS[wanted])
+            self._child.send_order(order)
             if wanted is Wanted.CANCEL:
                 asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
-        self._preparation.stop()
+        self.preparation.stop()
         if self._child is not None:
             self._child.kill()
 
     async def _prepare_and_train(self) -> None:
-        inputs = await self._journal.patiently(lambda: self._find_inputs(self.job))
-        prepared = await self._prepare(inputs.dataset, inputs.model)
+        model, dataset, evaluation_data = await self.journal.patiently(lambda: self.find_inputs(self.job))
+        prepare = functools.partial(
+            self.preparation.run,
+            self.job.spec,
+            model,
+            log=self._log,
+            environment=self.environment,
+            publish=functools.partial(self.journal.append, self.job.job_id),
+        )
+        prepared = await prepare(dataset)
         evaluation = prepared.evaluation if prepared else None
-        if prepared and inputs.evaluation is not None:
-            held_out = await self._prepare(inputs.evaluation, inputs.model)
+        if prepared and evaluation_data is not None:
+            held_out = await prepare(evaluation_data)
             evaluation = held_out.folder if held_out else None
         if prepared is None or self._wanted:
             await self._finish("stopped")
             return
-        memory = await asyncio.to_thread(self._planner.worker_memory, self.job.spec, inputs.model)
+        # Planned again: since the submission, the limits or the model's folder on the node may have changed.
+        memory = await asyncio.to_thread(self.planner.worker_memory, self.job.spec, model)
         if not memory.plan.fits:
             raise DoesNotFit(memory.plan.message)
         known = {"plan": memory.plan, "data_report": prepared.report}
         if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
             await self._finish("stopped")
             return
-        await self._train(memory, model=inputs.model, prepared=prepared.folder, evaluation=evaluation)
-
-    async def _prepare(self, dataset: DatasetFiles, model: Path) -> PreparedData | None:
-        """Return what was prepared, or None when that was stopped."""
-
-        attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
-        self._folders.attempt(self.job.job_id, self.job.attempt)
-        return await self._preparation.run(
-            self.job.spec,
-            dataset,
-            model,
-            log=attempt_log,
-            environment=self._options.environment,
-            publish=lambda payload: self._journal.append(self.job.job_id, payload),
-        )
+        await self._train(memory, model=model, prepared=prepared.folder, evaluation=evaluation)
 
     async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
-        attempt_log = self._folders.log(self.job.job_id, self.job.attempt)
         with memory.lent() as planes:
             request = self._request(memory, planes, model=model, prepared=prepared, evaluation=evaluation)
             try:
-                async with self._running(request, tuple(planes.values()), attempt_log) as child:
-                    outcome = await child.answer(self._on_line)
+                outcome = await self._run_worker(request, tuple(planes.values()))
             except HorizonError as error:
                 if not isinstance(error, _UNEXPLAINED):  # `run` does it for those
-                    await self._explain(attempt_log)
+                    await self._explain()
                 raise
         await self._finish(outcome)
 
     def _request(
         self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
     ) -> dict[str, Any]:
-        checkpoints = self._folders.checkpoints(self.job.job_id)
+        checkpoints = self.folders.checkpoints(self.job.job_id)
         newest = checkpoints.newest()
         return {
             "job_id": self.job.job_id,
@@ -230,31 +176,28 @@ class Attempt:
             "resume_from": None if newest is None else str(newest),
             "planes": planes,
             "grad_dtype_bytes": memory.grad_dtype_bytes,
-            "num_threads": self._options.num_threads,
+            "num_threads": self.num_threads,
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
-            "trace": str(self._folders.log(self.job.job_id, self.job.attempt).with_name("trace.json"))
-            if self._options.trace
-            else None,
+            "trace": str(self._log.with_name("trace.json")) if self.trace else None,
         }
 
-    @asynccontextmanager
-    async def _running(self, request: dict[str, Any], fds: tuple[int, ...], attempt_log: Path) -> AsyncIterator[Child]:
-        """Start the worker, and make sure that it is gone at the end of the block, however that ends."""
+    async def _run_worker(self, request: dict[str, Any], fds: tuple[int, ...]) -> str:
+        """Return how the worker ended. Afterwards it is gone, however that came: the planes can be given back."""
         child = await Child.start(
-            self._options.module, request, who="the worker", environment=self._options.environment,
-            request_file=attempt_log.with_name("request.json"), log_file=attempt_log, pass_fds=fds,
+            self.worker_module, request, who="the worker", environment=self.environment,
+            request_file=self._log.with_name("request.json"), log_file=self._log, pass_fds=fds,
         )  # fmt: skip
         try:
             log.info("worker started", pid=child.pid)
             # A worker may have ended by now, on a busy machine even with success: then no next daemon has to wait for it.
             if (started := start_time_of(child.pid)) is not None:
-                attempt_log.with_name("pid").write_text(f"{child.pid} {started}", "utf-8")
+                self._log.with_name("pid").write_text(f"{child.pid} {started}", "utf-8")
             self._child = child
-            if self._wanted:
-                child.send_order(_ORDERS[self._wanted])
-            yield child
+            if self._wanted:  # while the worker was being started
+                child.send_order(_ORDERS[self._wanted][0])
+            return str(await child.answer(self._on_line))
         finally:
             self._child = None
             child.kill()
@@ -269,9 +212,9 @@ class Attempt:
                 known = {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
             case StepDone():
-                await self._journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
-            case EvalDone() | CheckpointWritten() | Message() | PrepareProgress():
-                await self._journal.append(job_id, line)
+                await self.journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
+            case _:
+                await self.journal.append(job_id, line)
 
     async def _advance(self, state: JobState, **fields: Any) -> bool:
         """Move on, unless the attempt has been asked to stop."""
@@ -280,15 +223,14 @@ class Attempt:
             async with self._moving:  # not held while waiting for the database, so that a stop is heard then
                 if self._wanted:
                     return False
-                self.job = await self._journal.move(self.job, state, **fields)
+                self.job = await self.journal.move(self.job, state, **fields)
                 return True
 
-        return await self._journal.patiently(move)
+        return await self.journal.patiently(move)
 
-    async def _explain(self, attempt_log: Path) -> None:
-        tail = await asyncio.to_thread(log_tail, attempt_log)
-        if tail:
-            await self._journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
+    async def _explain(self) -> None:
+        if tail := await asyncio.to_thread(log_tail, self._log):
+            await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
     async def _finish(self, outcome: str, *, reason: str = "", message: str = "") -> None:
         """Move the job to where this end leads, given what was asked of it.
@@ -300,18 +242,18 @@ class Attempt:
         if outcome == "succeeded":
             target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
-            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
+            target, reason, message = ORDERED[Wanted.CANCEL]
         elif outcome == "failed" and self._wanted is not Wanted.DRAIN:
             # Where the state folder is need not be known to the job's owner.
-            target, message = JobState.FAILED, self._folders.without_state_dir(message)
+            target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
         elif self._wanted is Wanted.PAUSE:
-            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
+            target, reason, message = ORDERED[Wanted.PAUSE]
         else:
+            # Also where the worker failed: at the end of the drain's time it is killed.
             target, reason = JobState.QUEUED, "DRAINED"
             message = "the daemon shut down; it continues when the daemon is back"
-        end = {"ended_s": time.time()} if target in ENDED else {}
-        self.job = await self._journal.patiently(
-            lambda: self._journal.move(self.job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        self.job = await self.journal.patiently(
+            lambda: self.journal.move(self.job, target, reason=reason, message=message)
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
 

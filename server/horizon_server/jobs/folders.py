@@ -24,21 +24,11 @@ class JobFolders:
     """The folders of all jobs. Knows the layout on disk and nothing of the jobs themselves."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+        self.state_dir = state_dir
         self._jobs = state_dir / "jobs"
 
-    def attempt(self, job_id: str, attempt: int) -> Path:
-        """Return the folder of one attempt, made when missing."""
-        folder = self._jobs / job_id / f"attempt-{attempt}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def without_state_dir(self, message: str) -> str:
-        """Return a message without the path of the state folder, which a job's owner need not know."""
-        return message.replace(f"{self._state_dir}/", "")
-
     def log(self, job_id: str, attempt: int) -> Path:
-        """Return where an attempt logs, whether or not it has begun."""
+        """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
         return self._jobs / job_id / f"attempt-{attempt}" / "worker.log"
 
     def checkpoints(self, job_id: str) -> CheckpointFolder:
@@ -72,22 +62,14 @@ class CheckpointFolder:
         return self.of_step(steps[-1]) if steps else None
 
     def file(self, step: int, path: str) -> Path:
-        """Return one file of a checkpoint; only files that its manifest lists can be reached.
-
-        Raises:
-            NotFound: when there is no such checkpoint or file.
-        """
+        """Return one file of a checkpoint; only those that its manifest lists can be reached. Raises NotFound."""
         self._require(step)
         if path not in read_manifest(self.of_step(step)).files:
             raise NotFound(f"checkpoint {self._job_id}@{step} has no file {path!r}")
         return self.of_step(step) / path
 
     def delete(self, step: int) -> None:
-        """Remove one checkpoint: first its name, so that a cut leaves nothing that looks complete.
-
-        Raises:
-            NotFound: when there is no such checkpoint.
-        """
+        """Remove one checkpoint. Raises NotFound when there is no such one."""
         self._require(step)
         self._remove(step)
 
@@ -132,6 +114,7 @@ class CheckpointFolder:
 
     def _remove(self, step: int) -> None:
         folder = self.of_step(step)
+        # First its name, so that a cut leaves nothing that looks complete.
         shutil.rmtree(folder.rename(folder.with_name(f".deleted-{folder.name}")))
 
 

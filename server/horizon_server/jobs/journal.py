@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ import structlog
 from horizon_server.db.jobs import JobStore
 from horizon_server.errors import DatabaseUnavailable, DiskFull, Draining
 from horizon_server.events import JobEvent, Payload, StateChanged
-from horizon_server.jobs.lifecycle import Lifecycle
 from horizon_server.records.job import ENDED, JobRecord, JobState
 from horizon_server.telemetry.metrics import Metrics
 
@@ -20,18 +20,42 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
+# Events read at a time: a watcher that starts late costs no more memory than this.
 _BATCH = 500
-"""Events read at a time: a watcher that starts late costs no more memory than this."""
-
+# How long a write of an attempt waits before it is tried again.
 RETRY_S = 5.0
-"""How long a write of an attempt waits before it is tried again."""
+
+
+class Lifecycle:
+    """Serving, then draining, then closed; never back. Thread: belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._draining = asyncio.Event()
+        # Whether the last attempt has ended too, so that watches have nothing more to wait for.
+        self.closed = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused: the daemon is about to end."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Take no new work from now on."""
+        self._draining.set()
+
+    def close(self) -> None:
+        """Nothing will happen to any job any more."""
+        self._draining.set()
+        self.closed = True
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until draining begins."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._draining.wait(), seconds)
 
 
 class Journal:
-    """Stores events and wakes the watchers of their jobs.
-
-    Thread: belongs to one event loop.
-    """
+    """Stores events and wakes the watchers of their jobs. Thread: belongs to one event loop."""
 
     def __init__(self, store: JobStore, metrics: Metrics, lifecycle: Lifecycle, *, retry_s: float = RETRY_S) -> None:
         self.store = store
@@ -50,11 +74,7 @@ class Journal:
     async def move(
         self, job: JobRecord, state: JobState, *, reason: str = "", message: str = "", **fields: Any
     ) -> JobRecord:
-        """Change the job's state; `fields` as for `JobStore.move`.
-
-        Raises:
-            WrongJobState: when the state machine does not allow it.
-        """
+        """Change the job's state; `fields` as for `JobStore.move`. Raises WrongJobState when the state machine does not allow it."""
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
         record, before = await self.store.move(job.job_id, change, **fields)
@@ -69,35 +89,26 @@ class Journal:
         self._wake(job_id)
 
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Repeat `call` while the database cannot be used, until draining begins.
-
-        A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
-        process costs a training run time, never its steps.
-
-        Raises:
-            DiskFull, DatabaseUnavailable: when draining begins meanwhile; the next daemon settles the job.
-        """
+        """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining begins."""
+        # A worker that the daemon does not read from blocks at its pipe and loses nothing. So a full disk or a long write of another
+        # process costs a training run time, never its steps.
         while True:
             try:
                 return await call()
             except (DiskFull, DatabaseUnavailable) as error:
-                if self._lifecycle.draining:
+                if self._lifecycle.draining:  # the next daemon settles the job
                     raise
                 log.error("the journal waits for the database", why=error.message, retry_s=self._retry_s)
                 await self._lifecycle.pause(self._retry_s)
 
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
-        """Yield events with a greater number as they come, and end after the last one of an ended job.
-
-        Raises:
-            Draining: when the daemon shuts down meanwhile; the caller reconnects and continues from the last number.
-        """
+        """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on shutdown."""
         news = asyncio.Event()
         self._watchers[job_id].add(news)
         may_have_ended = True
         try:
             while True:
-                news.clear()
+                news.clear()  # before the read, so that what is stored during it is read in the next turn
                 events = await self.store.events_after(job_id, after, _BATCH)
                 for event in events:
                     yield event

@@ -8,11 +8,21 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from horizon_formats.formats import DatasetFormat
 from horizon_server.children.child import Child, Limits
+from horizon_server.datasets.reading import StoredFile
+from horizon_server.datasets.recipe import (
+    PrepareOptions,
+    PrepareRequest,
+    evaluation_folder,
+    is_prepared,
+    prepared_folder,
+    tokenizer_digest,
+)
 from horizon_server.errors import HorizonError, InvalidData, OutOfMemory
 from horizon_server.events import Message, PrepareProgress, WorkerLine
+from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.spec import JobSpec
 from horizon_server.store.prepared import REPORT_FILE, remove_partial
@@ -27,39 +37,14 @@ Publish = Callable[[PrepareProgress | Message], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFiles:
-    """A READY dataset as the preparation needs it. `files` are the names its user knows and where the bytes are."""
+    """A READY dataset, and where the bytes of its files are."""
 
-    dataset_id: str
-    digest: str
-    format: str
-    field_map: dict[str, str]
-    num_rows: int
-    files: tuple[tuple[str, Path], ...]
+    record: DatasetRecord
+    files: tuple[StoredFile, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobInputs:
-    """The model and the datasets of one job."""
-
-    model: Path
-    dataset: DatasetFiles
-    evaluation: DatasetFiles | None
-
-
-FindInputs = Callable[[JobRecord], Awaitable[JobInputs]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparationCall:
-    """What the preparation child is to do: the folder it makes, whether that is there already, and its request.
-
-    `evaluation` is where the rows held out will be, or None where none are.
-    """
-
-    target: Path
-    evaluation: Path | None
-    is_whole: bool
-    request: Mapping[str, Any]
+# Returns the model, the data and the evaluation data of a job.
+FindInputs = Callable[[JobRecord], Awaitable[tuple[Path, DatasetFiles, DatasetFiles | None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +56,19 @@ class PreparedData:
     report: dict[str, int]
 
 
-Recipe = Callable[[JobSpec, DatasetFiles, Path], PreparationCall]
-"""How a dataset is prepared for a model. Reads the tokenizer's files: call it in a thread. Raises InvalidModel without a tokenizer."""
-
-
 class Preparation:
-    """Prepares one dataset at a time; a folder that is there is whole, and is used again.
+    """Prepares one dataset at a time, below `root`. `stop` may be called at any time. Thread: belongs to one event loop."""
 
-    Thread: belongs to one event loop; `stop` may be called at any time.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._child: Child | None = None
         self._stopped = False
 
     async def run(
         self,
         spec: JobSpec,
-        dataset: DatasetFiles,
         model: Path,
+        dataset: DatasetFiles,
         *,
         log: Path,
         environment: Mapping[str, str],
@@ -99,21 +77,35 @@ class Preparation:
         """Return what was done, or None when `stop` came first.
 
         Raises:
+            InvalidModel: when the model's folder holds no tokenizer.
             InvalidData: when rows cannot be used; a message names each with file, line and field.
             WorkerDied: when the child was killed, or crashed.
         """
-        call = await asyncio.to_thread(self._recipe, spec, dataset, model)
-        if not self._stopped and not call.is_whole:
-            # A folder that is there but not whole has lost files.
-            await asyncio.to_thread(shutil.rmtree, call.target, ignore_errors=True)
-            try:
-                await self._run_child(call.request, log, environment, publish)
-            finally:
-                # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
-                await asyncio.to_thread(remove_partial, call.target)
+        record = dataset.record
+        options = PrepareOptions(
+            format=DatasetFormat(record.format),
+            field_map=record.field_map,
+            method=spec.method,
+            sequence_length=spec.train.sequence_length,
+            train_on=spec.train.train_on,
+            eval_fraction=spec.eval_fraction,
+        )
+        # In a thread, as it reads the tokenizer's files, which may be on a slow network disk.
+        tokenizer = await asyncio.to_thread(tokenizer_digest, model)
+        target = prepared_folder(self._root, record.digest, tokenizer, options)
+        # A folder that is there is whole, as it was renamed into place, and is used again.
+        if not is_prepared(target, options) and not self._stopped:
+            request = PrepareRequest(
+                dataset_files=dataset.files,
+                model_dir=model,
+                output_dir=target,
+                options=options,
+                num_rows=record.num_rows,
+            )
+            await self._prepare(request, log, environment, publish)
         if self._stopped:
             return None
-        report = json.loads(await asyncio.to_thread((call.target / REPORT_FILE).read_text, "utf-8"))
+        report = json.loads(await asyncio.to_thread((target / REPORT_FILE).read_text, "utf-8"))
         counts = {name: value for name, value in report.items() if isinstance(value, int)}
         await publish(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
         if report["errors"]:
@@ -121,7 +113,7 @@ class Preparation:
             first = f", the first {len(report['errors'])}" if count > len(report["errors"]) else ""
             head = f"{count} of {report['rows']} rows are left out{first}:"
             await publish(Message(level="warning", text="\n".join([head, *report["errors"]])))
-        return PreparedData(folder=call.target, evaluation=call.evaluation, report=counts)
+        return PreparedData(folder=target, evaluation=evaluation_folder(target, options), report=counts)
 
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""
@@ -129,20 +121,23 @@ class Preparation:
         if self._child is not None:
             self._child.kill()
 
-    async def _run_child(
-        self, request: Mapping[str, Any], log: Path, environment: Mapping[str, str], publish: Publish
+    async def _prepare(
+        self, request: PrepareRequest, log: Path, environment: Mapping[str, str], publish: Publish
     ) -> None:
         async def on_event(event: WorkerLine) -> None:
             if isinstance(event, PrepareProgress):
                 await publish(event)
 
-        child = await Child.start(
-            "horizon_server.datasets.preparing.child", request, who="the data preparation", environment=environment,
-            request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
+        # A folder that is there but not whole has lost files.
+        await asyncio.to_thread(shutil.rmtree, request.output_dir, ignore_errors=True)
+        self._child = await Child.start(
+            "horizon_server.datasets.preparing.child", request.to_mapping(), who="the data preparation",
+            environment=environment, request_file=log.with_name("preparation.json"), log_file=log, limits=_LIMITS,
         )  # fmt: skip
-        self._child = child
         try:
-            await child.answer(on_event)
+            if self._stopped:  # while the child was being started
+                self._child.kill()
+            await self._child.answer(on_event)
         except OutOfMemory as error:
             raise InvalidData(
                 f"a row of the dataset takes more than {_MEMORY_GIB} GiB of memory to render; shorten it or correct the chat template"
@@ -156,3 +151,5 @@ class Preparation:
             raise
         finally:
             self._child = None
+            # A child that was killed could not remove its partial folder itself, which may hold gigabytes.
+            await asyncio.to_thread(remove_partial, request.output_dir)

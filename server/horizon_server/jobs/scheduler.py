@@ -1,8 +1,5 @@
-"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain.
-
-Also settles what the last daemon left: a job that was on the device when it died is queued again, at its old place, so that no training is
-lost; after `max_attempts` such deaths without progress it fails, so that a job that kills its daemon cannot do so forever.
-"""
+"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain. Also settles what the last
+daemon left."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -20,19 +18,8 @@ from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, W
 from horizon_server.events import StateChanged, StepDone
 from horizon_server.jobs.attempt import Attempt, orphan_pid
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
-from horizon_server.records.job import (
-    CANCELLED,
-    CANCELLED_MESSAGE,
-    ENDED,
-    ON_DEVICE,
-    PAUSED,
-    PAUSED_MESSAGE,
-    JobRecord,
-    JobState,
-    Wanted,
-)
+from horizon_server.jobs.journal import Journal, Lifecycle
+from horizon_server.records.job import ON_DEVICE, ORDERED, JobRecord, JobState, Wanted
 from horizon_server.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -41,35 +28,21 @@ DAEMON_DIED = "DAEMON_DIED"
 RESUMED = "RESUMED"
 
 
+@dataclass(kw_only=True, eq=False)
 class Scheduler:
-    """Runs queued jobs one after the other.
+    """Runs queued jobs one after the other. Thread: belongs to one event loop."""
 
-    Thread: belongs to one event loop.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        metrics: Metrics,
-        lifecycle: Lifecycle,
-        folders: JobFolders,
-        make_attempt: Callable[[JobRecord], Attempt],
-        max_attempts: int,
-        orphan_grace_s: float,
-        when_idle: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        self._journal = journal
-        self._metrics = metrics
-        self._lifecycle = lifecycle
-        self._folders = folders
-        self._make_attempt = make_attempt
-        self._max_attempts = max_attempts
-        self._orphan_grace_s = orphan_grace_s
-        self._when_idle = when_idle
-        self._news = asyncio.Event()
-        self._idle = asyncio.Event()
-        self.current: Attempt | None = None
+    journal: Journal
+    metrics: Metrics
+    lifecycle: Lifecycle
+    folders: JobFolders
+    make_attempt: Callable[[JobRecord], Attempt]
+    max_attempts: int
+    orphan_grace_s: float
+    when_idle: Callable[[], Coroutine[Any, Any, None]]
+    current: Attempt | None = field(init=False, default=None)
+    _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def wake(self) -> None:
         """Look at the queue again."""
@@ -80,14 +53,14 @@ class Scheduler:
         while True:
             self._news.clear()
             try:
-                first = await self._journal.patiently(lambda: self._journal.store.queued(1))
+                first = await self.journal.patiently(lambda: self.journal.store.queued(1))
             except (DiskFull, DatabaseUnavailable):
                 return  # draining has begun while the database could not be used
-            if self._lifecycle.draining:
+            if self.lifecycle.draining:
                 return
             if not first:
                 # What is only done when no job waits for the device; a new job ends it at once.
-                chore = asyncio.create_task(self._when_idle(), name="idle")
+                chore = asyncio.create_task(self.when_idle(), name="idle")
                 try:
                     await self._news.wait()
                 finally:
@@ -95,7 +68,7 @@ class Scheduler:
                     with contextlib.suppress(asyncio.CancelledError):
                         await chore
                 continue
-            self.current = self._make_attempt(first[0])
+            self.current = self.make_attempt(first[0])
             self._idle.clear()
             try:
                 await self.current.run()
@@ -113,7 +86,7 @@ class Scheduler:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
-        self._lifecycle.drain()
+        self.lifecycle.drain()
         attempt = self.current
         self.wake()
         if attempt is None:
@@ -127,15 +100,13 @@ class Scheduler:
             await self._idle.wait()
 
     async def recover(self) -> None:
-        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them.
-
-        A worker whose daemon died sees the end of its control pipe, checkpoints and stops; only when it takes too long is it killed.
-        So a job is never run twice at the same time, and continues from its newest checkpoint.
-        """
+        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them."""
         try:
-            for job in await self._journal.patiently(lambda: self._journal.store.in_states(sorted(ON_DEVICE))):
-                folder = self._folders.attempt(job.job_id, job.attempt)
-                deadline = time.monotonic() + self._orphan_grace_s
+            for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(ON_DEVICE))):
+                folder = self.folders.log(job.job_id, job.attempt).parent
+                # A worker whose daemon died sees the end of its order pipe, checkpoints and stops; only when it takes too long is it
+                # killed. So a job is never run twice at the same time, and continues from its newest checkpoint.
+                deadline = time.monotonic() + self.orphan_grace_s
                 while (pid := orphan_pid(folder)) is not None:
                     if time.monotonic() >= deadline:
                         log.warning(
@@ -143,37 +114,32 @@ class Scheduler:
                         )
                         os.kill(pid, signal.SIGKILL)
                     await asyncio.sleep(0.1)
-                await self._journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
+                await self.journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
         except (DiskFull, DatabaseUnavailable):
             log.error("jobs of the last daemon are not settled; the next daemon does it")
 
     async def _settle(self, job_id: str) -> None:
-        job = await self._journal.store.get(job_id)  # again: a user may have asked for a stop since
+        job = await self.journal.store.get(job_id)  # again: a user may have asked for a stop since
         assert job is not None, job_id
         log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
-        if job.job_state is JobState.STOPPING and job.wanted is Wanted.CANCEL:
-            target, reason, message = JobState.CANCELLED, CANCELLED, CANCELLED_MESSAGE
-        elif job.job_state is JobState.STOPPING and job.wanted is Wanted.PAUSE:
-            target, reason, message = JobState.PAUSED, PAUSED, PAUSED_MESSAGE
-        elif await self._deaths(job_id) + 1 >= self._max_attempts:
+        if job.job_state is JobState.STOPPING and job.wanted in ORDERED:
+            target, reason, message = ORDERED[job.wanted]
+        elif await self._deaths(job_id) + 1 >= self.max_attempts:  # a job that kills its daemon must not do so forever
             target, reason = JobState.FAILED, DAEMON_DIED
-            times = f"{self._max_attempts} times in a row" if self._max_attempts > 1 else "once"
+            times = f"{self.max_attempts} times in a row" if self.max_attempts > 1 else "once"
             message = f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
         else:
             target, reason = JobState.QUEUED, DAEMON_DIED
             message = "the daemon died and is back; the job continues from its newest checkpoint"
-        end = {"ended_s": time.time()} if target in ENDED else {}
-        await self._journal.move(job, target, reason=reason, message=message, wanted=Wanted.NOTHING, **end)
+        await self.journal.move(job, target, reason=reason, message=message)
         if target is JobState.QUEUED:
-            self._metrics.on_worker_restart(DAEMON_DIED)
+            self.metrics.on_worker_restart(DAEMON_DIED)
 
     async def _deaths(self, job_id: str) -> int:
-        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever.
-
-        A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
-        """
+        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever."""
+        # A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
         deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
-        while events := await self._journal.store.events_after(job_id, after, 1000):
+        while events := await self.journal.store.events_after(job_id, after, 1000):
             after = events[-1].sequence
             for payload in (event.payload for event in events):
                 if isinstance(payload, StepDone):
@@ -188,18 +154,17 @@ class Scheduler:
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""
-
-        async def move() -> None:
-            job = await self._journal.store.get(job_id)
-            if job is not None and job.job_state in ON_DEVICE:
-                await self._journal.move(
-                    job, JobState.FAILED, reason=reason, message=message, ended_s=time.time(), wanted=Wanted.NOTHING
-                )
-
-        reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
         if isinstance(error, HorizonError):
             reason, message = error.reason, error.message
+        else:
+            reason, message = "INTERNAL", f"the daemon could not carry out the attempt: {type(error).__name__}: {error}"
+
+        async def move() -> None:
+            job = await self.journal.store.get(job_id)
+            if job is not None and job.job_state in ON_DEVICE:
+                await self.journal.move(job, JobState.FAILED, reason=reason, message=message)
+
         try:
-            await self._journal.patiently(move)
+            await self.journal.patiently(move)
         except (DiskFull, DatabaseUnavailable):
             log.error("the failure cannot be stored; the next daemon settles the job", job_id=job_id)

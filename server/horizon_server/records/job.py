@@ -1,4 +1,4 @@
-"""A job: its states, the moves between them, and the record that the rest of the server passes around."""
+"""A job: its states and the moves between them, its checkpoints, and the record that the server passes around."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ class Wanted(StrEnum):
     NOTHING = ""
     CANCEL = "cancel"
     PAUSE = "pause"
+    # Checkpoint, and queue again when the daemon is back. Never stored: the next daemon knows that this one has ended.
     DRAIN = "drain"
-    """Checkpoint, and queue again when the daemon is back. Never stored: a daemon that starts knows."""
 
 
-CANCELLED, CANCELLED_MESSAGE = "CANCELLED", "cancelled by a user"
-PAUSED, PAUSED_MESSAGE = "PAUSED", "paused by a user; resume it with: horizon job resume"
-"""Reasons of the states that users ask for, whether or not an attempt was running."""
+# Where a user's order leads a job, whether or not an attempt was running: state, reason and message.
+ORDERED = {
+    Wanted.CANCEL: (JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
+    Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"),
+}
 
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
 """States in which an attempt holds the device's turn."""
 
-_MOVES: dict[JobState, frozenset[JobState]] = {
+MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.PREPARING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
     JobState.PREPARING: frozenset({JobState.STARTING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED}),
     JobState.STARTING: frozenset(
@@ -53,13 +55,10 @@ _MOVES: dict[JobState, frozenset[JobState]] = {
         {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
     ),
     JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    # Of the ended states only this one has a way back: a node that failed must not cost the job its checkpoints.
     JobState.FAILED: frozenset({JobState.QUEUED}),
 }
-
-
-def may_move(old: JobState, new: JobState) -> bool:
-    """Whether the state machine allows the move."""
-    return new in _MOVES.get(old, frozenset())
+"""The state table: the states that a job may move to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ class JobRecord:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end of a job on the device: from its last steps' pace, before the first one from the plan's prediction."""
+        """Seconds to the end of a job on the device: from its last steps' pace, before the first step from the plan's prediction."""
         if self.job_state not in ON_DEVICE:
             return None
         if self.last_step is not None:
@@ -124,7 +123,7 @@ class CheckpointRecord:
 
     job_id: str
     step: int
-    files: tuple[CheckpointFile, ...] = field(default=())
+    files: tuple[CheckpointFile, ...] = ()
     created_s: float = 0.0
     eval_loss: float | None = None
     last: bool = False

@@ -9,13 +9,11 @@ or memory ends that process and no other.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from horizon_formats.model_files import refusal
 from horizon_server.children.entry import serve
@@ -40,8 +38,7 @@ _ENCODER_TYPES = frozenset((
 """Architectures whose base class reads text in both directions, unless their config says is_decoder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelFacts(TypedDict):
     """What a checked folder says of itself. `architecture` is the model_type of its config."""
 
     architecture: str
@@ -49,11 +46,7 @@ class ModelFacts:
 
 
 def check_names(files: Sequence[BlobFile]) -> None:
-    """Refuse a folder by the names of its files.
-
-    Raises:
-        InvalidModel: with one violation per pickle or code file, or when config or weights are missing.
-    """
+    """Refuse a folder by the names of its files. Raises InvalidModel for pickles, code, and a lack of config or weights."""
     problems = [
         FieldViolation(field=f"files[{i}].path", description=f"{file.path} {problem}")
         for i, file in enumerate(files)
@@ -70,11 +63,7 @@ def check_names(files: Sequence[BlobFile]) -> None:
 
 
 def check_config(config: Mapping[str, Any]) -> str:
-    """Refuse what config.json alone rules out; returns its model_type.
-
-    Raises:
-        InvalidModel: with the field and what is wrong with it.
-    """
+    """Refuse what config.json alone rules out; returns its model_type. Raises InvalidModel with the field and what is wrong with it."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
         raise InvalidModel(f"{CONFIG_FILE} has no model_type; push a folder written by save_pretrained")
@@ -98,11 +87,7 @@ def check_config(config: Mapping[str, Any]) -> str:
 
 
 def check_folder(folder: Path) -> ModelFacts:
-    """Return what the folder holds, having read its config and every weight header as a job's plan does.
-
-    Raises:
-        InvalidModel: with the file and what is wrong with it.
-    """
+    """Return what the folder says, having read config and weight headers as a job's plan does. Raises InvalidModel."""
     try:
         model_type = check_config(read_config(folder))
         file = folder / "tokenizer_config.json"
@@ -150,4 +135,4 @@ def _refuse_quantised(headers: Mapping[str, TensorHeader]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(lambda request, _: dataclasses.asdict(check_folder(Path(request["folder"]))), who="the model check"))
+    sys.exit(serve(lambda request, _: check_folder(Path(request["folder"])), who="the model check"))

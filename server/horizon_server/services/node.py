@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.db.jobs import JobStore
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Lifecycle
 from horizon_server.planning.machine import Accelerator, host_memory
 from horizon_server.records.account import Principal
 from horizon_server.store.cpus import available_cpus

@@ -1,7 +1,4 @@
-"""Rows of a dataset as a model would see them, rendered in a child process with limits.
-
-Knows nothing of templates or tokens: the daemon never runs what came with a model.
-"""
+"""Rows of a dataset as a model would see them, rendered in a child process: the daemon never runs a template that came with a model."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from horizon_server.datasets.preview.request import (
     PreviewRow,
     rows_from_answer,
 )
-from horizon_server.datasets.reading import StoredFile
 from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
 from horizon_server.records.account import Principal
-from horizon_server.services.inputs import NodeResources
+from horizon_server.services.pushed import NodeResources
 
 _AT_ONCE = 2
 _MEMORY_BYTES = 4 * 2**30
@@ -33,8 +29,9 @@ class Previews:
     """
 
     def __init__(self, resources: NodeResources, *, environment: Mapping[str, str], limit_s: float = 45.0) -> None:
-        """`limit_s` is the longest time that one preview may take. The child gets one thread: few rows need no more."""
+        """`limit_s` is the longest time that one preview may take."""
         self._resources = resources
+        # One thread: few rows need no more.
         self._environment = {**environment, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._limits = Limits(
             memory_bytes=_MEMORY_BYTES, cpu_s=60, file_bytes=64 * 2**20, wall_s=limit_s, oom_score_adj=1000
@@ -58,19 +55,22 @@ class Previews:
             raise InvalidSpec.of("model", problem)
         files = await self._resources.dataset(principal, dataset)
         _, model_dir = await self._resources.model(principal, model)
-        if options.offset >= files.num_rows > 0 and files.format != "text":
-            problem = f"offset is {options.offset}, but dataset {dataset} has {files.num_rows} rows"
+        record = files.record
+        # Of a text the offset counts the documents that the model's tokens split it into, which are not known here.
+        if options.offset >= record.num_rows > 0 and record.format != "text":
+            problem = f"offset is {options.offset}, but dataset {dataset} has {record.num_rows} rows"
             raise InvalidSpec.of("offset", problem)
         request = PreviewRequest(
-            dataset_files=tuple(StoredFile.at(path, name=name) for name, path in files.files),
+            dataset_files=files.files,
             model_dir=model_dir,
-            format=files.format,
-            field_map=files.field_map,
+            format=record.format,
+            field_map=record.field_map,
             options=options,
         )
+        # First the user's own turn: what waits for it must not hold one of the slots.
         async with self._of_user[principal.name], self._slots:
             rows = await self._render(request)
-        return DatasetPreview(rows=rows, num_rows=files.num_rows, format=files.format, options=options)
+        return DatasetPreview(rows=rows, num_rows=record.num_rows, format=record.format, options=options)
 
     async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
         try:

@@ -1,51 +1,72 @@
-"""Datasets and models from announcement to READY: who may see them, when they may be used, when they may be removed.
+"""Datasets and models from announcement to READY: who may see them, which of them a job means, when they may be removed.
 
-What both kinds have in common. Contents arrive through `services.uploads`. A kind adds what an announcement must hold, how its files are
-checked, and what else there is to remove. Knows neither the wire nor the database's tables.
+Contents arrive through `services.uploads`. What both kinds have in common is in `PushedService`; each kind adds what an announcement must
+hold, how its files are checked, and what else there is to remove.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from horizon_server.blobs.concurrency import SharedCalls
-from horizon_server.db.pushed import PushedStore
-from horizon_server.errors import InUse, InvalidSpec, NotFound
+import structlog
+
+from horizon_formats.formats import check_field_map, parse_format
+from horizon_server.blobs.concurrency import SharedCalls, in_thread
+from horizon_server.blobs.parts import disk_full_reported
+from horizon_server.blobs.store import link_folder, remove_folder, remove_unreferenced
+from horizon_server.children.child import Limits, run_child
+from horizon_server.datasets.checking import check_dataset
+from horizon_server.datasets.reading import StoredFile, server_errors
+from horizon_server.datasets.recipe import remove_prepared
+from horizon_server.db.pushed import DatasetStore, ModelStore, PushedStore
+from horizon_server.errors import (
+    InUse,
+    InvalidModel,
+    InvalidSpec,
+    NotAllowed,
+    NotFound,
+    OutOfMemory,
+    Stalled,
+    WorkerCrashed,
+)
+from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
-from horizon_server.records.blob import BlobFile, check_files
-from horizon_server.records.pushed import PushedRecord
-from horizon_server.services.access import may_see, require_change
+from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
+from horizon_server.records.job import JobRecord
+from horizon_server.services.accounts import may_see, require_change, require_create
+from horizon_server.services.model_check import ModelFacts, check_config, check_names
 from horizon_server.services.uploads import Uploads
+from horizon_server.settings import child_environment
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
+from horizon_server.store.model_files import CONFIG_FILE, parse_config
+
+log = structlog.get_logger(__name__)
 
 RecordT = TypeVar("RecordT", bound=PushedRecord)
+# Returns the id of a job that has not ended and refers to the resource, or None.
 FindUser = Callable[[str], Awaitable[str | None]]
-"""Returns the id of a job that has not ended and refers to the resource, or None."""
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
-
-def check_name(name: str) -> None:
-    """Refuse a name that resources cannot have.
-
-    Raises:
-        InvalidSpec: with the rule.
-    """
-    if not NAME_PATTERN.fullmatch(name):
-        raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
+MAX_ANNOUNCED_CONFIG_BYTES = 2**20
+# The largest folder that the header's own limits allow, 200,000 tensors in 64 MiB of headers, takes a quarter of each.
+LIMITS = Limits(memory_bytes=2 * 2**30, cpu_s=60, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
+_TOO_MUCH = (
+    "config.json and the headers of its weights take more {what} to read than those of any model; "
+    "push a folder written by save_pretrained"
+)
 
 
 def page_limit(page_size: int) -> int:
-    """Return how many items a page may have: 0 means the default, and more than the maximum means the maximum.
-
-    Raises:
-        InvalidSpec: for a negative size.
-    """
+    """Return how many items a page may have: the default for 0, and never more than the maximum. Raises InvalidSpec below 0."""
     if page_size < 0:
         raise InvalidSpec.of("page_size", f"page_size is {page_size}; it must be 0 or more")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
@@ -54,20 +75,11 @@ def page_limit(page_size: int) -> int:
 class PushedService(ABC, Generic[RecordT]):
     """What callers may do with the resources of one kind."""
 
-    def __init__(
-        self,
-        store: PushedStore[Any, RecordT],
-        uploads: Uploads,
-        *,
-        max_bytes: int,
-        in_use: FindUser,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, store: PushedStore[Any, RecordT], uploads: Uploads, *, max_bytes: int, in_use: FindUser) -> None:
         self._store = store
         self._uploads = uploads
         self._max_bytes = max_bytes
         self._in_use = in_use
-        self._clock = clock
         self._kind = store.record_type.kind
         self._finalizing = SharedCalls[RecordT]()
 
@@ -95,10 +107,9 @@ class PushedService(ABC, Generic[RecordT]):
     async def get(self, principal: Principal, key: str) -> RecordT:
         """Return what `key` means to the caller: by id, else their own of that name, else the only one they may see.
 
-        Raises:
-            NotFound: when there is none that they may see.
-            InvalidSpec: when several users have one of that name.
+        Raises NotFound when there is none that they may see; InvalidSpec when several users have one of that name.
         """
+        # Names of other users are left out before anything is counted: an answer must not depend on what the caller may not see.
         visible = [record for record in await self._store.find(key) if may_see(principal, record.owner)]
         by_id = [record for record in visible if record.id == key]
         own = [record for record in visible if record.owner == principal.name]
@@ -110,12 +121,15 @@ class PushedService(ABC, Generic[RecordT]):
             raise InvalidSpec(f"several users have a {self._kind} named {key}; give an id: {owners}")
         return found[0]
 
-    async def by_id(self, resource_id: str) -> RecordT:
-        """Return one resource by id for a job, which was allowed to use it when it was submitted.
+    async def get_ready(self, principal: Principal, key: str) -> RecordT:
+        """Return what `key` means to the caller, as `get` does. Raises NotFound also when its upload is not finished."""
+        record = await self.get(principal, key)
+        if not record.ready:
+            raise NotFound(f"{self._kind} {key} is not ready: its upload was not finished; push it again")
+        return record
 
-        Raises:
-            NotFound: when it was deleted.
-        """
+    async def by_id(self, resource_id: str) -> RecordT:
+        """Return one resource by id for a job, which was allowed to use it when it was submitted. Raises NotFound."""
         found = [record for record in await self._store.find(resource_id) if record.id == resource_id]
         if not found:
             raise NotFound(f"{self._kind} {resource_id} does not exist any more")
@@ -129,11 +143,7 @@ class PushedService(ABC, Generic[RecordT]):
         return await self._store.page(owner=owner, limit=page_limit(page_size), token=page_token)
 
     async def delete(self, principal: Principal, key: str) -> None:
-        """Remove a resource and the contents that nothing else is made of.
-
-        Raises:
-            InUse: when a job that has not ended refers to it.
-        """
+        """Remove a resource and the contents that nothing else is made of. Raises InUse when a job that has not ended refers to it."""
         record = await self.get(principal, key)
         require_change(principal, record.owner, f"{self._kind} {key}")
         job_id = await self._in_use(record.id)
@@ -147,7 +157,7 @@ class PushedService(ABC, Generic[RecordT]):
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized; return how many."""
-        unfinished = await self._store.unfinished(self._clock() - max_age_s)
+        unfinished = await self._store.unfinished(time.time() - max_age_s)
         idle = [record for record in unfinished if not self._finalizing.runs(record.id)]
         for record in idle:
             await self._remove(record)
@@ -157,8 +167,10 @@ class PushedService(ABC, Generic[RecordT]):
         """Stop checks that still run; the next finalize starts them again."""
         await self._finalizing.close()
 
-    def _new_id(self) -> str:
-        return f"{self._kind}_{secrets.token_hex(6)}"
+    def _require_announcement(self, principal: Principal, name: str) -> None:
+        require_create(principal)
+        if not NAME_PATTERN.fullmatch(name):
+            raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
 
     async def _announce(self, announced: RecordT, *, request_id: str) -> RecordT:
         check_files(announced.files, what=self._kind, max_bytes=self._max_bytes)
@@ -171,13 +183,15 @@ class PushedService(ABC, Generic[RecordT]):
         await self._uploads.require_all(record.owner, record.files)
         try:
             ready = await self._store.make_ready(record.id, **await self._check(record))
-        except BaseException:
+        except BaseException:  # also where the daemon stops meanwhile
             await self._clean_up(record)
             raise
+        # Only now: after a failed check the next finalize needs the proof that the owner has sent the files.
         await self._uploads.release(record.owner, record.files)
         return ready
 
     async def _remove(self, record: RecordT) -> None:
+        # The record first: a crash in between leaves files that the next sweep finds, never a READY resource without files.
         await self._store.delete(record.id)
         await self._clean_up(record)
         await self._drop_contents(record, keep=())
@@ -187,3 +201,214 @@ class PushedService(ABC, Generic[RecordT]):
         dropped = [file for file in record.files if file.ref not in kept]
         await self._uploads.release(record.owner, dropped)
         await self._uploads.collect(dropped)
+
+
+class DatasetService(PushedService[DatasetRecord]):
+    """What callers may do with datasets. A dataset has no files of its own: its rows are read from the blob store."""
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        uploads: Uploads,
+        *,
+        max_bytes: int,
+        in_use: FindUser,
+        prepared_root: Path,
+    ) -> None:
+        """`prepared_root` holds the tokens of datasets, in one folder per digest."""
+        super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use)
+        self._prepared_root = prepared_root
+
+    async def create(
+        self,
+        principal: Principal,
+        *,
+        request_id: str,
+        name: str,
+        format: str,  # noqa: A002  # the contract's word
+        field_map: Mapping[str, str],
+        files: Sequence[BlobFile],
+    ) -> DatasetRecord:
+        """Announce a dataset; the same name with the same content gives the one that is there.
+
+        Raises:
+            InvalidSpec, TooLarge: for an announcement that cannot be fulfilled.
+            AlreadyExists: when the name is taken by other content.
+        """
+        self._require_announcement(principal, name)
+        with server_errors():
+            check_field_map(parse_format(format), field_map)
+        announced = DatasetRecord(
+            dataset_id=f"dataset_{secrets.token_hex(6)}",
+            owner=principal.name,
+            name=name,
+            format=format,
+            field_map=dict(field_map),
+            files=tuple(files),
+            digest=digest(files, format, dict(field_map)),
+            created_s=time.time(),
+        )
+        return await self._announce(announced, request_id=request_id)
+
+    def data_files(self, record: DatasetRecord) -> tuple[StoredFile, ...]:
+        """Return where the files of a dataset are, with the names their owner gave them."""
+        store = self._uploads.store
+        return tuple(StoredFile(path=store.path(file.sha256), name=file.path) for file in record.files)
+
+    async def sweep(self, max_age_s: float) -> int:
+        """Remove announcements older than that which were never finalized, and tokens without a dataset; return how many of the first."""
+        removed = await super().sweep(max_age_s)
+        # A daemon that was killed between the end of a dataset and that of its tokens has left them.
+        root = self._prepared_root
+        for folder in await in_thread(lambda: list(root.iterdir()) if root.is_dir() else []):
+            await self._remove_prepared(folder.name)
+        return removed
+
+    async def _remove(self, record: DatasetRecord) -> None:
+        await super()._remove(record)
+        if record.ready:
+            await self._remove_prepared(record.digest)
+
+    async def _remove_prepared(self, content: str) -> None:
+        # Datasets of equal content share their tokens, of all users. No job can be using them: a dataset that one needs stays.
+        if not await self._store.has_ready(content):
+            await in_thread(lambda: remove_prepared(self._prepared_root, content))
+
+    async def _check(self, record: DatasetRecord) -> dict[str, Any]:
+        found = await check_dataset(
+            self.data_files(record),
+            name=record.name,
+            dataset_format=parse_format(record.format),
+            field_map=record.field_map,
+        )
+        log.info("dataset checked", dataset=record.dataset_id, rows=found.num_rows, blank_lines=found.num_blank_lines)
+        content = digest(record.files, found.format, dict(record.field_map))
+        return {"format": found.format.value, "num_rows": found.num_rows, "digest": content}
+
+
+class ModelService(PushedService[ModelRecord]):
+    """What callers may do with models. `root` holds one folder of hard links per READY model."""
+
+    def __init__(self, store: ModelStore, uploads: Uploads, *, root: Path, max_bytes: int, in_use: FindUser) -> None:
+        super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use)
+        self._root = root
+
+    async def create(
+        self, principal: Principal, *, request_id: str, name: str, files: Sequence[BlobFile], config: bytes = b""
+    ) -> ModelRecord:
+        """Announce a model folder; the same name with the same content gives the one that is there.
+
+        `config` is the content of its config.json, for a refusal before anything is sent. Empty: not known yet.
+
+        Raises:
+            InvalidSpec, TooLarge: for an announcement that cannot be fulfilled.
+            InvalidModel: for a folder that its names or its config already rule out: pickles, code, no weights, an encoder.
+            AlreadyExists: when the name is taken by other content.
+        """
+        self._require_announcement(principal, name)
+        check_names(files)
+        if config:
+            announced_sha256 = next(file.sha256 for file in files if file.path == CONFIG_FILE)
+            if len(config) > MAX_ANNOUNCED_CONFIG_BYTES or hashlib.sha256(config).hexdigest() != announced_sha256:
+                raise InvalidModel(
+                    f"the announced {CONFIG_FILE} is not the one of files: it must have the same sha256, and at most "
+                    f"{MAX_ANNOUNCED_CONFIG_BYTES} bytes; leave it out otherwise"
+                )
+            check_config(parse_config(config))
+        announced = ModelRecord(
+            model_id=f"model_{secrets.token_hex(6)}",
+            owner=principal.name,
+            name=name,
+            files=tuple(files),
+            # A folder has no order, unlike the files of a dataset, whose rows follow each other.
+            digest=digest(sorted(files, key=lambda file: file.path)),
+            created_s=time.time(),
+        )
+        return await self._announce(announced, request_id=request_id)
+
+    def folder(self, model_id: str) -> Path:
+        """Return where the folder of a READY model is."""
+        return self._root / model_id
+
+    async def sweep(self, max_age_s: float) -> int:
+        """Remove announcements older than that which were never finalized; move folders without a record to the trash. Return how many."""
+        removed = await super().sweep(max_age_s)
+        known = await self._store.ids()
+        return removed + await in_thread(lambda: remove_unreferenced(self._root, known, self._uploads.store.trash))
+
+    async def _check(self, record: ModelRecord) -> dict[str, Any]:
+        folder = self.folder(record.model_id)
+        with disk_full_reported():
+            await in_thread(lambda: link_folder(self._uploads.store, record.files, folder))
+        return {**await check_model(folder)}
+
+    async def _clean_up(self, record: ModelRecord) -> None:
+        await in_thread(lambda: remove_folder(self.folder(record.model_id)))
+
+
+class NodeResources:
+    """Finds the files that names stand for, as the dataset and model services let the caller see them."""
+
+    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
+        self._datasets = datasets
+        self._models = models
+        self._model_roots = [root.resolve() for root in model_roots]
+
+    async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
+        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
+        return self._files(await self._datasets.get_ready(principal, name))
+
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
+        """Return model, data and evaluation data of a job. Raises NotFound when a dataset was deleted meanwhile."""
+        dataset = await self._datasets.by_id(job.dataset_id)
+        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
+        # `model` gives the path of a folder of the node as its id.
+        model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
+        return model, self._files(dataset), self._files(evaluation) if evaluation else None
+
+    async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
+        """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
+
+        Raises:
+            NotFound: when there is none for the caller, or its upload is not finished.
+            NotAllowed: when a folder is not below one of the setting's `model_roots`.
+        """
+        if name.startswith("/"):
+            folder = await asyncio.to_thread(self._allowed_folder, name)
+            return str(folder), folder
+        record = await self._models.get_ready(principal, name)
+        return record.model_id, self._models.folder(record.model_id)
+
+    def _allowed_folder(self, name: str) -> Path:
+        folder = Path(name).resolve()  # a link must not lead out of the allowed root
+        if not any(folder.is_relative_to(root) for root in self._model_roots):
+            roots = ", ".join(map(str, self._model_roots)) or "none"
+            raise NotAllowed(
+                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
+            )
+        if not (folder / CONFIG_FILE).is_file():
+            raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")
+        return folder
+
+    def _files(self, record: DatasetRecord) -> DatasetFiles:
+        return DatasetFiles(record=record, files=self._datasets.data_files(record))
+
+
+async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
+    """Return what `model_check.check_folder` returns, from a process of its own; cancelling ends it.
+
+    Raises: InvalidModel as `check_folder`, and where the folder crashes its reader or takes too much time or memory; WorkerDied where
+    the child was killed, which says nothing about the folder.
+    """
+    try:
+        found: ModelFacts = await run_child(
+            "horizon_server.services.model_check", {"folder": str(folder)}, who="the model check",
+            environment=child_environment(), limits=limits,
+        )  # fmt: skip
+    except Stalled as error:
+        raise InvalidModel(_TOO_MUCH.format(what="time")) from error
+    except OutOfMemory as error:
+        raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
+    except WorkerCrashed as error:
+        raise InvalidModel("the model folder crashes its reader; its files are damaged, so write them again") from error
+    return found

@@ -1,10 +1,4 @@
-"""Who has which content: what a caller still has to send, and what nothing refers to any more.
-
-A caller has a content when something of theirs that is READY is made of it, or when they have sent all of it. What others have sent is
-never shown: it has to be sent again, and is then stored once.
-
-Knows owners by name only; whether a caller may upload at all is decided above.
-"""
+"""Who has which content: what a caller still has to send, and what nothing refers to any more."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from horizon_server.blobs.store import BlobStore
-from horizon_server.db.blobs import BlobReferences
+from horizon_server.db.pushed import BlobReferences
 from horizon_server.errors import FieldViolation, HorizonError, InvalidUpload, TooLarge
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, check_ref
 
@@ -38,11 +32,7 @@ class Uploads:
         self._collecting = asyncio.Lock()
 
     async def missing(self, owner: str, refs: Sequence[BlobRef]) -> list[BlobStatus]:
-        """Return how far each content is that `owner` still has to send.
-
-        Raises:
-            InvalidSpec, TooLarge: for what cannot name a content.
-        """
+        """Return how far each content is that `owner` still has to send. Raises InvalidSpec or TooLarge for impossible ones."""
         if len(refs) > MAX_REFS:
             raise TooLarge(f"{len(refs)} contents are asked for; ask for at most {MAX_REFS} in one call")
         for i, ref in enumerate(refs):
@@ -52,11 +42,7 @@ class Uploads:
         return [status for status in statuses if not status.complete]
 
     async def status(self, owner: str, ref: BlobRef) -> BlobStatus:
-        """Return how far one content is.
-
-        Raises:
-            InvalidSpec, TooLarge: for what cannot name a content.
-        """
+        """Return how far one content is. Raises InvalidSpec or TooLarge for what cannot name a content."""
         check_ref(ref, max_bytes=self._max_blob_bytes)
         return await self._status(owner, ref, await self._references.of_ready(owner, [ref.sha256]))
 
@@ -70,24 +56,26 @@ class Uploads:
         check_ref(ref, max_bytes=self._max_blob_bytes)
         if self._has(owner, ref, await self._references.of_ready(owner, [ref.sha256])):
             return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
-        counted = _Counted(chunks)
-        result = "cut"
+        num_bytes, result = 0, "cut"
+
+        async def counted() -> AsyncIterator[bytes]:
+            nonlocal num_bytes
+            async for data in chunks:
+                num_bytes += len(data)
+                yield data
+
         try:
-            status = await self.store.write(owner, ref, offset, counted)
+            status = await self.store.write(owner, ref, offset, counted())
             result = "stored" if status.complete else "partial"
         except HorizonError:
             result = "refused"
             raise
         finally:
-            self._on_upload(counted.num_bytes, result)
+            self._on_upload(num_bytes, result)
         return status
 
     async def require_all(self, owner: str, files: Sequence[BlobFile]) -> None:
-        """Let pass when `owner` has sent every file.
-
-        Raises:
-            InvalidUpload: with one violation per file that is not there.
-        """
+        """Let pass when `owner` has sent every file. Raises InvalidUpload with one violation per file that is not there."""
         ready = await self._references.of_ready(owner, {file.sha256 for file in files})
         statuses = {file.ref: await self._status(owner, file.ref, ready) for file in files}
         absent = [(i, file) for i, file in enumerate(files) if not statuses[file.ref].complete]
@@ -127,20 +115,5 @@ class Uploads:
         return await self.store.status(owner, ref)  # makes the empty content, which need not be sent
 
     def _has(self, owner: str, ref: BlobRef, ready: frozenset[str]) -> bool:
+        # What others have sent is never shown: it has to be sent again, and is then stored once (ADR 0007).
         return (ref.sha256 in ready and self.store.holds(ref)) or self.store.proved_by(owner, ref)
-
-
-class _Counted:
-    """Counts the bytes of the chunks that pass."""
-
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
-        self._chunks = chunks
-        self.num_bytes = 0
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        data = await self._chunks.__anext__()
-        self.num_bytes += len(data)
-        return data

@@ -139,8 +139,9 @@ class Training:
         kept = self._resumed_state
         if kept is None:
             return 0
-        # Other data would train too, without an error, but to another result than a run that was never stopped.
-        if kept["data"] != self._data_identity():
+        # Other data would train too, without an error, but to another result than a run that was never stopped. A checkpoint of a
+        # version that had no packing limit was made without one.
+        if {"packing_limit": None, **kept["data"]} != self._data_identity():
             raise InvalidSpec(
                 "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly"
             )
@@ -149,6 +150,14 @@ class Training:
         self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
         step = int(kept["trainer"]["step"])
         self._events.send(Message(level="info", text=f"continues after step {step}"))
+        # The number of threads decides the order in which products are added, and so the last bits (ADR 0008).
+        before, now = kept.get("num_threads"), self._request.num_threads
+        if before not in (None, now):
+            text = (
+                f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last bits "
+                "from those of a job that was not stopped"
+            )
+            self._events.send(Message(level="warning", text=text))
         return step
 
     def _save(self, step: int) -> None:
@@ -159,6 +168,7 @@ class Training:
             "num_input_tokens_seen": self._num_input_tokens_seen,
             "last_eval": self._last_eval,
             "data": self._data_identity(),
+            "num_threads": self._request.num_threads,
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
@@ -224,11 +234,14 @@ class Training:
 
     def _data_identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to see the same batches."""
+        limit = self._packing_limit if self._spec.train.packing != "false" else None
         return {
             "prepared": self._request.prepared.name,
             "num_steps": self._plan.num_steps,
             "seed": self._spec.train.seed,
             "order": StepPlan.ORDER,
+            # None where no row is long enough to reach it.
+            "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,
         }
 
     def _step_done(self, figures: StepFigures) -> StepDone:

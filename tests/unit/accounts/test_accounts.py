@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.errors import AlreadyExists, BadSetting, NotAllowed, NotFound, Unauthenticated
 from horizon_server.records.account import Principal
-from horizon_server.services.access import may_see, require_change, require_create
-from horizon_server.services.accounts import Accounts
+from horizon_server.services.accounts import Accounts, may_see, require_change, require_create
 
 
 class Clock:
@@ -33,7 +31,7 @@ def clock() -> Clock:
 @pytest.fixture
 async def accounts(tmp_path: Path, clock: Clock) -> AsyncIterator[Accounts]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield Accounts(AccountStore(database), clock=clock)
+    yield Accounts(database, clock=clock)
     await database.close()
 
 

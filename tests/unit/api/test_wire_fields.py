@@ -24,10 +24,9 @@ from horizon_server.api.http.bodies import NOT_IN_REST, PUBLIC_NAMES, body_of
 from horizon_server.datasets.preview.request import PreviewRow, PreviewSpan
 from horizon_server.figures import TransferFigures
 from horizon_server.planning.machine import Accelerator
-from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
+from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus, DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan, StepPrediction
-from horizon_server.records.pushed import DatasetRecord, ModelRecord
 from horizon_server.services.node import NodeStatus
 from horizon_server.spec import JobSpec, parse_job_spec
 

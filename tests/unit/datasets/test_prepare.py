@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from horizon_formats.formats import DatasetFormat
-from horizon_server.children.lines import Answer, Failure, decode_line
+from horizon_server.children.entry import Answer, Failure, decode_line
 from horizon_server.datasets.preparing.child import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest

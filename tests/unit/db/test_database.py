@@ -16,8 +16,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, select, text
 
 from horizon_server.db.database import NUM_READERS, Database, migrate
-from horizon_server.db.requests import Requests
-from horizon_server.db.tables import Table, UserRow
+from horizon_server.db.tables import RequestRow, Table, UserRow
 from horizon_server.errors import BadSetting, InvalidSpec, RequestIdReused
 
 
@@ -79,23 +78,26 @@ async def test_another_process_can_write_meanwhile(database: Database, tmp_path:
 
 
 async def test_a_request_is_remembered_with_its_body(database: Database) -> None:
-    requests, request_id = Requests(), str(uuid.uuid4())
+    request_id = str(uuid.uuid4())
     async with database.session() as session:
-        assert await requests.once(session, user="ada", request_id=request_id, method="M", body={"a": 1}) is None
-        await requests.record(session, user="ada", request_id=request_id, method="M", body={"a": 1}, resource_id="r1")
+        first = await RequestRow.of(session, user="ada", request_id=request_id, method="M", body={"a": 1})
+        assert not first.resource_id
+        first.resource_id = "r1"
     async with database.session() as session:
-        assert await requests.once(session, user="ada", request_id=request_id, method="M", body={"a": 1}) == "r1"
-        assert await requests.once(session, user="bob", request_id=request_id, method="M", body={"a": 2}) is None
+        again = await RequestRow.of(session, user="ada", request_id=request_id, method="M", body={"a": 1})
+        assert again.resource_id == "r1"
+        others = await RequestRow.of(session, user="bob", request_id=request_id, method="M", body={"a": 2})
+        assert not others.resource_id
     for method, body in (("M", {"a": 2}), ("N", {"a": 1})):
         with pytest.raises(RequestIdReused):
             async with database.session() as session:
-                await requests.once(session, user="ada", request_id=request_id, method=method, body=body)
+                await RequestRow.of(session, user="ada", request_id=request_id, method=method, body=body)
 
 
 async def test_a_request_id_that_is_no_uuid_is_refused(database: Database) -> None:
     with pytest.raises(InvalidSpec, match="must be a UUID"):
         async with database.session() as session:
-            await Requests().once(session, user="ada", request_id="1", method="M", body={})
+            await RequestRow.of(session, user="ada", request_id="1", method="M", body={})
 
 
 async def test_a_newer_database_is_refused_in_one_message(database: Database, tmp_path: Path) -> None:

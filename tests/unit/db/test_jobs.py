@@ -12,7 +12,6 @@ import pytest
 
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.requests import Requests
 from horizon_server.errors import WrongJobState
 from horizon_server.events import EvalDone, Message, StateChanged, StepDone
 from horizon_server.records.job import JobRecord, JobState
@@ -45,7 +44,7 @@ def job(job_id: str, owner: str = "ada") -> JobRecord:
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[JobStore]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield JobStore(database, Requests())
+    yield JobStore(database)
     await database.close()
 
 

@@ -16,13 +16,10 @@ import pytest
 from sqlalchemy import create_engine
 
 from horizon_server.db import database as database_module
-from horizon_server.db.blobs import BlobReferences
 from horizon_server.db.database import Database
-from horizon_server.db.pushed import DatasetStore, ModelStore
-from horizon_server.db.requests import Requests
+from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
 from horizon_server.errors import AlreadyExists
-from horizon_server.records.blob import BlobFile
-from horizon_server.records.pushed import DatasetRecord, ModelRecord
+from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord
 
 
 @pytest.fixture
@@ -48,7 +45,7 @@ def dataset(name: str, *names: str, owner: str = "ada") -> DatasetRecord:
 
 
 async def test_a_record_comes_back_equal(database: Database) -> None:
-    datasets, models = DatasetStore(database, Requests()), ModelStore(database, Requests())
+    datasets, models = DatasetStore(database), ModelStore(database)
     stored, replaced = await datasets.create(dataset("a", "x", "y"), request_id=str(uuid.uuid4()))
     assert (stored, replaced) == (dataset("a", "x", "y"), None)
     assert await datasets.find("a") == [stored]
@@ -59,7 +56,7 @@ async def test_a_record_comes_back_equal(database: Database) -> None:
 
 
 async def test_contents_are_referenced_while_something_is_made_of_them(database: Database) -> None:
-    datasets, references = DatasetStore(database, Requests()), BlobReferences(database)
+    datasets, references = DatasetStore(database), BlobReferences(database)
     await datasets.create(dataset("a", "x", "y"), request_id=str(uuid.uuid4()))
     await datasets.create(dataset("b", "y", "z", owner="bob"), request_id=str(uuid.uuid4()))
     every = [sha(name) for name in "xyz"]
@@ -74,7 +71,7 @@ async def test_contents_are_referenced_while_something_is_made_of_them(database:
 
 
 async def test_an_announcement_that_is_replaced_lets_its_contents_go(database: Database) -> None:
-    datasets, references = DatasetStore(database, Requests()), BlobReferences(database)
+    datasets, references = DatasetStore(database), BlobReferences(database)
     first, second = dataset("a", "x"), dataset("a", "y")
     await datasets.create(first, request_id=str(uuid.uuid4()))
     _, replaced = await datasets.create(second, request_id=str(uuid.uuid4()))

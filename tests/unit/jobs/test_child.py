@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from horizon_server.children.child import CANCEL, STOP, Child, Limits, exit_reason, log_tail, run_child
-from horizon_server.children.lines import Answer, Failure, decode_line, encode_line
+from horizon_server.children.entry import Answer, Failure, decode_line, encode_line
 from horizon_server.errors import (
     FieldViolation,
     HorizonError,

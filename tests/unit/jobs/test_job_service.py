@@ -221,11 +221,11 @@ async def test_two_jobs_take_turns(daemon: DaemonParts, ada: Principal) -> None:
     second = await daemon.submit(ada, "two")
     assert second.queue_position == 1
     assert [job.job_id for job in await daemon.services.jobs.queue()] == [first.job_id, second.job_id]
-    assert await daemon.services.jobs.in_use(second.dataset_id) in (first.job_id, second.job_id)
+    assert await daemon.parts.journal.store.user_of(second.dataset_id) in (first.job_id, second.job_id)
     daemon.release("one")
     await daemon.until(second.job_id, S.SUCCEEDED)
     assert (await daemon.job(first.job_id)).job_state is S.SUCCEEDED
-    assert await daemon.services.jobs.in_use(second.dataset_id) is None
+    assert await daemon.parts.journal.store.user_of(second.dataset_id) is None
 
 
 async def test_a_parked_job_does_not_overtake_those_who_waited(daemon: DaemonParts, ada: Principal) -> None:

@@ -11,11 +11,9 @@ import pytest
 
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
-from horizon_server.db.requests import Requests
 from horizon_server.errors import Draining
 from horizon_server.events import JobEvent, Message
-from horizon_server.jobs.journal import Journal
-from horizon_server.jobs.lifecycle import Lifecycle
+from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.spec import parse_job_spec
 from horizon_server.telemetry.metrics import Metrics
@@ -26,7 +24,7 @@ SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d"})
 @pytest.fixture
 async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     database = await Database.open(tmp_path / "horizon.db")
-    yield Journal(JobStore(database, Requests()), Metrics(), Lifecycle())
+    yield Journal(JobStore(database), Metrics(), Lifecycle())
     await database.close()
 
 

@@ -125,7 +125,7 @@ async def test_submit_and_get_cost_the_same_whatever_waits(
         for call in (
             lambda: jobs.get(ADA, template.job_id),
             lambda: jobs.submit(ADA, request_id=str(uuid.uuid4()), spec=daemon.spec("more")),
-            lambda: jobs.in_use(template.dataset_id),
+            lambda: daemon.parts.journal.store.user_of(template.dataset_id),
             lambda: jobs.list(ADA, page_size=2),
         ):
             statements.taken()
@@ -145,7 +145,7 @@ async def test_submit_and_get_cost_the_same_whatever_waits(
 
 
 async def test_the_bound_is_each_users_own(tmp_path: Path) -> None:
-    from horizon_server.services.turns import UserTurns
+    from horizon_server.services.accounts import UserTurns
 
     turns, entered, release = UserTurns(at_once=1, max_calls=2), asyncio.Event(), asyncio.Event()
 

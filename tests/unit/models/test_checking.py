@@ -17,7 +17,7 @@ from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.services.model_check import ModelFacts
-from horizon_server.services.models import LIMITS, check_model
+from horizon_server.services.pushed import LIMITS, check_model
 from horizon_server.store.safetensors_files import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {
@@ -114,7 +114,7 @@ async def test_a_tenth_of_the_largest_folder_stays_within_a_fifth_of_the_limits(
     place = write(tmp_path, config={"num_hidden_layers": 100}, tensors=tensors)
     assert LIMITS.memory_bytes is not None and LIMITS.cpu_s is not None
     tight = dataclasses.replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 5, cpu_s=LIMITS.cpu_s // 5)
-    assert (await check_model(place, limits=tight)).num_parameters == 12
+    assert (await check_model(place, limits=tight))["num_parameters"] == 12
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,16 @@ def write(folder: Path, *, config: dict[str, Any] | None = None, weights: bytes 
 
 def test_a_sound_folder_tells_architecture_and_parameters(tmp_path: Path) -> None:
     facts = check_folder(write(tmp_path / "m"))
-    assert (facts.architecture, facts.num_parameters) == ("llama", NUM_PARAMETERS)
+    assert facts == {"architecture": "llama", "num_parameters": NUM_PARAMETERS}
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:
     config = {**CONFIG, "tie_word_embeddings": True}
-    assert check_folder(write(tmp_path / "m", config=config)).num_parameters == NUM_PARAMETERS - 32 * 8
+    assert check_folder(write(tmp_path / "m", config=config))["num_parameters"] == NUM_PARAMETERS - 32 * 8
     without_head = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     silent = {name: value for name, value in CONFIG.items() if name != "tie_word_embeddings"}
     folder = write(tmp_path / "o", config=silent, weights=safetensors(without_head))
-    assert check_folder(folder).num_parameters == NUM_PARAMETERS - 32 * 8
+    assert check_folder(folder)["num_parameters"] == NUM_PARAMETERS - 32 * 8
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_untied_projection_that_does_not_fit_is_named_and_a_tied_one_is_left_
     ],
 )
 def test_tables_that_fit_are_taken(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert check_folder(write(tmp_path / "m", config={**CONFIG, **config})).num_parameters == NUM_PARAMETERS
+    assert check_folder(write(tmp_path / "m", config={**CONFIG, **config}))["num_parameters"] == NUM_PARAMETERS
 
 
 @pytest.mark.parametrize("shape", [(), (32,), (4, 8, 8)])
@@ -176,7 +176,7 @@ def test_an_index_must_be_complete(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = {"weight_map": dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert check_folder(folder).num_parameters == NUM_PARAMETERS
+    assert check_folder(folder)["num_parameters"] == NUM_PARAMETERS
     index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InvalidModel, match="lacks the shard model-00002-of-00002"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from horizon_server.children.lines import Answer, Failure, encode_line
+from horizon_server.children.entry import Answer, Failure, encode_line
 from horizon_server.errors import WorkerFailed
 from horizon_server.planning import rates as rates_module
 from horizon_server.planning.machine import Accelerator

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from horizon_server.children.entry import EventWriter
-from horizon_server.children.lines import Failure, decode_line
+from horizon_server.children.entry import EventWriter, Failure, decode_line
 from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
 from horizon_server.worker.request import WorkerRequest

@@ -28,7 +28,7 @@ from horizon_server.datasets.preview.request import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.job import JobState
-from horizon_server.services.access import require_create
+from horizon_server.services.accounts import require_create
 from horizon_server.services.pushed import page_limit
 from horizon_server.spec import parse_job_spec
 

@@ -22,10 +22,10 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, c
 
 from horizon_server.datasets.preview.request import DatasetPreview
 from horizon_server.records.account import Principal
+from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
-from horizon_server.records.pushed import DatasetRecord, ModelRecord
-from horizon_server.services.access import may_see
+from horizon_server.services.accounts import may_see
 from horizon_server.services.node import NodeStatus
 
 # Attribute of a record to its JSON name, where they differ.

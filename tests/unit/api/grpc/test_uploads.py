@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from horizon_proto.v1 import blob_pb2, blob_pb2_grpc, dataset_pb2, dataset_pb2_grpc
 from horizon_server.blobs.parts import Disk
 from horizon_server.blobs.store import BlobStore
-from horizon_server.db.blobs import BlobReferences
+from horizon_server.db.pushed import BlobReferences
 from horizon_server.records.blob import BlobRef
 from horizon_server.services.uploads import Uploads
 
@@ -217,16 +217,16 @@ async def test_a_stream_without_a_token_is_refused_without_hanging(world: Any) -
 
 
 async def test_prepared_tokens_go_with_the_last_dataset_of_their_content(world: Any, chats: bytes) -> None:
-    removed: list[str] = []
-    world.services.datasets._remove_prepared = removed.append
     first = await world.ann.push("chats", {"a.jsonl": chats})
+    tokens = world.root / "prepared" / first.digest / "key"
+    tokens.mkdir(parents=True, exist_ok=True)
     await world.bob.push("mine", {"a.jsonl": chats})
     await world.ann.create("unfinished", {"b.jsonl": b"x"})
     for caller, name in ((world.ann, "chats"), (world.ann, "unfinished")):
         await caller.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name=name))
-    assert removed == [], "another dataset has the same content"
+    assert tokens.exists(), "another dataset has the same content"
     await world.bob.call("datasets", "DeleteDataset", dataset_pb2.DeleteDatasetRequest(name="mine"))
-    assert removed == [first.digest]
+    assert not tokens.parent.exists()
 
 
 async def test_users_do_not_see_each_others_contents_or_datasets(world: Any, chats: bytes) -> None:

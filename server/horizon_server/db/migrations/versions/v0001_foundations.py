@@ -95,10 +95,7 @@ def upgrade() -> None:
         sa.Column("sequence", sa.BigInteger(), nullable=False),
         sa.Column("time_s", sa.Float(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
-        sa.ForeignKeyConstraint(
-            ["job_id"],
-            ["jobs.job_id"],
-        ),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.job_id"]),
         sa.PrimaryKeyConstraint("job_id", "sequence"),
     )
     op.create_table(
@@ -109,25 +106,7 @@ def upgrade() -> None:
         sa.Column("created_s", sa.Float(), nullable=False),
         sa.Column("expires_s", sa.Float(), nullable=True),
         sa.Column("revoked_s", sa.Float(), nullable=True),
-        sa.ForeignKeyConstraint(
-            ["user"],
-            ["users.name"],
-        ),
+        sa.ForeignKeyConstraint(["user"], ["users.name"]),
         sa.PrimaryKeyConstraint("token_id"),
         sa.UniqueConstraint("sha256"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("tokens")
-    op.drop_table("events")
-    op.drop_table("users")
-    op.drop_table("requests")
-    op.drop_table("models")
-    with op.batch_alter_table("jobs", schema=None) as batch_op:
-        batch_op.drop_index("jobs_by_state")
-        batch_op.drop_index("jobs_by_owner")
-
-    op.drop_table("jobs")
-    op.drop_table("datasets")

@@ -13,9 +13,3 @@ def upgrade() -> None:
     """Go forward."""
     with op.batch_alter_table("jobs", schema=None) as batch_op:
         batch_op.add_column(sa.Column("data_report", sa.JSON(), nullable=True))
-
-
-def downgrade() -> None:
-    """Go back."""
-    with op.batch_alter_table("jobs", schema=None) as batch_op:
-        batch_op.drop_column("data_report")

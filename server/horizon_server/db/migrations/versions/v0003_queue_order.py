@@ -12,7 +12,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Go forward. In place, without batch mode: that drops the table and makes it again, which the events' foreign key forbids."""
+    """Go forward."""
+    # In place, without batch mode: that drops the table and makes it again, which the events' foreign key forbids.
     op.add_column("jobs", sa.Column("queue_order", sa.BigInteger(), nullable=False, server_default="0"))
     op.execute("UPDATE jobs SET queue_order = number")
     op.execute("ALTER TABLE jobs DROP COLUMN queued_s")
@@ -27,13 +28,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("state_id"),
     )
     op.bulk_insert(state_folder, [{"state_id": secrets.token_hex(8), "num_checks": 0}])
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("state_folder")
-    for name in ("jobs_by_name", "jobs_by_queue_order", "jobs_in_queue"):
-        op.drop_index(name, "jobs")
-    op.create_index("jobs_by_state", "jobs", ["job_state"])
-    op.add_column("jobs", sa.Column("queued_s", sa.Float(), nullable=False, server_default="0"))
-    op.execute("ALTER TABLE jobs DROP COLUMN queue_order")

@@ -23,8 +23,3 @@ def upgrade() -> None:
             f"INSERT OR IGNORE INTO blob_references (sha256, resource_id) "  # names of our own
             f"SELECT json_extract(each.value, '$.sha256'), {resource_id} FROM {table}, json_each({table}.files) AS each"
         )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("blob_references")

@@ -1,1 +1,0 @@
-"""Schema migrations, run by Alembic when the daemon opens its database."""
