@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify fix bench protos client dashboards job-spec figures clean
+.PHONY: help demo test verify fix bench protos client dashboards job-spec figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -28,8 +28,8 @@ help: ## list the targets
 demo: .venv/.server ## a whole fine-tuning job on this machine: daemon, upload, training, download, proof
 	@$(BIN)/horizond demo
 
-test: .venv/.dev ## the whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
+test: .venv/.dev ## the whole test suite, or what ARGS names
+	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses logical --maxprocesses 4 --dist worksteal)
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check

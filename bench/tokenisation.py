@@ -25,8 +25,7 @@ from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.demo.chats import demo_chats
-from horizon_server.demo.recipe import write_demo_model
+from horizon_server.demo.recipe import demo_chats, write_demo_model
 from horizon_server.settings import child_environment
 from horizon_server.store.cpus import available_cpus
 

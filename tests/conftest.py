@@ -1,10 +1,13 @@
-"""A real daemon inside the test's process, for every package of tests; see tests/daemon_parts.py."""
+"""How every test runs, and a real daemon inside the test's process for those that want one; see tests/daemon_parts.py."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +19,75 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Hundreds of child processes import the same modules: each would compile them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Before torch is loaded, which reads these once: OpenMP's threads that wait must sleep, as the daemon's workers do. Spinning, they would
+# take the processors from the tests and the children that run at the same time.
+os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
+
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
 
 MakeDaemon = Callable[..., AbstractAsyncContextManager["DaemonParts"]]
+
+
+_LONGEST_FIRST = ("scenarios", "faults", "golden")
+_HAS_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: those that are left at the end, when one process has no more to do, are then the short ones."""
+    items.sort(key=lambda item: [name not in item.path.parts for name in _LONGEST_FIRST])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test marked `alone` while no other process runs a test of this checkout."""
+    tests = Path(__file__).parent
+    # Folders serve as locks: nothing is left behind.
+    gate, room = os.open(tests / "support", os.O_RDONLY), os.open(tests, os.O_RDONLY)
+    try:
+        # Who waits for an empty room keeps the gate closed; with one lock, the others would enter again and again before it.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+    finally:
+        # Closing alone would not do: a process that the test has forked holds the same lock.
+        fcntl.flock(room, fcntl.LOCK_UN)
+        os.close(gate)
+        os.close(room)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember failures, for the fixture below."""
+    report = yield
+    item.stash[_HAS_FAILED] = item.stash.get(_HAS_FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kill what a failed test has started and left: it would hold a port, a lock or a core. A test that passes must do that itself."""
+    before = _children()
+    yield
+    if request.node.stash.get(_HAS_FAILED, False):
+        for pid in _children() - before:
+            with suppress(OSError):
+                # Servers of multiprocessing belong to the whole process, whichever test was the first to need them.
+                if b"multiprocessing" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 @pytest.fixture(scope="session")

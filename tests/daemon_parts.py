@@ -19,7 +19,7 @@ from typing import Any
 
 from horizon_server.api.services import Services
 from horizon_server.db.database import Database
-from horizon_server.demo.chats import demo_chats
+from horizon_server.demo.recipe import demo_chats
 from horizon_server.events import JobEvent, Payload, StepDone
 from horizon_server.main import Parts, run_queue, wire
 from horizon_server.records.account import Principal

@@ -28,7 +28,7 @@ def _yaml(name: str) -> Any:
     ["check", "rules", "alerts.yml"], ["test", "rules", "alerts-test.yml"],
 ])  # fmt: skip
 def test_promtool_accepts_the_prometheus_files_and_the_alerts_do_what_their_tests_say(arguments: list[str]) -> None:
-    ran = subprocess.run(["promtool", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False)
+    ran = subprocess.run(["promtool", *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -129,6 +129,8 @@ def test_systemd_knows_every_directive(tmp_path: Path) -> None:
     unit = tmp_path / "horizond.service"
     text = (DEPLOY / "horizond.service").read_text("utf-8")
     unit.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE), "utf-8")
-    ran = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
+    )
     assert "Unknown" not in ran.stderr, ran.stderr
     assert "Failed to parse" not in ran.stderr, ran.stderr

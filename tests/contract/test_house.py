@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,7 +15,9 @@ MAX_LINES = 500
 
 
 def tracked(*patterns: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
     if listed.returncode:
         pytest.skip("needs a git checkout: the rules hold for what is committed")
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
@@ -69,6 +72,19 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers == ["server/horizon_server/settings.py"]
 
 
+def test_no_test_waits_for_a_process_without_a_limit() -> None:
+    texts = {path: path.read_text("utf-8") for path in ours("tests/*.py")}
+    unbounded = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path, text in texts.items()
+        if "subprocess.run(" in text
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "subprocess.run"
+        if "timeout" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert unbounded == []
+
+
 @pytest.mark.timeout(300)
 def test_import_contracts_hold() -> None:
     done = subprocess.run(
@@ -77,6 +93,7 @@ def test_import_contracts_hold() -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -86,5 +103,5 @@ def test_the_daemon_loads_no_torch() -> None:
         "import sys, horizon_server.cli, horizon_server.main; "
         "print([name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
+
+from horizon_server.planning.machine import Machine, RateBook
+from horizon_server.planning.roofline import DeviceRates, WidthRates
+from horizon_server.store.cpus import available_cpus
+
+RATES = DeviceRates(
+    name="any", num_threads=1, peak_flops_per_s=1e11, attention_flops_per_s=1e10, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10,
+    adamw_bytes_per_s=1e10, widths=(WidthRates(hidden_size=256, layer_flops_per_s=1e11, head_flops_per_s=1e11),),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """The shared daemon; cases leave it running and its queue empty."""
     folder = tmp_path_factory.mktemp("faults")
+    (folder / "state").mkdir()
+    # Else the daemon would measure the machine once its queue had been empty for half a minute, on every processor, beside the cases.
+    RateBook(folder / "state", Machine.of((), num_threads=available_cpus())).write({"host": RATES})
     daemon = DaemonProcess(folder / "state")
     try:
         yield node_of(daemon.start(), folder / "files")
@@ -33,16 +44,6 @@ def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
             for job in client.jobs.list():
                 if job.state not in ("SUCCEEDED", "FAILED", "CANCELLED"):
                     client.jobs.cancel(job.job_id)
-
-
-@pytest.fixture(autouse=True)
-def no_command_outlives_its_test() -> Iterator[None]:
-    """Kill commands that a failed test has left."""
-    yield
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if "horizon_client" in child.cmdline():
-                child.kill()
 
 
 @pytest.fixture

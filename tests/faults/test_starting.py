@@ -100,7 +100,8 @@ def test_beyond_loopback_it_speaks_tls_to_those_who_know_its_authority(tmp_path:
     try:
         wait_for((state / "endpoints.json").is_file, 30)
         endpoints = json.loads((state / "endpoints.json").read_text())
-        token = daemon.user("ada")
+        daemon.admin("user", "add", "ada")
+        token = daemon.admin("token", "create", "ada")
         server = f"localhost:{endpoints['grpc'].rpartition(':')[2]}"
         authority = endpoints["authority"]
         assert authority in daemon.log()

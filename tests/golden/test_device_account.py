@@ -128,6 +128,7 @@ def test_weights_cross_twice_and_gradients_once(
     assert report.d2h.bytes == (layers + units[-1].num_elements + rows) * fp32_bytes
 
 
+@pytest.mark.alone
 def test_a_slow_link_shows_as_exposed_seconds_and_a_fast_one_does_not(
     tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
 ) -> None:

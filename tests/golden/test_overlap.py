@@ -66,6 +66,7 @@ def traced_steps(
     return take
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("setting", "transfer_per_compute"), [("compute-bound", 0.5), ("transfer-bound", 2.0)])
 def test_the_reported_overlap_is_what_the_trace_shows_and_drops_without_double_buffering(
     setting: str, transfer_per_compute: float, traced_steps: Callable[..., list[TracedStep]]

@@ -47,7 +47,7 @@ def test_the_tuned_model_is_better_and_transformers_loads_it(
 ) -> None:
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
-        job = client.jobs.submit(demo_spec(max_steps=12))
+        job = client.jobs.submit(demo_spec(max_steps=12, tokens_per_step=1024))
         seen = losses(client, job.job_id)
         assert seen[12] < 0.8 * seen[1]
         assert "step 12/12 loss" in b"".join(client.jobs.logs(job.job_id)).decode()
@@ -128,7 +128,7 @@ def test_a_killed_worker_fails_its_attempt_and_can_be_resumed(daemon: AnyDaemon,
 
 def test_users_see_and_touch_only_their_own(daemon: AnyDaemon, push_demo: Push) -> None:
     ada, bob = daemon.user("ada"), daemon.user("bob")
-    root, eve = daemon.user("root", "--role", "admin"), daemon.user("eve", "--role", "viewer")
+    root, eve = daemon.user("root", role="admin"), daemon.user("eve", role="viewer")
     with daemon.client(ada) as mine:
         push_demo(mine)
         job = mine.jobs.submit(demo_spec(max_steps=2))

@@ -35,12 +35,12 @@ def process_only(reason: str, fixture: str = "make_daemon") -> pytest.MarkDecora
 
 
 def demo_spec(name: str = "job", *, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
-    """A short job over the built-in model and dataset."""
+    """A short job over the built-in model and dataset, with steps of a tenth of a second."""
     return {
         **DEMO_SPEC,
         "name": name,
         "model": "demo-model",
         "dataset": "demo-chats",
-        "train": {**DEMO_SPEC["train"], "max_steps": 6, **train},
+        "train": {**DEMO_SPEC["train"], "max_steps": 6, "tokens_per_step": 256, **train},
         "checkpoint": checkpoint or {"every_steps": 0},
     }

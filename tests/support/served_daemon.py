@@ -65,10 +65,9 @@ class ServedDaemon:
         finally:
             self._thread.close()
 
-    def user(self, name: str, *flags: str) -> str:
-        """Make a user, with the flags of `horizond user add`, and return a token of theirs."""
-        given = dict(zip(flags[::2], flags[1::2], strict=True))
-        self.call(self.parts.user(name, role=given.get("--role", "user")))
+    def user(self, name: str, role: str = "user") -> str:
+        """Make a user and return a token of theirs."""
+        self.call(self.parts.user(name, role=role))
         return self.call(self.parts.token(name))
 
     def client(self, token: str) -> Client:

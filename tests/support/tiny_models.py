@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -167,6 +168,21 @@ def config_of(model_type: str, **changes: Any) -> PretrainedConfig:
     return config
 
 
+_TEMPLATES: dict[str, Template] = {}
+
+
+def template_of(config: PretrainedConfig) -> Template:
+    """The template of a config, made once: trying a model out takes longer than most tests. A step leaves it as it was
+    (`test_a_step_leaves_the_modules_as_they_were`), so what a test sees does not depend on the tests before it.
+    """
+    if torch.cuda.is_available():
+        return Template.from_config(config)  # a template is for one device
+    key = config.to_json_string(use_diff=False)
+    if key not in _TEMPLATES:
+        _TEMPLATES[key] = Template.from_config(copy.deepcopy(config))
+    return _TEMPLATES[key]
+
+
 def micro_batch(documents: Sequence[Tensor]) -> MicroBatch:
     """Documents packed into a row; every token predicts the next one of its document."""
     ignored = torch.tensor([IGNORED_LABEL])
@@ -218,7 +234,7 @@ def tiny_model() -> Iterator[Callable[..., TinyModel]]:
     def build(model_type: str, **changes: Any) -> TinyModel:
         config = config_of(model_type, **changes)
         generator = torch.Generator().manual_seed(1)
-        template = Template.from_config(config)
+        template = template_of(config)
         weights = {}
         for _, tensor in template.layout.tensors():
             noise = torch.randn(tensor.shape, generator=generator)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
 from horizon_server.cli.accounts import token_group, user_group
-from horizon_server.cli.demo import demo
 from horizon_server.cli.doctor import doctor
+from horizon_server.cli.options import with_settings_options
 from horizon_server.cli.plan import plan
-from horizon_server.cli.serve import serve
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
+from horizon_server.settings import load_settings
 from horizon_server.version import VERSION
 
 
@@ -26,13 +27,66 @@ def horizond() -> None:
     """
 
 
-for _command in (serve, demo, user_group, token_group, plan, doctor):
+@horizond.command()
+@click.option("--grpc", metavar="HOST:PORT", help="Address of the gRPC interface. [default: 127.0.0.1:7171]")
+@click.option("--http", metavar="HOST:PORT", help="Address of REST, web page and /metrics. [default: 127.0.0.1:7172]")
+@click.option(
+    "--tls-name",
+    "tls_names",
+    multiple=True,
+    metavar="NAME",
+    help="Host name or address by which laptops call this machine, for the certificate (repeatable).",
+)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
+@click.option("--log-json", is_flag=True, default=None, help="One JSON object a line.")
+@with_settings_options
+def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...], **flags: str | bool | None) -> int:
+    """Run the daemon in the foreground.
+
+    SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
+
+    Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
+    the file that laptops need.
+    """
+    settings = load_settings(config, state_dir=state_dir, tls_names=tls_names or None, **flags)
+    # Only this command and the demo need the whole daemon; the others answer sooner without its imports.
+    from horizon_server.main import run_daemon
+
+    return run_daemon(settings)
+
+
+@horizond.command()
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    default=Path("demo-output"),
+    show_default=True,
+    help="Folder of the tuned model. Replaced each time.",
+)
+@click.option("--max-steps", type=click.IntRange(min=2), help="Train this many steps instead of the recipe's.")
+@click.option("--config", type=click.Path(path_type=Path), help="The throw-away daemon's TOML file.")
+@click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Keep the daemon's state here instead of throwing it away."
+)
+def demo(output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> int:
+    """Run a whole fine-tuning job on this machine.
+
+    Daemon, login, upload, training, download and proof, in minutes on two cores.
+    Needs no GPU and no network. Exit code 0 only when the loss fell and plain transformers gives the same loss.
+    """
+    from horizon_server.demo.run import run_demo
+
+    return run_demo(output_dir=output_dir, max_steps=max_steps, config=config, state_dir=state_dir)
+
+
+for _command in (user_group, token_group, plan, doctor):
     horizond.add_command(_command)
 
 
 def run() -> int:
     """Run the command line; errors for users are one message on stderr."""
     try:
+        # Standalone, click would exit by itself with 1 for every error that it does not know.
         code = horizond.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
@@ -42,6 +96,7 @@ def run() -> int:
         return 130
     except HorizonError as error:
         sys.stderr.write(f"error: {error.message}\n")
+        # The first one is the message itself.
         for violation in error.violations[1:100]:
             sys.stderr.write(f"  {violation.description}\n")
         return exit_code(error)

@@ -77,6 +77,7 @@ def token_create(user: str, expires: str, config: Path | None, state_dir: Path |
     token, secret = _with_accounts(config, state_dir, lambda a: a.create_token(user, lifetime_s=lifetime_s))
     end = "never expires" if token.expires_s is None else f"expires {_day(token.expires_s)}"
     click.echo(f"token {token.token_id} of {user}, {end}; it is shown this once:", err=True)
+    # Alone on stdout, so that it can be redirected into a file.
     click.echo(secret)
 
 
@@ -128,6 +129,7 @@ def _with_accounts(
     config: Path | None, state_dir: Path | None, call: Callable[[Accounts], Awaitable[Result]]
 ) -> Result:
     settings = load_settings(config, state_dir=state_dir)
+    # The first command on a machine may be this one, before the daemon has made its folder.
     private_state_dir(settings.state_dir)
 
     async def run() -> Result:

@@ -8,7 +8,7 @@ import resource
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,24 +34,33 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION
 
-Verdict = Literal["ok", "warn", "fail"]
-
 _DISK_PROBE_BYTES = 256 * 2**20
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _LEAST_MEMORY_BYTES = 2 << 30
+# Two checkpoints, which a job keeps by default, of a model of 1 B parameters take 48 GB.
 _LEAST_DISK_BYTES, _LITTLE_DISK_BYTES = 2 << 30, 50 << 30
 _LEAST_KERNEL_RATIO = 0.7
 _GOOD_PARAMETERS = 100_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One line of the report; `advice` says what to do where the verdict is not ok."""
+@dataclass(frozen=True)
+class Part:
+    """One line of the report, and what was measured for it."""
 
     name: str
-    verdict: Verdict
     found: str
+    facts: dict[str, Any]
+    verdict: Literal["ok", "warn", "fail"] = "ok"
     advice: str = ""
+    """What to do where the verdict is not ok."""
+
+    def warn(self, advice: str) -> Part:
+        """Return the same with advice that makes the machine better."""
+        return replace(self, verdict="warn", advice=advice)
+
+    def fail(self, advice: str) -> Part:
+        """Return the same with advice without which jobs cannot run."""
+        return replace(self, verdict="fail", advice=advice)
 
 
 @click.command()
@@ -79,131 +88,131 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
         _disk(settings.state_dir),
         _largest_model(settings, usable),
     ]
-    checks = [check for check, _ in parts]
-    facts: dict[str, Any] = {"version": VERSION}
-    for _, found in parts:
-        facts |= found
     if output == "table":
-        for check in checks:
-            click.echo(f"{f'[{check.verdict}]':<7} {check.name:<14} {check.found}")
-            if check.advice:
-                click.echo(f"{'':<22} {check.advice}")
+        for part in parts:
+            click.echo(f"{f'[{part.verdict}]':<7} {part.name:<14} {part.found}")
+            if part.advice:
+                click.echo(f"{'':<22} {part.advice}")
     else:
-        print_mapping(facts | {"checks": [asdict(check) for check in checks]}, output)
-    return 1 if any(check.verdict == "fail" for check in checks) else 0
+        facts: dict[str, Any] = {"version": VERSION}
+        for part in parts:
+            facts |= part.facts
+        checks = [{name: getattr(part, name) for name in ("name", "verdict", "found", "advice")} for part in parts]
+        print_mapping(facts | {"checks": checks}, output)
+    return 1 if any(part.verdict == "fail" for part in parts) else 0
 
 
-_Part = tuple[Check, dict[str, Any]]
-
-
-def _memory(settings: Settings) -> _Part:
+def _memory(settings: Settings) -> Part:
     memory = host_memory()
-    found = f"{size_text(memory.available_bytes)} free of {size_text(memory.limit_bytes)}, {available_cpus()} CPUs"
     facts = {
         "host_memory_limit_bytes": memory.limit_bytes,
         "host_memory_available_bytes": memory.available_bytes,
         "num_cpus": available_cpus(),
     }
+    found = f"{size_text(memory.available_bytes)} free of {size_text(memory.limit_bytes)}, {available_cpus()} CPUs"
+    part = Part("host memory", found, facts)
     needed = _LEAST_MEMORY_BYTES + settings.host_memory_reserve_bytes
     if memory.limit_bytes < needed:
-        advice = f"even a small model takes {size_text(needed)}; give the daemon a higher limit or a larger machine"
-        return Check(name="host memory", verdict="fail", found=found, advice=advice), facts
+        return part.fail(
+            f"even a small model takes {size_text(needed)}; give the daemon a higher limit or a larger machine"
+        )
     if memory.available_bytes < memory.limit_bytes / 2:
-        advice = "other programs hold more than half of it; jobs get only what is free"
-        return Check(name="host memory", verdict="warn", found=found, advice=advice), facts
-    return Check(name="host memory", verdict="ok", found=found), facts
+        return part.warn("other programs hold more than half of it; jobs get only what is free")
+    return part
 
 
-def _accelerators(listed: tuple[Accelerator, ...], usable: tuple[Accelerator, ...]) -> _Part:
+def _accelerators(listed: tuple[Accelerator, ...], usable: tuple[Accelerator, ...]) -> Part:
     gpus = [f"{a.index}: {a.name}, {size_text(a.memory_bytes)}" for a in listed]
     facts = {"gpus": gpus, "device": "cuda" if usable else "host"}
+    part = Part("GPU", "; ".join(gpus) or "none; jobs are computed on the host", facts)
     if gpus and not usable:
-        advice = "the installed torch cannot use it; install a torch with CUDA for this driver, or train on the host"
-        return Check(name="GPU", verdict="warn", found="; ".join(gpus), advice=advice), facts
-    found = "; ".join(gpus) or "none; jobs are computed on the host"
-    return Check(name="GPU", verdict="ok", found=found), facts
+        return part.warn(
+            "the installed torch cannot use it; install a torch with CUDA for this driver, or train on the host"
+        )
+    return part
 
 
-def _pinning(usable: tuple[Accelerator, ...]) -> _Part:
+def _pinning(usable: tuple[Accelerator, ...]) -> Part:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit_bytes = None if locked == resource.RLIM_INFINITY else locked
-    facts = {"pinning_limit_bytes": limit_bytes}
     found = "unlimited" if limit_bytes is None else f"limited to {size_text(limit_bytes)}"
+    part = Part("pinned memory", found, {"pinning_limit_bytes": limit_bytes})
     if not usable:
-        return Check(name="pinned memory", verdict="ok", found=f"{found}; needed with a GPU only"), facts
+        return replace(part, found=f"{found}; needed with a GPU only")
     if limit_bytes is not None and limit_bytes < host_memory().limit_bytes // 2:
-        advice = (
+        return part.fail(
             "copies to the GPU need pinned memory; set LimitMEMLOCK=infinity in the unit, or run: ulimit -l unlimited"
         )
-        return Check(name="pinned memory", verdict="fail", found=found, advice=advice), facts
-    return Check(name="pinned memory", verdict="ok", found=found), facts
+    return part
 
 
-def _huge_pages() -> _Part:
+def _huge_pages() -> Part:
     modes = _SHMEM_HUGE_PAGES.read_text("ascii").strip() if _SHMEM_HUGE_PAGES.is_file() else "unknown"
     facts = {"shared_memory_huge_pages": modes}
     if "[never]" in modes or "[deny]" in modes:
         advice = f"the optimizer is faster on huge pages; as root: echo advise > {_SHMEM_HUGE_PAGES}"
-        return Check(name="huge pages", verdict="warn", found="off for shared memory", advice=advice), facts
-    return Check(name="huge pages", verdict="ok", found=modes), facts
+        return Part("huge pages", "off for shared memory", facts).warn(advice)
+    return Part("huge pages", modes, facts)
 
 
-def _kernel() -> _Part:
+def _kernel() -> Part:
     info = kernel_info()
-    facts: dict[str, Any] = {"adamw_kernel": info.isa if info.available else f"missing, NumPy instead: {info.reason}"}
     measured = measure_bandwidth(num_threads=available_cpus()) if info.available else None
     if measured is None:
-        advice = f"updates run in NumPy, several times slower: {info.reason}"
-        return Check(name="AdamW kernel", verdict="warn", found="missing", advice=advice), facts
-    facts |= {
+        part = Part("AdamW kernel", "missing", {"adamw_kernel": f"missing, NumPy instead: {info.reason}"})
+        return part.warn(f"updates run in NumPy, several times slower: {info.reason}")
+    facts = {
+        "adamw_kernel": info.isa,
         "stream_triad_bytes_per_s": round(measured.triad_bytes_per_s),
         "adamw_of_triad_ratio": round(measured.ratio, 3),
     }
     found = f"{info.isa}, {measured.ratio:.2f} times the STREAM triad of {measured.triad_bytes_per_s / 1e9:.1f} GB/s"
+    part = Part("AdamW kernel", found, facts)
     if measured.ratio < _LEAST_KERNEL_RATIO:
-        advice = "the kernel is slower than this memory allows; measure again while nothing else runs"
-        return Check(name="AdamW kernel", verdict="warn", found=found, advice=advice), facts
-    return Check(name="AdamW kernel", verdict="ok", found=found), facts
+        return part.warn("the kernel is slower than this memory allows; measure again while nothing else runs")
+    return part
 
 
-def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
-    """Measure what predictions are made from and keep it; a state folder that is missing is made as the daemon makes it."""
+def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
+    """Measure what predictions are made from and keep it."""
     machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
         measured = asyncio.run(measure_rates(machine, environment=child_environment()))
     except (HorizonError, OSError) as error:
-        advice = "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"
-        return Check(name="speed", verdict="fail", found=f"not measured: {error}", advice=advice), {
-            "rates": "not measured"
-        }
+        return Part("speed", f"not measured: {error}", {"rates": "not measured"}).fail(
+            "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"
+        )
     facts: dict[str, Any] = {}
     speeds = []
     for kind, rates in measured.items():
         facts |= {f"{kind}_{name}": round(value) for name, value in vars(rates).items() if name.endswith("_per_s")}
         facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": round(w.layer_flops_per_s) for w in rates.widths}
         facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": round(w.head_flops_per_s) for w in rates.widths}
+        # The slowest and the fastest width, once where they print alike.
         layers = dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
         copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
         speeds.append(f"{kind} {' to '.join(layers)} GFLOP/s in layers, copies {copies}")
     found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)
     try:
+        # Private as the daemon makes it: doctor may run first.
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         book.write(measured)
     except OSError as error:
-        advice = f"not kept, so plans will not predict a job's speed: {error}"
-        return Check(name="speed", verdict="warn", found=found, advice=advice), facts | {"rates": f"not kept: {error}"}
-    return Check(name="speed", verdict="ok", found=found), facts | {"rates": f"kept in {book.path}"}
+        part = Part("speed", found, facts | {"rates": f"not kept: {error}"})
+        return part.warn(f"not kept, so plans will not predict a job's speed: {error}")
+    return Part("speed", found, facts | {"rates": f"kept in {book.path}"})
 
 
-def _disk(state_dir: Path) -> _Part:
+def _disk(state_dir: Path) -> Part:
     folder = state_dir if state_dir.is_dir() else Path(tempfile.gettempdir())
     free_bytes = shutil.disk_usage(folder).free
     facts: dict[str, Any] = {"disk_folder": str(folder), "disk_free_bytes": free_bytes, "disk_write_bytes_per_s": None}
     found = f"{size_text(free_bytes)} free in {folder}"
     if free_bytes < _LEAST_DISK_BYTES:
         advice = "models, checkpoints and prepared data go there; free space, or use another --state-dir"
-        return Check(name="disk", verdict="fail", found=found, advice=advice), facts
+        return Part("disk", found, facts).fail(advice)
+    # Random bytes: a file system that compresses would write zeros faster than it writes checkpoints.
     block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder) as file:
         started_s = time.perf_counter()
@@ -213,24 +222,22 @@ def _disk(state_dir: Path) -> _Part:
         os.fsync(file.fileno())
         rate = _DISK_PROBE_BYTES / (time.perf_counter() - started_s)
     facts["disk_write_bytes_per_s"] = round(rate)
-    found += f", writes {rate / 1e9:.2f} GB/s"
+    part = Part("disk", f"{found}, writes {rate / 1e9:.2f} GB/s", facts)
     if free_bytes < _LITTLE_DISK_BYTES:
-        advice = (
+        return part.warn(
             "a checkpoint takes 12 bytes per parameter and two are kept by default: 24 GB for a model of 1 B parameters"
         )
-        return Check(name="disk", verdict="warn", found=found, advice=advice), facts
-    return Check(name="disk", verdict="ok", found=found), facts
+    return part
 
 
-def _largest_model(settings: Settings, usable: tuple[Accelerator, ...]) -> _Part:
+def _largest_model(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
     machine_bytes = host_memory().limit_bytes
     limit_bytes = (
         min(machine_bytes, settings.host_memory_limit_bytes or machine_bytes) - settings.host_memory_reserve_bytes
     )
     largest = max_parameters(limit_bytes, grad_bytes=GRAD_BYTES["cuda" if usable else "host"])
     found = f"this machine can train models of up to about {largest / 1e9:.1f} B parameters"
-    facts = {"max_parameters": largest}
+    part = Part("largest model", found, {"max_parameters": largest})
     if largest < _GOOD_PARAMETERS:
-        advice = "host memory decides: each parameter takes 14 to 16 bytes of it"
-        return Check(name="largest model", verdict="warn", found=found, advice=advice), facts
-    return Check(name="largest model", verdict="ok", found=found), facts
+        return part.warn("host memory decides: each parameter takes 14 to 16 bytes of it")
+    return part

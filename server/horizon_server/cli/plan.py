@@ -21,6 +21,11 @@ from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.cpus import available_cpus
 
+_SHOWN = (
+    *("num_parameters", "device", "host_bytes", "host_total_bytes", "host_limit_bytes"),
+    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message"),
+)
+
 
 @click.command()
 @click.argument("spec_file", metavar="SPEC.yaml", type=click.Path(path_type=Path))
@@ -40,30 +45,15 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
     job_plan = _planner(settings).plan(spec, folder)
-    mapping: dict[str, Any] = {
-        "model": str(folder),
-        "num_parameters": job_plan.num_parameters,
-        "device": job_plan.device,
-        "host_bytes": job_plan.host_bytes,
-        "host_total_bytes": job_plan.host_total_bytes,
-        "host_limit_bytes": job_plan.host_limit_bytes,
-        "device_bytes": job_plan.device_bytes,
-        "device_total_bytes": job_plan.device_total_bytes,
-        "device_limit_bytes": job_plan.device_limit_bytes,
-        "fits": job_plan.fits,
-        "message": job_plan.message,
-        "prediction": None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction),
-    }
+    mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}
+    mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
     if output == "table":
         # On the host the device's memory is part of the host's, so a second column would count it twice.
-        shown = {
-            key: value for key, value in mapping.items() if job_plan.device != "host" or not key.startswith("device_")
-        }
-        print_mapping(_readable(shown), output)
-    else:
-        print_mapping(mapping, output)
+        on_host = job_plan.device == "host"
+        mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})
+    print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
 
 
@@ -84,9 +74,10 @@ def _planner(settings: Settings) -> Planner:
 
 
 class _SpecLoader(yaml.SafeLoader):
-    """Takes 1e-5 for a number, as JSON and everybody but YAML 1.1 does."""
+    """YAML whose numbers are JSON's too."""
 
 
+# YAML 1.1 reads 1e-5 as text, as its floats need a point; in a job spec it is a learning rate.
 _SpecLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+"), list("+-.0123456789")
 )
@@ -105,20 +96,25 @@ def _read_spec(path: Path) -> Any:
         raise InvalidSpec(f"{path} cannot be read as a job spec: {str(error).splitlines()[0]}") from error
 
 
-def _readable(mapping: dict[str, Any]) -> dict[str, str]:
-    lines: dict[str, str] = {}
+def _readable(mapping: dict[str, Any]) -> dict[str, Any]:
+    lines: dict[str, Any] = {}
     for key, value in mapping.items():
-        if key == "prediction":
-            if value is not None:
+        match value:
+            case None | "":
+                pass
+            case dict() if key == "prediction":
                 lines["predicted.speed"] = f"{value['tokens_per_second']:,.0f} tokens/s"
                 lines["predicted.step"] = f"{value['step_s']:,.3g} s"
                 lines["predicted.bound"] = value["bound"]
+                # Unknown until the data is prepared, where the spec counts epochs.
                 if value["total_s"] is not None:
                     lines["predicted.total"] = f"{value['total_s'] / 60:,.1f} min"
-        elif isinstance(value, dict):
-            lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
-        elif key.endswith("_bytes"):
-            lines[key.removesuffix("_bytes")] = size_text(value)
-        elif value != "":
-            lines[key] = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+            case dict():
+                lines |= {f"{key.removesuffix('_bytes')}.{part}": size_text(size) for part, size in value.items()}
+            case int() if key.endswith("_bytes"):
+                lines[key.removesuffix("_bytes")] = size_text(value)
+            case bool() | str():
+                lines[key] = value
+            case _:
+                lines[key] = f"{value:,}"
     return lines

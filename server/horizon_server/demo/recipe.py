@@ -1,24 +1,22 @@
-"""The built-in model and dataset, made from nothing but a seed: what `horizond demo` trains.
-
-Owns the demo's model shape, tokenizer and job. Must not import torch or transformers: the daemon's side makes the
-folder, and plain transformers loads it.
-"""
+"""The built-in model and dataset, made from nothing but a seed: what `horizond demo` trains."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Made without torch and transformers, so that plain transformers, which loads the folder, is an independent check of it.
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from horizon_server.demo.chats import demo_chats
 from horizon_server.store.safetensors_files import TensorBytes, write_sharded
 
-DEMO_DATASET_FILE = "lab-box-chats.jsonl"
+Chat = list[dict[str, str]]
 
 # Questions from the training set, to hear what the model has learned.
 DEMO_PROMPTS = ("Why keep weights in RAM?", "What is overfitting?", "Why is my job waiting?")
@@ -102,15 +100,41 @@ _TOKENIZER_CONFIG = {
     "clean_up_tokenization_spaces": False,
 }
 
+_HAND_WRITTEN = Path(__file__).with_name("chats.jsonl")
+
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_OPPOSITES = (
+    *(("hot", "cold"), ("big", "small"), ("fast", "slow"), ("high", "low"), ("full", "empty"), ("open", "closed")),
+    *(("early", "late"), ("loud", "quiet"), ("light", "dark"), ("host", "device"), ("forward", "backward")),
+    *(("up", "down"), ("first", "last"), ("on", "off"), ("cheap", "dear"), ("right", "wrong"), ("old", "new")),
+)
+
 
 def write_demo_model(folder: Path, seed: int = 0) -> Path:
     """Write a Hugging Face folder of a tiny Qwen3 with random weights; the same seed writes the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _CONFIG)
-    _write_json(folder / "generation_config.json", _GENERATION_CONFIG)
-    _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
+    configs = {"config": _CONFIG, "generation_config": _GENERATION_CONFIG, "tokenizer_config": _TOKENIZER_CONFIG}
+    for name, content in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="ascii")
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="ascii")
-    (folder / "tokenizer.json").write_text(_trained_tokenizer().to_str(pretty=False), encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS],
+        # Every byte, so that any text of a user's own chats can be written; sorted, so that the ids are the same in every process.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    corpus = [message[key] for chat in demo_chats() for message in chat for key in ("role", "content")]
+    tokenizer.train_from_iterator(corpus, trainer)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
     write_sharded(folder, "model", _weights(seed))
     return folder
 
@@ -118,44 +142,46 @@ def write_demo_model(folder: Path, seed: int = 0) -> Path:
 def write_demo_dataset(folder: Path) -> Path:
     """Write the built-in chats as JSON lines in the messages format and return the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / DEMO_DATASET_FILE
-    lines = [json.dumps({"messages": chat}, ensure_ascii=True) + "\n" for chat in demo_chats()]
-    path.write_text("".join(lines), encoding="ascii")
+    path = folder / "lab-box-chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in demo_chats()), encoding="ascii")
     return path
 
 
-def _trained_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    corpus = [message[key] for chat in demo_chats() for message in chat for key in ("role", "content")]
-    tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer
+def demo_chats() -> list[Chat]:
+    """Return every chat of the built-in dataset, in the order of its file."""
+    chats = [json.loads(line)["messages"] for line in _HAND_WRITTEN.read_text(encoding="ascii").splitlines()]
+    pairs: list[tuple[str, str]] = []
+    # The questions in other words, so that chats kept out of the training have relatives in it.
+    for question, answer in ((chat[0]["content"], chat[1]["content"]) for chat in chats if len(chat) == 2):
+        if question.startswith("What is "):
+            pairs.append((f"Tell me what {question.removeprefix('What is ').rstrip('?')} is.", answer))
+        elif question.endswith("?"):
+            pairs.append((f"Please tell me: {question}", answer))
+    for question, answer in itertools.chain(pairs, _patterns()):
+        chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return chats
+
+
+def _patterns() -> Iterator[tuple[str, str]]:
+    for a, b in itertools.combinations_with_replacement(range(5), 2):
+        yield f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."
+    for today, tomorrow in zip(_DAYS, (*_DAYS[1:], _DAYS[0]), strict=True):
+        yield f"Which day comes after {today}?", f"{tomorrow} comes after {today}."
+        yield f"Which day comes before {tomorrow}?", f"{today} comes before {tomorrow}."
+    for month, following in zip(_MONTHS, (*_MONTHS[1:], _MONTHS[0]), strict=True):
+        yield f"Which month comes after {month}?", f"{following} comes after {month}."
+    for word, opposite in _OPPOSITES:
+        yield f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}."
+        yield f"What is the opposite of {opposite}?", f"The opposite of {opposite} is {word}."
+    for number, word in enumerate(_NUMBERS):
+        yield f"Write {number} as a word.", f"The number {number} is written {word}."
+    for size in range(1, 9):
+        answer = f"About {12 * size} GB of host memory: twelve bytes for each parameter."
+        yield f"What does a model of {size} billion parameters need?", answer
+        yield f"How many bits are in {size} bytes?", f"There are {8 * size} bits in {size} bytes."
 
 
 def _weights(seed: int) -> list[TensorBytes]:
-    tensors = []
-    for index, (name, shape) in enumerate(_shapes().items()):
-        if len(shape) == 1:
-            values = np.ones(shape, dtype=np.float32)
-        else:
-            values = np.random.default_rng((seed, index)).standard_normal(shape, dtype=np.float32) * _INIT_STD
-        bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
-        # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
-        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-        raw = memoryview(rounded.astype("<u2").tobytes())
-        tensor = TensorBytes(name=name, dtype="BF16", shape=shape, size_bytes=raw.nbytes, pieces=partial(list, [raw]))
-        tensors.append(tensor)
-    return tensors
-
-
-def _shapes() -> dict[str, tuple[int, ...]]:
     query, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
     layer = {
         "input_layernorm": (_HIDDEN,),
@@ -173,8 +199,17 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN)}
     for number in range(_LAYERS):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes | {"model.norm.weight": (_HIDDEN,)}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="ascii")
+    shapes["model.norm.weight"] = (_HIDDEN,)
+    tensors = []
+    for index, (name, shape) in enumerate(shapes.items()):
+        if len(shape) == 1:
+            values = np.ones(shape, dtype=np.float32)
+        else:
+            values = np.random.default_rng((seed, index)).standard_normal(shape, dtype=np.float32) * _INIT_STD
+        bits: NDArray[np.uint32] = values.astype("<f4").view("<u4")
+        # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
+        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        raw = memoryview(rounded.astype("<u2").tobytes())
+        tensor = TensorBytes(name=name, dtype="BF16", shape=shape, size_bytes=raw.nbytes, pieces=partial(list, [raw]))
+        tensors.append(tensor)
+    return tensors

@@ -43,6 +43,7 @@ class DemoFailed(Exception):
 
 def run_demo(*, output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> int:
     """Run the whole demo; returns 0 only when all of it happened."""
+    # SIGTERM ends the demo as Ctrl-C does: through every `finally`, so that the daemon is stopped too.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     started_s = time.monotonic()
     try:
@@ -115,10 +116,20 @@ def _daemon(state: Path, config: Path | None, work: Path) -> Iterator[tuple[str,
             stdout=output,
             stderr=output,
             env=child_environment(),
+            # Ctrl-C must reach the demo alone, which then stops the daemon in order.
             start_new_session=True,
         )
     try:
-        endpoints = _await_ready(process, state, log)
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        # The daemon writes this file last, when it listens.
+        while not (state / "endpoints.json").is_file():
+            why = f"the daemon ended with exit code {process.returncode}" if process.poll() is not None else ""
+            if not why and time.monotonic() >= deadline:
+                why = f"the daemon was not ready after {_READY_TIMEOUT_S:.0f} s"
+            if why:
+                raise DemoFailed(f"{why}: {log.read_text('utf-8').strip()}")
+            time.sleep(0.05)
+        endpoints = json.loads((state / "endpoints.json").read_text("utf-8"))
         click.echo(f"  listening on {endpoints['grpc']} (gRPC) and http://{endpoints['http']}", err=True)
         yield endpoints["grpc"], state
     finally:
@@ -130,18 +141,6 @@ def _daemon(state: Path, config: Path | None, work: Path) -> Iterator[tuple[str,
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def _await_ready(process: subprocess.Popen[bytes], state: Path, log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + _READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise DemoFailed(f"the daemon ended with exit code {process.returncode}: {log.read_text('utf-8').strip()}")
-        if (state / "endpoints.json").is_file():
-            endpoints: dict[str, Any] = json.loads((state / "endpoints.json").read_text("utf-8"))
-            return endpoints
-        time.sleep(0.05)
-    raise DemoFailed(f"the daemon was not ready after {_READY_TIMEOUT_S:.0f} s: {log.read_text('utf-8').strip()}")
 
 
 def _horizond(*arguments: str) -> str:
@@ -169,6 +168,7 @@ def _horizon(environment: dict[str, str], *arguments: str, capture: bool = False
         check=False,
         text=True,
     )
+    # The client is in the demo's process group: Ctrl-C has reached both.
     if done.returncode in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if done.returncode:

@@ -14,7 +14,7 @@ import yaml
 from horizon_server.cli import exit_code, horizond, run
 from horizon_server.cli.accounts import parse_lifetime
 from horizon_server.demo.recipe import write_demo_model
-from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated
+from horizon_server.errors import BadSetting, DiskFull, HorizonError, NotAllowed, NotFound, Unauthenticated, WorkerDied
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -140,13 +140,24 @@ def test_a_plan_on_the_host_has_one_column_and_warns_of_a_warmup_without_end(com
     assert "warmup" not in command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(model))[1]
 
 
-def test_the_doctor_ends_with_1_where_a_machine_cannot_train(command: Command, tmp_path: Path) -> None:
+def test_the_doctor_ends_with_1_where_a_machine_cannot_train(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cannot(*_: object, **__: object) -> None:
+        raise WorkerDied("the measurement was killed by SIGKILL")
+
+    doctor = sys.modules["horizon_server.cli.doctor"]  # the package's attribute of that name is the command
+    monkeypatch.setattr(doctor, "measure_rates", cannot)
+    monkeypatch.setattr(doctor, "measure_bandwidth", lambda **_: None)
     (tmp_path / "horizond.toml").write_text(f"host_memory_reserve_bytes = {1 << 60}\n")
     code, out, _ = command("doctor", "--config", str(tmp_path / "horizond.toml"))
     lines = out.splitlines()
     assert code == 1
     assert lines[0].startswith("[fail]  host memory") and "give the daemon a higher limit" in lines[1]
     assert any(line.startswith("[warn]  largest model") for line in lines)
+    assert any(line.startswith("[warn]  AdamW kernel   missing") for line in lines)
+    at = lines.index("[fail]  speed          not measured: the measurement was killed by SIGKILL")
+    assert lines[at + 1].endswith("is the installation complete (pip install '.[server]')?")
 
 
 def test_a_plan_that_does_not_fit_ends_with_1(command: Command, tmp_path: Path) -> None:
@@ -192,6 +203,10 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     facts = json.loads(out)
     assert code == 0
     assert {check["verdict"] for check in facts["checks"]} <= {"ok", "warn"}
+    found = {check["name"]: check["found"] for check in facts["checks"]}
+    assert "times the STREAM triad of" in found["AdamW kernel"] or found["AdamW kernel"] == "missing"
+    assert "GFLOP/s in layers, copies" in found["speed"]
+    assert ", writes " in found["disk"]
     assert all(bool(check["advice"]) == (check["verdict"] != "ok") for check in facts["checks"])
     assert facts["max_parameters"] > 0
     assert facts["host_memory_limit_bytes"] > 0

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,7 @@ from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.tokenization import split_text, text_blocks
-from horizon_server.demo.chats import demo_chats
-from horizon_server.demo.recipe import write_demo_dataset
+from horizon_server.demo.recipe import demo_chats, write_demo_dataset
 from horizon_server.engine.data import PreparedDataset
 from horizon_server.errors import InvalidData
 from horizon_server.events import PrepareProgress, decode
@@ -248,11 +249,21 @@ def child(request: PrepareRequest, folder: Path, **more: Any) -> tuple[int, list
     reader, writer = os.pipe()
     place = write_request(request, folder, **more)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing", place, "--events-fd", str(writer)]
-    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False)
+    process = subprocess.run(command, pass_fds=[writer], capture_output=True, text=True, check=False, timeout=60)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         events = [decode_line(line) for line in stream]
     return process.returncode, events, process.stdout + process.stderr
+
+
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Leave nothing running; `with process` would wait for one that a failure has left."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
 
 
 def test_the_child_reports_progress_and_result(demo_model: Path, tmp_path: Path) -> None:
@@ -287,7 +298,7 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     place = write_request(request, tmp_path)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing", place]
     # Opening the pipe waits until the child reads from it; by then its folder exists.
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, fifo.open("wb"):
+    with killed_at_the_end(subprocess.Popen(command, stdout=subprocess.DEVNULL)) as process, fifo.open("wb"):
         assert list((tmp_path / "work").iterdir()) != []
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
@@ -300,7 +311,7 @@ def test_a_terminated_child_takes_its_processes_with_it(demo_model: Path, tmp_pa
     place = write_request(request, tmp_path, num_processes=2)
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "horizon_server.datasets.preparing", place, "--events-fd", str(writer)]
-    with subprocess.Popen(command, pass_fds=[writer], start_new_session=True) as process:
+    with killed_at_the_end(subprocess.Popen(command, pass_fds=[writer], start_new_session=True)) as process:
         os.close(writer)
         with os.fdopen(reader) as events:
             # The first progress is told when tokens have come from the other processes.
@@ -320,7 +331,7 @@ def test_a_disk_that_runs_full_is_told_in_a_sentence(demo_model: Path, tmp_path:
     place = write_request(request, tmp_path)
     # A limit on the size of files stands in for a full disk: the same write fails, with EFBIG.
     child_command = f"ulimit -f 16; exec {sys.executable} -m horizon_server.datasets.preparing {place}"
-    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-c", child_command], capture_output=True, text=True, check=False, timeout=60)
     end = decode_line(done.stdout.splitlines()[-1].encode())
     assert isinstance(end, Failure)
     assert (done.returncode, end.error.reason) == (1, "DISK_FULL")

@@ -42,7 +42,9 @@ def test_gsm8k_in_every_container(gsm8k: Path, tmp_path: Path) -> None:
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(gsm8k.read_bytes()))
     (tmp_path / "g.json").write_bytes(b"[" + b",\n".join(gsm8k.read_bytes().splitlines()) + b"]")
     expected = [Pair(prompt=row["question"], completion=row["answer"]) for row in table.to_pylist()]
-    assert len(expected) == int(subprocess.run(["wc", "-l", gsm8k], capture_output=True, check=True).stdout.split()[0])
+    assert len(expected) == int(
+        subprocess.run(["wc", "-l", gsm8k], capture_output=True, check=True, timeout=60).stdout.split()[0]
+    )
     for path in (gsm8k, tmp_path / "g.parquet", tmp_path / "g.jsonl.gz", tmp_path / "g.json"):
         file = StoredFile.at(path)
         report = checked(file, field_map=MAP)
@@ -53,6 +55,8 @@ def test_gsm8k_in_every_container(gsm8k: Path, tmp_path: Path) -> None:
 def test_shakespeare(shakespeare: Path) -> None:
     file = StoredFile.at(shakespeare)
     report = checked(file)
-    filled = subprocess.run(["grep", "-c", "[^[:space:]]", shakespeare], capture_output=True, check=True).stdout
+    filled = subprocess.run(
+        ["grep", "-c", "[^[:space:]]", shakespeare], capture_output=True, check=True, timeout=60
+    ).stdout
     assert (report.format, report.num_rows) == (DatasetFormat.TEXT, int(filled))
     assert "".join(piece.text for piece in read_text(file)) == shakespeare.read_bytes().decode()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from horizon_server.datasets.preparing import prepare
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
-from horizon_server.demo.chats import demo_chats
+from horizon_server.demo.recipe import demo_chats
 from horizon_server.engine.data import PreparedDataset, StepPlan
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -129,6 +129,7 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
         text=True,
         check=True,
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+        timeout=120,
     )
     measured = json.loads(done.stderr)
     assert measured["code"] == 0, done.stdout

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from horizon_server.datasets.tokens.codec import TextCodec
-from horizon_server.demo.chats import demo_chats
+from horizon_server.demo.recipe import demo_chats
 from horizon_server.errors import InvalidModel
 
 TEXTS = ["Hello there,  world!\n\n\nx<|im_end|>\ny", "1234567 \u00e9\u65e5\U0001f600\t end ", "", "It's 5 o'clock.\r\n"]
@@ -63,7 +63,9 @@ def test_a_plain_folder_needs_no_transformers_and_others_do(demo_model: Path, qw
         "TextCodec.from_folder(Path(sys.argv[1])); print('transformers' in sys.modules, 'torch' in sys.modules)"
     )
     for folder, expected in ((demo_model, "False False"), (qwen_class_model, "True")):
-        done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True, timeout=60
+        )
         assert done.stdout.startswith(expected)
 
 

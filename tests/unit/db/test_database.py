@@ -71,7 +71,7 @@ async def test_many_writers_do_not_pass_each_other(database: Database) -> None:
 
 async def test_another_process_can_write_meanwhile(database: Database, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "horizon_server", "user", "add", "bob", "--state-dir", str(tmp_path)]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     async with database.reading() as session:
         assert await session.scalar(select(UserRow.name)) == "bob"

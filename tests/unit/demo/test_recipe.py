@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_formats.formats import DatasetFormat
 from horizon_server.datasets.reading import StoredFile
-from horizon_server.demo.chats import demo_chats
-from horizon_server.demo.recipe import DEMO_PROMPTS, DEMO_SPEC, write_demo_dataset, write_demo_model
+from horizon_server.demo.recipe import DEMO_PROMPTS, DEMO_SPEC, demo_chats, write_demo_dataset, write_demo_model
 from horizon_server.spec import parse_job_spec
 
 
@@ -40,7 +39,7 @@ def test_the_same_seed_writes_the_same_bytes_in_any_process_without_torch(folder
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "again")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}, timeout=60)
     assert done.stdout.strip() == "[]"
     again = digests(tmp_path / "again")
     assert digests(folder).items() <= again.items()

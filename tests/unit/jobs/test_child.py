@@ -190,8 +190,10 @@ asyncio.run(main())
 def test_a_child_ends_with_a_daemon_that_is_killed(environment: dict[str, str]) -> None:
     with subprocess.Popen([sys.executable, "-c", DAEMON], env=environment, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
-        watch = os.pidfd_open(int(daemon.stdout.readline()))
-        daemon.kill()
+        try:
+            watch = os.pidfd_open(int(daemon.stdout.readline()))
+        finally:
+            daemon.kill()  # else leaving the block would wait for a daemon that a failure has left
     poll = select.poll()
     poll.register(watch, select.POLLIN)
     assert poll.poll(60_000), "the child is still alive"
