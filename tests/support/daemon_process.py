@@ -15,7 +15,6 @@ from typing import Any
 
 from horizon_client import Client
 from horizon_client.resources import Job
-from horizon_server.db.accounts import AccountStore
 from horizon_server.db.database import Database
 from horizon_server.services.accounts import Accounts
 
@@ -112,7 +111,7 @@ class DaemonProcess:
 
         async def make() -> str:
             async with Database.opened(self.state_dir / "horizon.db") as database:
-                accounts = Accounts(AccountStore(database))
+                accounts = Accounts(database)
                 await accounts.add_user(name, role=role)
                 return (await accounts.create_token(name, lifetime_s=None))[1]
 
