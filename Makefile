@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# One more than there are cores, up to six: many tests wait for a daemon or a worker to start.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 5 ? n + 1 : 6)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,7 @@ demo: .venv/.server ## a whole fine-tuning job on this machine: daemon, upload, 
 	@$(BIN)/horizond demo
 
 test: .venv/.dev ## the whole test suite, or what ARGS names
-	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses logical --maxprocesses 4 --dist worksteal)
+	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_PROCESSES) --dist worksteal)
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check
