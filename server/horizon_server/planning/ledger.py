@@ -46,7 +46,7 @@ _BF16 = 2
 # Calibrated: what the heap grows to for each byte that a recurrent layer keeps.
 _HEAP_SHARE = 3.3
 
-CHECKPOINT_PIECE_ELEMENTS = 1 << 22
+CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
