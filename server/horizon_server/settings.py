@@ -126,7 +126,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         if f"HORIZOND_{name.upper()}" not in os.environ:
             given.setdefault(name, value)
     try:
-        return Settings(**given)
+        settings = Settings(**given)
     except ValidationError as error:
         violations = [
             FieldViolation(
@@ -139,6 +139,10 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         raise BadSetting(
             f"setting {violations[0].field}: {violations[0].description}{where}", violations=violations
         ) from error
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        missing = "tls_key" if settings.tls_key is None else "tls_cert"
+        raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")
+    return settings
 
 
 _CHILD_ENVIRONMENT = {

@@ -48,6 +48,12 @@ def test_a_list_in_the_environment_that_is_not_json_is_one_message(monkeypatch: 
         load_settings()
 
 
+@pytest.mark.parametrize(("given", "missing"), [("tls_cert", "tls_key"), ("tls_key", "tls_cert")])
+def test_a_certificate_without_its_key_is_refused(given: str, missing: str, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match=f"setting {missing}: a certificate and its key belong together"):
+        load_settings(**{given: tmp_path / "file.pem"})
+
+
 def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="does not exist"):
         load_settings(tmp_path / "none.toml")
