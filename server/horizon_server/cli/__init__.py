@@ -1,4 +1,4 @@
-"""The `horizond` command line: what an administrator types on the node. Works beside a running daemon."""
+"""The `horizond` command line: what an administrator types on the node. Works while the daemon runs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ RATES = DeviceRates(
 
 
 def fake_python(folder: Path, script: str) -> str:
-    """An interpreter that runs a shell script instead of what it is told."""
+    """An interpreter that runs a shell script instead of Python."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
