@@ -10,6 +10,7 @@ from tests.cpu_runtime import CpuRuntime
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Event
 from horizon_server.engine.device.timeline import Span, Timeline, Trace, overlap_s, summarise
 
 
@@ -81,14 +82,29 @@ def test_taking_empties_the_log() -> None:
     assert log.take() == ([], [])
 
 
+class WatchedEvent:
+    """An event that tells when a queue has begun to wait for it: no wait is logged for what has happened already."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+        self.origin, self.happened = event.origin, False
+        self.awaited = threading.Event()
+
+    def wait(self) -> None:
+        self.awaited.set()
+        self._event.wait()
+
+
 def test_a_trace_shows_work_and_waits_of_every_queue_in_order() -> None:
     trace, gate = Trace(), threading.Event()
     device = HostDevice(num_threads=1, trace=trace)
     source, out = torch.ones(8), torch.zeros(8)
     device.h2d.submit(gate.wait, label="held")
     device.upload(source, out)
-    device.compute.wait(device.h2d.record())
-    device.compute.submit(gate.set, label="late")
+    uploaded = WatchedEvent(device.h2d.record())
+    device.compute.wait(uploaded)
+    device.compute.submit(lambda: None, label="late")
+    uploaded.awaited.wait()
     device.host_queue("optimizer").submit(gate.set, label="update 3")
     device.compute.record().wait()
     device.close()
