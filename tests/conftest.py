@@ -27,6 +27,14 @@ sys.dont_write_bytecode = False
 # take the processors from the tests and the children that run at the same time.
 os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
 
+# The machine that lends the GPU has no hypothesis, and tests/gpu needs none.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # No limits by the clock: they say how busy the machine is, not whether the code is right. A test that hangs meets pytest's timeout.
+    settings.register_profile("horizon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("horizon")
+
 if TYPE_CHECKING:
     from tests.daemon_parts import DaemonParts
 

@@ -82,7 +82,7 @@ job_specs = any_job_specs | st.builds(
 
 
 @given(job_specs)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_spec_survives_the_wire(spec: JobSpec) -> None:
     wire = job_pb2.JobSpec.FromString(to_wire(spec).SerializeToString())
     assert from_wire(wire) == spec

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from tests.support.daemon_process import processes_of, wait_for, wait_for_state, wait_for_step
 from tests.support.node import Node, Shell, quick_spec
 
@@ -64,7 +63,6 @@ def test_two_users_take_turns_and_see_only_their_own(node: Node, tmp_path: Path)
     assert bob.works("job", "list", "-o", "name").split() == [bobs]
 
 
-@pytest.mark.timeout(240)
 def test_sigterm_at_every_moment_of_an_attempt(own_node: MakeNode) -> None:
     node = own_node()
     daemon = node.daemon

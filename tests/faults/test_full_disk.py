@@ -63,7 +63,6 @@ def half_files(state: Path) -> list[str]:
     return [str(p) for p in state.rglob("*") if p.name.endswith((".partial", ".raw", ".half")) or ".tmp-" in p.name]
 
 
-@pytest.mark.timeout(240)
 def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk: Path, tmp_path: Path) -> None:
     node, state = tight_node, tight_node.daemon.state_dir
     shell = node.shell(tmp_path)
@@ -100,7 +99,6 @@ def test_a_full_disk_is_told_survived_and_forgotten(tight_node: Node, small_disk
     assert half_files(state) == []
 
 
-@pytest.mark.timeout(240)
 def test_a_disk_that_fills_under_a_running_job(tight_node: Node, small_disk: Path, tmp_path: Path) -> None:
     """The job waits for space, with all the steps it has made; calls are answered meanwhile."""
     node = tight_node
@@ -137,7 +135,6 @@ def test_a_start_on_a_full_disk_is_one_message(tight_node: Node, small_disk: Pat
     daemon.start()
 
 
-@pytest.mark.timeout(120)
 def test_several_files_at_once_that_fit_alone_but_not_together(
     tight_node: Node, small_disk: Path, tmp_path: Path
 ) -> None:

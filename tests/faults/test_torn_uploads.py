@@ -37,7 +37,7 @@ def test_a_client_killed_in_the_middle_of_an_upload(node: Node, shell: Shell) ->
     (shell.home / "job.yaml").write_text("name: job\nmodel: demo-model\ndataset: big\n")
     refusal = shell.fails(4, "job", "submit", "job.yaml")
     assert "dataset big is not ready: its upload was not finished; push it again" in refusal
-    wait_for(lambda: _is_still(found[0]), 10)
+    wait_for(lambda: _is_still(found[0]), 60)
     arrived = found[0].stat().st_size
     assert 4 * 2**20 <= arrived < len(content), "the client was killed too late for this test to mean anything"
 

@@ -73,7 +73,6 @@ def test_cancelling_ends_at_a_step_boundary_and_frees_the_queue(daemon: AnyDaemo
         assert client.jobs.get(third.job_id).attempt == 0
 
 
-@pytest.mark.timeout(300)
 def test_paused_drained_and_killed_runs_equal_the_uninterrupted_one(daemon: AnyDaemon, push_demo: Push) -> None:
     token = daemon.user("ada")
     spec = demo_spec("whole", max_steps=60, checkpoint={"every_steps": 10, "keep_last": 1})

@@ -26,7 +26,6 @@ WINDOW = "5s"
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs the prometheus binary (Debian: prometheus)"),
-    pytest.mark.timeout(240),
     process_only("the figures of a real worker, and of the machine"),
 ]
 
@@ -51,7 +50,7 @@ class Prometheus:
             stdout=self._log,
             stderr=self._log,
         )  # fmt: skip
-        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=10)
+        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=60)
         try:
             wait_for(self._scrapes, 60)
         except BaseException:

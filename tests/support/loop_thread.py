@@ -27,5 +27,5 @@ class LoopThread:
     def close(self) -> None:
         """End the thread; what still runs there is abandoned."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()

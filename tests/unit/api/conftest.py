@@ -46,7 +46,7 @@ class World:
         return len(self.journal._watchers.get(job.job_id, ()))
 
     async def until_unwatched(self, job: JobRecord) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.num_watching(job):  # noqa: ASYNC110  # nothing announces it
                 await asyncio.sleep(0.005)
 

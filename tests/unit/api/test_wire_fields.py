@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message as WireMessage
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizon_client import resources
@@ -152,7 +152,7 @@ def test_every_field_of_a_record_is_in_its_message(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 def test_a_record_comes_back_equal(kind: type[Any], data: st.DataObject) -> None:
     record = data.draw(records(kind))
     message = MESSAGES[kind].FromString(to_message(record, MESSAGES[kind]).SerializeToString())
@@ -162,7 +162,7 @@ def test_a_record_comes_back_equal(kind: type[Any], data: st.DataObject) -> None
 
 @pytest.mark.parametrize("kind", IN_REST, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10)
 def test_every_field_of_a_record_is_in_rest(kind: type[Any], data: st.DataObject) -> None:
     record = data.draw(records(kind))
     model: Any = body_of(cast(Any, kind))
@@ -180,7 +180,7 @@ def test_every_field_of_a_record_is_in_rest(kind: type[Any], data: st.DataObject
 
 @pytest.mark.parametrize("kind", RESOURCES, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10)
 def test_every_field_of_a_message_is_in_the_clients_resource(kind: type[Any], data: st.DataObject) -> None:
     record = data.draw(records(kind))
     message = to_message(record, MESSAGES[kind])

@@ -68,7 +68,7 @@ def test_an_empty_side_is_refused(demo_model: Path, tmp_path: Path) -> None:
         sides(demo_model, tmp_path / "b", rows_of(range(5)), 0.999999)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(content=st.binary(), one=st.floats(0, 0.999), other=st.floats(0, 0.999))
 def test_a_larger_fraction_holds_out_more(content: bytes, one: float, other: float) -> None:
     small, large = sorted((one, other))

@@ -60,7 +60,7 @@ def test_a_token_with_letters_of_both_sides_is_refused() -> None:
         trained(vocabulary("s<"), "Yes<", (0, 3))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     parts=st.lists(st.tuples(st.text("ab \n.", min_size=1, max_size=6), st.booleans()), min_size=1, max_size=6),
     words=st.lists(st.text("ab \n.", min_size=2, max_size=4), max_size=6, unique=True),

@@ -216,7 +216,7 @@ def test_a_text_becomes_documents_of_the_sequence_length(bare_model: Path, tmp_p
     assert from_rows == documents
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(0, 40), max_size=6), sequence_length=st.integers(8, 16))
 def test_splitting_keeps_every_token_and_leaves_none_alone(lengths: list[int], sequence_length: int) -> None:
     total = sum(lengths)

@@ -39,7 +39,6 @@ def prepared(file: Path, model: Path, folder: Path, **options: Any) -> tuple[Pre
     return report, PreparedDataset.open(folder / "out")
 
 
-@pytest.mark.timeout(180)
 def test_gsm8k_has_the_tokens_and_targets_that_transformers_counts(tiny_base: Path, tmp_path: Path) -> None:
     file = data_file("gsm8k_train.jsonl")
     report, dataset = prepared(file, tiny_base, tmp_path, field_map={"prompt": "question", "completion": "answer"})
@@ -66,7 +65,6 @@ def test_gsm8k_has_the_tokens_and_targets_that_transformers_counts(tiny_base: Pa
     assert min(sum(row.num_targets for row in step) for step in steps) > 0
 
 
-@pytest.mark.timeout(120)
 def test_gsm8k_cut_short_loses_what_the_report_says(tiny_base: Path, tmp_path: Path) -> None:
     file = data_file("gsm8k_train.jsonl")
     options = {"field_map": {"prompt": "question", "completion": "answer"}, "sequence_length": 96}
@@ -137,7 +135,6 @@ def peaks_mb(model: Path, folder: Path, num_bytes: int) -> list[int]:
     return peaks
 
 
-@pytest.mark.timeout(180)
 def test_memory_does_not_follow_the_size_of_the_file(demo_model: Path, tmp_path: Path) -> None:
     small, large = (peaks_mb(demo_model, tmp_path / str(size), size) for size in (2_000_000, 12_000_000))
     assert sum(large) + large[1] < 400

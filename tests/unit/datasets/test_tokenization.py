@@ -112,7 +112,7 @@ messages = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(turns=messages, train_on=st.sampled_from(["assistant", "last-assistant", "all"]), limit=st.integers(8, 80))
 def test_what_is_shown_is_what_is_trained(
     codec: TextCodec, turns: list[tuple[str, str, int]], train_on: str, limit: int

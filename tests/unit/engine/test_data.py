@@ -45,7 +45,7 @@ plans = st.fixed_dictionaries(
 lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=lengths_lists, options=plans, epochs=st.integers(1, 3))
 def test_every_epoch_holds_every_token_once_within_the_limits(lengths, options, epochs):  # type: ignore[no-untyped-def]
     dataset = dataset_of(lengths)
@@ -68,7 +68,7 @@ def test_every_epoch_holds_every_token_once_within_the_limits(lengths, options, 
     assert plan.epoch_of(plan.num_steps - 1) == epochs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=lengths_lists, options=plans)
 def test_labels_are_the_next_trained_token_of_the_same_document(lengths, options):  # type: ignore[no-untyped-def]
     dataset = dataset_of(lengths, seed=1)
@@ -87,7 +87,7 @@ def test_labels_are_the_next_trained_token_of_the_same_document(lengths, options
     assert num_targets == sum(int(trained[t]) for t in range(sum(lengths)) if t not in first_tokens)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=lengths_lists, options=plans, draw=st.data())
 def test_a_step_depends_on_its_number_only(lengths, options, draw):  # type: ignore[no-untyped-def]
     dataset = dataset_of(lengths)
@@ -121,7 +121,7 @@ def test_a_fraction_of_an_epoch_takes_that_share_of_its_steps() -> None:
     assert [steps(epochs) for epochs in (0.01, 0.5, 1, 1.0, 2.5)] == [1, 5, 10, 10, 25]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=lengths_lists, options=plans, at_once=st.integers(1, 9))
 def test_looking_at_few_rows_at_once_changes_nothing(lengths, options, at_once):  # type: ignore[no-untyped-def]
     whole = StepPlan(dataset_of(lengths), epochs=2, **options)
@@ -134,7 +134,7 @@ def test_looking_at_few_rows_at_once_changes_nothing(lengths, options, at_once):
         ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=lengths_lists, options=plans)
 def test_a_step_ends_only_where_the_next_row_does_not_fit(lengths, options):  # type: ignore[no-untyped-def]
     plan = StepPlan(dataset_of(lengths), epochs=1, **options)

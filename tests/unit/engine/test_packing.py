@@ -30,7 +30,7 @@ def best_fit_decreasing(lengths: list[int], limit: int) -> collections.Counter[t
     return collections.Counter(tuple(sorted(row)) for row in rows)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=lengths_lists, limit=st.integers(8, 60), seed=st.none() | st.integers(0, 9))
 def test_rows_are_those_of_best_fit_decreasing(lengths: list[int], limit: int, seed: int | None) -> None:
     rows = PackedRows(np.array(lengths), limit)
@@ -44,7 +44,7 @@ def test_rows_are_those_of_best_fit_decreasing(lengths: list[int], limit: int, s
     assert sorted(tokens) == sorted(sum(row) for row in expected.elements())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=lengths_lists, keys=st.tuples(st.integers(0, 99), st.integers(0, 99)), draw=st.data())
 def test_any_rows_can_be_asked_for(lengths: list[int], keys: tuple[int, int], draw: st.DataObject) -> None:
     for rows in (PackedRows(np.array(lengths), 40), SingleRows(np.array(lengths))):

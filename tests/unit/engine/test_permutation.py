@@ -14,14 +14,14 @@ from horizon_server.engine.data import permutation_keys, permuted
 seeds = st.integers(0, 2**63 - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=st.integers(1, 3000), seed=seeds, salt=st.integers(0, 2**40))
 def test_every_number_once(size: int, seed: int, salt: int) -> None:
     found = permuted(np.arange(size), size, permutation_keys(seed, 1), salt=np.full(size, salt))
     assert sorted(found.tolist()) == list(range(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8), seed=seeds, draw=st.data())
 def test_a_place_does_not_depend_on_what_else_is_asked(sizes: list[int], seed: int, draw: st.DataObject) -> None:
     """Several permutations at once, in any order of places, give what each gives alone."""

@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.datasets.written_files import CONTAINERS, put
 
@@ -17,7 +17,6 @@ pieces = st.sampled_from([b'{"text": "a"}', b"x", b" ", b"\t", b"\r", b"\x0c", b
 ends = st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n \n"])
 
 
-@settings(deadline=None)  # some examples are a few megabytes
 @given(
     head=st.sampled_from([b"", b"\xef\xbb\xbf", b"\n", b" "]),
     lines=st.lists(st.tuples(pieces, ends), max_size=12),

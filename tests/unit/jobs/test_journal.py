@@ -47,10 +47,10 @@ async def test_a_watcher_sees_everything_once_and_ends_with_the_job(journal: Jou
         await journal.append("j1", Message(level="info", text=str(i)))
         await asyncio.sleep(0)
     await journal.move(job, JobState.CANCELLED)
-    assert await asyncio.wait_for(early, 5) == list(range(1, 23))
-    assert await asyncio.wait_for(late_from_2, 5) == list(range(3, 23))
-    assert await asyncio.wait_for(collect(journal), 5) == list(range(1, 23))
-    assert await asyncio.wait_for(collect(journal, 22), 5) == []
+    assert await asyncio.wait_for(early, 60) == list(range(1, 23))
+    assert await asyncio.wait_for(late_from_2, 60) == list(range(3, 23))
+    assert await asyncio.wait_for(collect(journal), 60) == list(range(1, 23))
+    assert await asyncio.wait_for(collect(journal, 22), 60) == []
 
 
 async def test_closing_ends_watches_with_draining_after_what_is_stored(journal: Journal) -> None:
@@ -64,12 +64,12 @@ async def test_closing_ends_watches_with_draining_after_what_is_stored(journal: 
             first.set()
 
     watching = asyncio.create_task(watch())
-    await asyncio.wait_for(first.wait(), 5)
+    await asyncio.wait_for(first.wait(), 60)
     await journal.append("j1", Message(level="info", text="last"))
     journal._lifecycle.close()
     journal.end_watches()
     with pytest.raises(Draining):
-        await asyncio.wait_for(watching, 5)
+        await asyncio.wait_for(watching, 60)
     assert [event.sequence for event in seen] == [1, 2]
 
 

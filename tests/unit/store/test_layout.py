@@ -128,7 +128,7 @@ def test_a_model_without_an_input_embedding_is_refused() -> None:
     sizes=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tensors_never_overlap_and_order_of_names_does_not_matter(sizes: list[list[int]], seed: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {
         f"layers.{i}.t{j}.weight": (size, 2) for i, unit in enumerate(sizes) for j, size in enumerate(unit)

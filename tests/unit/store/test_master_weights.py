@@ -50,7 +50,7 @@ def every_exponent_with_its_ties() -> npt.NDArray[np.uint32]:
 
 
 @given(bits=BITS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_bit_pattern_keeps_the_contract(bits: npt.NDArray[np.uint32]) -> None:
     assert_contract(bits)
 

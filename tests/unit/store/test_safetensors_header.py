@@ -95,7 +95,7 @@ def test_a_header_that_lies_is_refused_by_name(tmp_path: Path, header: object, m
 
 
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_single_byte_can_crash_the_reader(
     tmp_path_factory: pytest.TempPathFactory, position: int, value: int
 ) -> None:

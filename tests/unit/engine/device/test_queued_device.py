@@ -80,7 +80,7 @@ def test_each_queue_has_its_own_number_of_threads(group: QueueGroup) -> None:
 
 
 def _wait(gate: threading.Event) -> None:
-    assert gate.wait(10)
+    assert gate.wait(60)
 
 
 def _fail(message: str) -> None:
