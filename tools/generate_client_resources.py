@@ -8,7 +8,6 @@ Every message that is not a request or a response becomes a frozen dataclass wit
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -16,9 +15,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_files import ROOT, python_code, write_or_check
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet
 
-ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "client" / "horizon_client" / "resources.py"
 BIN = Path(sys.executable).parent
 PACKAGE = ".horizon_proto.v1."
@@ -62,34 +61,6 @@ METHODS = {
         return self.state in ENDED_STATES
 '''
 }
-
-TRANSFERS = '''
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetPush:
-    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
-
-    dataset: Dataset
-    sent_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPush:
-    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
-
-    model: Model
-    sent_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPull:
-    """A finished pull. `received_bytes` does not count files that existed already."""
-
-    checkpoint: Checkpoint
-    folder: str
-    files: tuple[str, ...]
-    received_bytes: int
-'''
 
 SCALARS = {
     FieldDescriptorProto.TYPE_STRING: "str",
@@ -150,7 +121,7 @@ def generate() -> str:
         if name in RENAMED or (name not in WIRE_ONLY and not name.endswith(("Request", "Response")))
     ]
     union = f"\n\nJobEvent: TypeAlias = {' | '.join(events)}\n"
-    return _formatted("".join([HEADER, *records, union, TRANSFERS]))
+    return python_code("".join([HEADER, *records, union]), TARGET)
 
 
 def _event_fields(contract: Contract) -> Iterator[FieldDescriptorProto]:
@@ -205,24 +176,5 @@ def _docstring(text: str) -> list[str]:
     return textwrap.indent("\n".join(lines), "    ").splitlines()
 
 
-def _formatted(text: str) -> str:
-    command = [str(BIN / "ruff"), "format", "--stdin-filename", str(TARGET), "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
-
-def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="only compare with the committed code")
-    fresh = generate()
-    if not parser.parse_args().check:
-        TARGET.write_text(fresh, "utf-8")
-        return 0
-    if TARGET.read_text("utf-8") == fresh:
-        return 0
-    print(f"stale: {TARGET.relative_to(ROOT)}; run `make client`")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__ or "", lambda: {TARGET: generate()}, make_target="client"))

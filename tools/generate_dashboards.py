@@ -5,20 +5,19 @@ Every expression is written here once; the contract test compares the metrics in
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from generated_files import ROOT, write_or_check
 from grafana_foundation_sdk.builders import common, prometheus, stat, timeseries
 from grafana_foundation_sdk.builders import dashboard as board
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model
 
-TARGET = Path(__file__).resolve().parent.parent / "deploy" / "dashboards" / "horizon.json"
+TARGET = ROOT / "deploy" / "dashboards" / "horizon.json"
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 """The variable of that name, so that the board works with any data source of a Grafana that is there already."""
 
@@ -397,22 +396,6 @@ def render() -> str:
     return json.dumps(builder.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 
-def main() -> int:
-    """Write the file, or with --check compare it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when the committed file is stale")
-    check = parser.parse_args().check
-    fresh = render()
-    if not check:
-        TARGET.parent.mkdir(parents=True, exist_ok=True)
-        TARGET.write_text(fresh, "utf-8")
-        return 0
-    if TARGET.is_file() and TARGET.read_text("utf-8") == fresh:
-        return 0
-    print(f"{TARGET.name} is stale; run 'make dashboards' and commit the result", file=sys.stderr)
-    return 1
-
-
 def _query_variable(name: str, label: str, query: str) -> board.QueryVariable:
     return (
         board.QueryVariable(name)
@@ -463,4 +446,4 @@ def _lines(*, stacked: bool) -> timeseries.Panel:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__ or "", lambda: {TARGET: render()}, make_target="dashboards"))

@@ -6,16 +6,16 @@ python tools/generate_job_spec.py --check    # exit 1 when a committed file is s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from generated_files import ROOT, write_or_check
+
 from horizon_server.spec import allowed_values, job_schema
 
-ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "client" / "horizon_client" / "job_schema.json"
 PAGE = ROOT / "docs" / "job-spec.md"
 
@@ -68,21 +68,11 @@ def _section(field: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str
     return found
 
 
-def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="only compare with the committed files")
-    check = parser.parse_args().check
+def generate() -> dict[Path, str]:
+    """Return the text of both files."""
     schema = job_schema()
-    stale = 0
-    for path, text in ((SCHEMA, json.dumps(schema, indent=1) + "\n"), (PAGE, reference_page(schema))):
-        if not check:
-            path.write_text(text, "utf-8")
-        elif not path.exists() or path.read_text("utf-8") != text:
-            print(f"stale: {path.relative_to(ROOT)}; run `make job-spec`")
-            stale = 1
-    return stale
+    return {SCHEMA: json.dumps(schema, indent=1) + "\n", PAGE: reference_page(schema)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__ or "", generate, make_target="job-spec"))

@@ -9,16 +9,14 @@ one in the event loop of `horizon_client.event_loop`.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import builtins
 import copy
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from generated_files import ROOT, python_code, write_or_check
+
 PACKAGE = ROOT / "client" / "horizon_client"
 TARGET = PACKAGE / "sync_client.py"
 CLIENT_MODULE = "async_client"
@@ -118,8 +116,8 @@ def generate() -> str:
         docstring = ast.get_docstring(face, clean=False)
         parts.append(FACE.format(name=_blocking(kind), docstring=docstring, inner=kind))
         parts += [_method(method) for method in methods]
-    lines = [f"from {module} import {name}\n" for module, name in sorted(imports)]
-    return _formatted(HEADER + "".join(lines) + "\n" + "\n".join(parts))
+    lines = [f"from {module} import {name}\n" if module else f"import {name}\n" for module, name in sorted(imports)]
+    return python_code(HEADER + "".join(lines) + "\n" + "\n".join(parts), TARGET)
 
 
 def _blocking(kind: str) -> str:
@@ -192,32 +190,5 @@ def _imports(
                         yield module.origins[node.id], name
 
 
-def _formatted(text: str) -> str:
-    """Return `text` with sorted imports, laid out as the rest of the tree."""
-    ruff = str(Path(sys.executable).with_name("ruff"))
-    text = text.replace("from  import ", "import ")
-    for command in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
-        done = subprocess.run(
-            [ruff, *command, "--stdin-filename", str(TARGET), "-"],
-            input=text, capture_output=True, text=True, check=True, cwd=ROOT,
-        )  # fmt: skip
-        text = done.stdout
-    return text
-
-
-def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="only compare with the committed code")
-    fresh = generate()
-    if not parser.parse_args().check:
-        TARGET.write_text(fresh, "utf-8")
-        return 0
-    if TARGET.read_text("utf-8") == fresh:
-        return 0
-    print(f"stale: {TARGET.relative_to(ROOT)}; run `make client`")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__ or "", lambda: {TARGET: generate()}, make_target="client"))

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,23 @@ from horizon_client.errors import (
 )
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.reporter import SILENT, Progress, Reporter
-from horizon_client.resources import Checkpoint, CheckpointPull, FileEntry
+from horizon_client.resources import Checkpoint, FileEntry
 from horizon_proto.v1 import checkpoint_pb2
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
 _TRAINER_PREFIX = "trainer/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPull:
+    """A finished pull. `received_bytes` does not count files that existed already."""
+
+    checkpoint: Checkpoint
+    folder: str
+    files: tuple[str, ...]
+    received_bytes: int
 
 
 class AsyncCheckpoints:
@@ -129,7 +140,7 @@ class _Download:
                 )
             return sum([await self._fetch_file(entry, targets[entry.path]) for entry in wanted])
         except OSError as error:
-            if isinstance(error, HorizonClientError):  # some of ours are OSErrors too: Unavailable is a ConnectionError
+            if isinstance(error, HorizonClientError):  # Unavailable is a ConnectionError, and so an OSError
                 raise
             raise BadFile(f"cannot write to {self.folder}: {error.strerror} ({error.filename})") from error
 

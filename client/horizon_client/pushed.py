@@ -8,6 +8,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -25,13 +26,29 @@ from horizon_client.local_files import (
     valid_name,
 )
 from horizon_client.reporter import SILENT, Progress, Reporter
-from horizon_client.resources import Dataset, DatasetPreview, DatasetPush, Model, ModelPush
+from horizon_client.resources import Dataset, DatasetPreview, Model
 from horizon_client.upload import BlobUpload
 from horizon_proto.v1 import blob_pb2, dataset_pb2, job_pb2, model_pb2
 
 ItemT = TypeVar("ItemT", Dataset, Model)
 
 _MAX_ANNOUNCED_CONFIG_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPush:
+    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
+
+    dataset: Dataset
+    sent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPush:
+    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
+
+    model: Model
+    sent_bytes: int
 
 
 class AsyncPushed(ABC, Generic[ItemT]):

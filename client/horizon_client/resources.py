@@ -475,29 +475,3 @@ class Accelerator:
 
 
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetPush:
-    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
-
-    dataset: Dataset
-    sent_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPush:
-    """A finished push. `sent_bytes` is 0 when the server already had all of it."""
-
-    model: Model
-    sent_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPull:
-    """A finished pull. `received_bytes` does not count files that existed already."""
-
-    checkpoint: Checkpoint
-    folder: str
-    files: tuple[str, ...]
-    received_bytes: int

@@ -9,26 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
-from horizon_client.checkpoints import AsyncCheckpoints
+from horizon_client.checkpoints import AsyncCheckpoints, CheckpointPull
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
-from horizon_client.pushed import AsyncDatasets, AsyncModels
+from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import (
-    Checkpoint,
-    CheckpointPull,
-    Dataset,
-    DatasetPreview,
-    DatasetPush,
-    Job,
-    JobEvent,
-    Model,
-    ModelPush,
-    Node,
-    PlannedJob,
-)
+from horizon_client.resources import Checkpoint, Dataset, DatasetPreview, Job, JobEvent, Model, Node, PlannedJob
 
 
 class Client:

@@ -20,7 +20,7 @@ from tests.tcp_proxy import Fault, Kind, TcpProxy
 
 from horizon_client import AsyncClient, InvalidRequest, Progress, Reporter, Unavailable
 from horizon_client.connection import STREAM_RETRY, RetryPolicy
-from horizon_client.resources import DatasetPush
+from horizon_client.pushed import DatasetPush
 from horizon_client.upload import CHUNK_BYTES
 
 NEVER_AGAIN = RetryPolicy(max_attempts=1)

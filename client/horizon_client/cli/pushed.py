@@ -29,7 +29,8 @@ from horizon_client.cli.root import Commands
 from horizon_client.cli.session import TransferReporter, connected
 
 if TYPE_CHECKING:
-    from horizon_client.resources import DatasetPreview, DatasetPush, ModelPush, PreviewRow
+    from horizon_client.pushed import DatasetPush, ModelPush
+    from horizon_client.resources import DatasetPreview, PreviewRow
     from horizon_client.sync_client import Client
 
 _FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
