@@ -41,8 +41,12 @@ def _lines(path: str) -> list[str]:
 
 def main() -> int:
     """Run the benches asked for."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *BENCHES], help="which; all when none is named")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *BENCHES], metavar="NAME", help=f"{', '.join(BENCHES)}; all when none is named"
+    )
     names = parser.parse_args().names or list(BENCHES)
     today = datetime.datetime.now(datetime.UTC).date()
     print(

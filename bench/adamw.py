@@ -17,7 +17,7 @@ from horizon_server.store.native import kernel_info
 
 def main() -> None:
     """Print one line per gradient dtype and thread count."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="*", default=sorted({1, available_cpus()}))
     parser.add_argument("--parameters", type=int, default=parameters_beyond_caches(), help="default: beyond all caches")
     parser.add_argument("--pairs", type=int, default=7)

@@ -20,8 +20,16 @@ SECTIONS: dict[str, tuple[str, Callable[[], None]]] = {
 
 def main() -> None:
     """Run the sections asked for."""
-    parser = argparse.ArgumentParser(prog="python -m bench.data", description=__doc__)
-    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="which; all when none is named")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        choices=[[], *SECTIONS],
+        metavar="NAME",
+        help=f"{', '.join(SECTIONS)}; all when none is named",
+    )
     for name in parser.parse_args().sections or list(SECTIONS):
         title, section = SECTIONS[name]
         print(f"### {title} (`python -m bench.data {name}`)\n", flush=True)

@@ -322,7 +322,9 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_curve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_curve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "host"], default="cuda")
     parser.add_argument("--shape", choices=sorted(QWEN25), nargs="+", default=["1.5b", "7b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens per step")

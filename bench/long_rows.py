@@ -147,7 +147,13 @@ def _print_line(family: str, row_tokens: int, *, packed: bool) -> None:
 def main() -> None:
     """Print a line per family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", choices=[[], *FAMILIES], help="which; all when none is named")
+    parser.add_argument(
+        "families",
+        nargs="*",
+        choices=[[], *FAMILIES],
+        metavar="NAME",
+        help=f"{', '.join(FAMILIES)}; all when none is named",
+    )
     parser.add_argument("--row", type=int, default=4096, help="tokens of the row")
     parser.add_argument("--packed", action="store_true", help="four documents in the row")
     arguments = parser.parse_args()

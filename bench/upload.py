@@ -262,7 +262,9 @@ async def measure(daemon: DaemonProcess, folder: Path, num_bytes: int, rounds: i
 
 def main() -> None:
     """Measure, or serve the bare stream."""
-    parser = argparse.ArgumentParser(prog="python -m bench.upload", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.upload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sink", choices=["forget", "keep"], help="serve a bare stream; used by the bench itself")
     parser.add_argument("--mib", type=int, default=256, help="size of the file")
     parser.add_argument("--rounds", type=int, default=5)
