@@ -155,7 +155,7 @@ def _method(method: ast.AsyncFunctionDef) -> str:
     assert method.returns is not None
     answer = ast.unparse(method.returns)
     call = f"self._inner.{method.name}({_arguments(method)})"
-    # a coroutine is made in the loop's thread, a generator is not started before
+    # A coroutine is made in the loop's thread, a generator is not started before
     run = f"iterate({call})" if answer.startswith("AsyncIterator[") else f"run(lambda: {call})"
     returns = "" if answer == "None" else "return "
     docstring = ast.get_docstring(method, clean=False)
