@@ -46,7 +46,7 @@ from horizon_server.planning.machine import (
     host_memory,
     usable_accelerators,
 )
-from horizon_server.planning.planner import LayerProbe, Planner
+from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts, UserTurns
 from horizon_server.services.jobs import JobService
@@ -215,16 +215,7 @@ def _wire_jobs(
     """Make what plans, queues and runs jobs."""
     num_threads = settings.num_threads or available_cpus()
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
-    planner = Planner(
-        memory=host_memory,
-        limit_bytes=settings.host_memory_limit_bytes,
-        reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=num_threads,
-        accelerators=usable,
-        rates=rates.read,
-        layer_memory=LayerProbe(child_environment()),
-    )
+    planner = Planner.of_node(settings, rates, usable)
     folders = JobFolders(settings.state_dir)
 
     def make_attempt(job: JobRecord) -> Attempt:

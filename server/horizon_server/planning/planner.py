@@ -17,10 +17,11 @@ import structlog
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
-from horizon_server.planning.machine import Accelerator, HostMemory, RatesByDevice, host_memory
+from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction, size_text
+from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.model_files import CONFIG_FILE
@@ -150,6 +151,20 @@ class Planner:
         self._reserve_bytes = reserve_bytes
         self._arena_limit_bytes = arena_limit_bytes
         self._num_threads = num_threads
+
+    @classmethod
+    def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
+        """Return the planner of this node, by its settings; `book` holds its speed."""
+        return cls(
+            memory=host_memory,
+            limit_bytes=settings.host_memory_limit_bytes,
+            reserve_bytes=settings.host_memory_reserve_bytes,
+            arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
+            num_threads=book.machine.num_threads,
+            accelerators=accelerators,
+            rates=book.read,
+            layer_memory=LayerProbe(child_environment()),
+        )
 
     def plan(self, spec: JobSpec, folder: Path) -> JobPlan:
         """Return the ledger of the job against the node's limit, whatever else is running.
