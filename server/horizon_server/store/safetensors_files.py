@@ -265,10 +265,13 @@ def write_sharded(
 ) -> dict[str, FileRecord]:
     """Write `<stem>.safetensors`, or shards of about `shard_bytes` with an index; returns the files by name."""
     shards: list[list[TensorBytes]] = [[]]
+    filled_bytes = 0
     for tensor in tensors:
-        if shards[-1] and sum(t.size_bytes for t in shards[-1]) + tensor.size_bytes > shard_bytes:
+        if shards[-1] and filled_bytes + tensor.size_bytes > shard_bytes:
             shards.append([])
+            filled_bytes = 0
         shards[-1].append(tensor)
+        filled_bytes += tensor.size_bytes
     if len(shards) == 1:
         name = f"{stem}.safetensors"
         return {name: _write_file(folder / name, shards[0])}
