@@ -290,7 +290,7 @@ class JobSpec(google.protobuf.message.Message):
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
-    """The project that pays; default: the user's own."""
+    """The project that the job is charged to; default: the user's own."""
     model: builtins.str
     """A pushed model's name, or a folder on the node below an allowed root; required."""
     dataset: builtins.str
