@@ -256,7 +256,7 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
-    """Serve both faces and announce their addresses; when one step fails, nothing keeps listening."""
+    """Serve gRPC and HTTP and announce their addresses; when one step fails, nothing keeps listening."""
     metrics, metrics_open = parts.metrics, is_loopback(http.host) and not settings.metrics_token_required
     authority = certificate.authority if certificate else None
     if certificate is not None:
@@ -279,7 +279,7 @@ async def _listen(
         write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
         log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
         if authority is not None:
-            log.info("laptops need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
+            log.info("clients need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
         # Last: systemd starts what depends on the daemon when it reads this.
         sdnotify.SystemdNotifier().notify("READY=1")
         stack.pop_all()

@@ -67,7 +67,7 @@ def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, 
     """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
 
     Raises:
-        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names it.
+        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is truncated; the message names it.
     """
     if not folder.is_dir():
         raise InvalidModel(f"{folder} is not a folder; give a folder written by save_pretrained")
