@@ -133,7 +133,7 @@ def valid_name(source: Path) -> str:
 def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[SourceFile]:
     """Return the data files of `sources`, each with its path in the dataset; notices name what is skipped.
 
-    A folder stands for the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
+    A folder means the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
     outside the folder: nothing is sent that is not in the folder.
 
     Raises:

@@ -1,6 +1,6 @@
 """One tree of errors for users, picklable, each leaf with a stable `reason`.
 
-A leaf says what went wrong in one sentence and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
+A leaf says what went wrong and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
 also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch them. Programmer errors are
 `assert`, never a HorizonError.
 """

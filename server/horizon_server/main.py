@@ -248,7 +248,7 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
         return given_certificate(settings.tls_cert, settings.tls_key)
     if all(is_loopback(address.host) for address in addresses):
         return None
-    # These two stand for all addresses of the machine, and no client connects to them.
+    # These two mean all addresses of the machine, and no client connects to them.
     hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
     return own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
 

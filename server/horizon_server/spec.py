@@ -227,7 +227,7 @@ def parse_job_spec(plain: object) -> JobSpec:
 
 
 def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, Any]) -> str:
-    """Say what is wrong with one field, as the rest of a sentence that begins with its path."""
+    """Return what is wrong with one field: the part of the message after its path."""
     if error["type"] == "missing":
         return "is required"
     if error["type"] == "value_error":
@@ -256,7 +256,7 @@ def _field(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
 
 
 def allowed_values(field: Mapping[str, Any]) -> str:
-    """Say in words which values a field of the schema takes; the words follow "it must be"."""
+    """Return in words which values a field of the schema takes: the part of a message after "it must be"."""
     if "anyOf" in field:
         return ", or ".join(allowed_values(option) for option in field["anyOf"])
     if _RULE in field:

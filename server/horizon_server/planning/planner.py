@@ -212,7 +212,7 @@ class Planner:
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=found.layout.num_parameters,
             device=choice.device_kind,
-            message=self._complaint(spec, found, ledger, limit_bytes, choice) or _warning(spec),
+            message=self._why_not(spec, found, ledger, limit_bytes, choice) or _warning(spec),
             prediction=self._prediction(spec, found, choice),
         )
         return plan, found.layout, choice
@@ -271,10 +271,8 @@ class Planner:
             layer=choice.layer,
         )
 
-    def _complaint(
-        self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice
-    ) -> str:
-        """Say in one sentence why it does not fit, with the numbers and the smallest change that would make it fit; or nothing."""
+    def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
+        """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""
         need, arena = ledger.host_total_bytes, ledger.device_total_bytes
         if need <= limit_bytes and arena <= choice.device_limit_bytes:
             return ""

@@ -90,8 +90,8 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
             or not file.path.isprintable()
             or any(part in (b"", b".", b"..") or len(part) > _MAX_SEGMENT_BYTES for part in parts)
         ):
-            sentence = f"files[{i}].path is {file.path!r:.80}; it must be {_PATH_RULE}"
-            problems.append(FieldViolation(field=f"files[{i}].path", description=sentence))
+            problem = f"files[{i}].path is {file.path!r:.80}; it must be {_PATH_RULE}"
+            problems.append(FieldViolation(field=f"files[{i}].path", description=problem))
     problems += _clashes(files)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

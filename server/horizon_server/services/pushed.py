@@ -347,7 +347,7 @@ class ModelService(PushedService[ModelRecord]):
 
 
 class NodeResources:
-    """Finds the files that names stand for, as the dataset and model services let the caller see them."""
+    """Finds the files that names mean, as the dataset and model services let the caller see them."""
 
     def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
         self._datasets = datasets
