@@ -52,7 +52,7 @@ class BlobUpload:
             missing += (await self._connection.unary(self._stub.FindMissingBlobs, request)).missing
         for status in missing:
             if status.blob.sha256 not in by_sha:
-                raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
+                raise ServerFailed(f"the server asks for content that was not offered: {status.blob.sha256[:64]}")
         self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
         self._total_bytes = sum(ref.size_bytes for ref in refs)
         self._done_bytes = self._total_bytes - sum(s.blob.size_bytes - s.committed_bytes for s in missing)

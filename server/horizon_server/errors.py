@@ -128,7 +128,7 @@ class WorkerFailed(HorizonError, RuntimeError, reason="WORKER_FAILED"):
 
 
 class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
-    """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
+    """A child process ended without an answer, such as when it is killed by a signal. The same call may work when repeated."""
 
 
 class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):

@@ -240,7 +240,7 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # Which of several the driver counts as the first is its own affair, so the smallest is planned with.
+            # The driver decides which of several is the first, so the smallest is planned with.
             smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
             limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
         grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]

@@ -410,5 +410,7 @@ async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
     except OutOfMemory as error:
         raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
     except WorkerCrashed as error:
-        raise InvalidModel("the model folder crashes its reader; its files are damaged, so write them again") from error
+        raise InvalidModel(
+            "the model folder crashes the program that reads it; its files are damaged, so write them again"
+        ) from error
     return found
