@@ -28,7 +28,7 @@ class KernelBuildError(RuntimeError):
 
 
 def build_kernels(root: Path = ROOT) -> Path:
-    """Compile adamw.cpp beside itself unless the library is already that of this source; returns the library.
+    """Compile adamw.cpp next to itself unless the library is already that of this source; returns the library.
 
     Raises:
         KernelBuildError: not Linux, no compiler, or the compiler refused.

@@ -93,7 +93,7 @@ class Contract:
             comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
             for i, message in enumerate(file.message_type):
                 self.messages[message.name] = message
-                # the path of a message is (4, its number), that of a field in it (.., 2, its number)
+                # The path of a message is (4, its number), that of a field in it (.., 2, its number)
                 self._comments[message.name] = comments[4, i]
                 for j, field in enumerate(message.field):
                     self._comments[f"{message.name}.{field.name}"] = comments[4, i, 2, j]
@@ -137,7 +137,7 @@ def _record(contract: Contract, name: str, event: str | None) -> str:
         lines.append(f'    kind: ClassVar[Literal["{event}"]] = "{event}"')
         for head, default in ("sequence: int", "0"), ("time: datetime | None", "None"):
             comment = contract.comment(f"JobEvent.{head.partition(':')[0]}").removesuffix(".")
-            # the newest step is also a field of its job, without the envelope
+            # The newest step is also a field of its job, without the envelope
             if name == "StepEvent":
                 lines += [f"    {head} = {default}", *_docstring(f"{comment}; {default} in a job's `last_step`.")]
             else:

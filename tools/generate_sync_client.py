@@ -110,10 +110,10 @@ def generate() -> str:
     imports |= {("horizon_client.async_client", "AsyncClient"), *_imports(modules[0], [init])}
     for kind in members.values():
         module = next(module for module in modules if kind in module.classes)
-        face = module.classes[kind]
-        methods = list(_methods(face, module))
+        definition = module.classes[kind]
+        methods = list(_methods(definition, module))
         imports |= {(f"horizon_client.{module.name}", kind), *_imports(module, methods)}
-        docstring = ast.get_docstring(face, clean=False)
+        docstring = ast.get_docstring(definition, clean=False)
         parts.append(FACE.format(name=_blocking(kind), docstring=docstring, inner=kind))
         parts += [_method(method) for method in methods]
     lines = [f"from {module} import {name}\n" if module else f"import {name}\n" for module, name in sorted(imports)]
@@ -133,12 +133,12 @@ def _members(init: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                     yield member, kind
 
 
-def _methods(face: ast.ClassDef, module: SourceModule) -> Iterator[ast.AsyncFunctionDef]:
+def _methods(definition: ast.ClassDef, module: SourceModule) -> Iterator[ast.AsyncFunctionDef]:
     """Yield the public methods of a class, then those of its generic base, with the base's type variable replaced."""
-    for node in face.body:
+    for node in definition.body:
         if isinstance(node, ast.AsyncFunctionDef) and not node.name.startswith("_"):
             yield node
-    for base in face.bases:
+    for base in definition.bases:
         match base:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id=kind)) if name in module.classes:
                 generic = next(base for base in module.classes[name].bases if isinstance(base, ast.Subscript))
@@ -155,7 +155,7 @@ def _method(method: ast.AsyncFunctionDef) -> str:
     assert method.returns is not None
     answer = ast.unparse(method.returns)
     call = f"self._inner.{method.name}({_arguments(method)})"
-    # a coroutine is made in the loop's thread, a generator is not started before
+    # A coroutine is made in the loop's thread, a generator is not started before
     run = f"iterate({call})" if answer.startswith("AsyncIterator[") else f"run(lambda: {call})"
     returns = "" if answer == "None" else "return "
     docstring = ast.get_docstring(method, clean=False)

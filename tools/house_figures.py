@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GENERATED = re.compile(r"^(#|\"\"\") ?Generated ", re.IGNORECASE | re.MULTILINE)
-# Files that stand in for a part of the daemon. Tests of the daemon's faces build the real one (tests/daemon_parts.py), which is not a fake.
+# Files that stand in for a part of the daemon. Tests of its interfaces build the real one (tests/daemon_parts.py), which is not a fake.
 FAKE_DAEMONS = ("tests/scripted_worker.py", "tests/support/line.py")
 # A file that spells most of these lists the figures of a step by hand.
 STEP_FIGURES = {

@@ -131,7 +131,7 @@ class _Download:
         self._total_bytes = sum(entry.size_bytes for entry in files)
         try:
             wanted = [entry for entry in files if not await self._is_complete(entry, targets[entry.path])]
-            # before anything is fetched; a dangling link does not exist, but is in the way
+            # Before anything is fetched; a dangling link does not exist, but is in the way
             taken = [t for t in (targets[entry.path] for entry in wanted) if t.is_symlink() or t.exists()]
             if taken and not force:
                 raise FileConflict(
@@ -146,7 +146,7 @@ class _Download:
 
     def _target(self, listed: str) -> Path:
         """Return the local path of a listed one; ServerFailed when it would be outside the folder."""
-        # the same on every system: a Windows path is refused on Linux too, and the other way round
+        # The same on every system: a Windows path is refused on Linux too, and the other way round
         pure = PurePosixPath(listed)
         parts = listed.split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and not any(c in listed for c in "\\\0:")
@@ -173,7 +173,7 @@ class _Download:
         resumed = part.exists()
         received, digest = await self._fill_part(entry, part)
         if digest != entry.sha256 and resumed:
-            # the job may have written this checkpoint again since then, so one download from the start is tried
+            # The job may have written this checkpoint again since then, so one download from the start is tried
             part.unlink()
             self._reporter.notice(f"the partial download of {entry.path} is from another file; starting it again")
             self._done_bytes -= entry.size_bytes
@@ -204,7 +204,7 @@ class _Download:
                         if piece.offset != offset or end > entry.size_bytes:
                             sent = f"bytes {piece.offset}..{end} of {entry.path}"
                             raise CorruptDownload(f"the server sent {sent}, but byte {offset} was expected")
-                        # in a thread, so that a slow disk does not block the event loop
+                        # In a thread, so that a slow disk does not block the event loop
                         await asyncio.to_thread(file.write, piece.data)
                         await asyncio.to_thread(digest.update, piece.data)
                         offset = end
@@ -219,7 +219,7 @@ class _Download:
                 if offset < entry.size_bytes:
                     await pause_after(problem, backoff, self._reporter, f"the download of {entry.path}")
             file.flush()
-            # before the rename, or a crash may leave the final name with missing bytes
+            # Before the rename, or a crash may leave the final name with missing bytes
             await asyncio.to_thread(os.fsync, file.fileno())
         return offset - start, digest.hexdigest()
 
@@ -238,7 +238,7 @@ class _Download:
 
 def _file_size(path: Path) -> int | None:
     """Return the size of a plain file; None for anything else."""
-    # a `.part` that is a link would be written through, to a place outside the folder
+    # A `.part` that is a link would be written through, to a place outside the folder
     return path.stat().st_size if path.is_file() and not path.is_symlink() else None
 
 

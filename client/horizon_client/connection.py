@@ -38,7 +38,7 @@ PREVIEW_DEADLINE_S = 120.0  # rendering may load a large tokenizer first, and on
 STALL_DEADLINE_S = 120.0
 MAX_RECEIVE_BYTES = 16 * 2**20
 MAX_SEND_BYTES = 4 * 2**20
-# room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server
+# Room for the violations of a refused dataset, which arrive as metadata; the first call announces the limit to the server
 MAX_METADATA_BYTES = 128 * 1024
 
 _METADATA_BYTES_KEY = "horizon-max-metadata-bytes"
@@ -60,9 +60,9 @@ class RetryPolicy:
 
 
 UNARY_RETRY = RetryPolicy()
-# a change may have happened although its answer was lost, and must not happen twice
+# A change may have happened although its answer was lost, and must not happen twice
 ONCE = RetryPolicy(max_attempts=1)
-# for watching and for transfers: long enough for a restart of the daemon or a change of networks
+# For watching and for transfers: long enough for a restart of the daemon or a change of networks
 STREAM_RETRY = RetryPolicy(max_attempts=40, max_elapsed_s=300.0)
 
 
@@ -86,9 +86,9 @@ class Backoff:
         if self._failures == 0:
             self._first_failure_at = now
         self._failures += 1
-        # the jitter keeps clients from returning all at once when a daemon has restarted
+        # The jitter keeps clients from returning all at once when a daemon has restarted
         wait_s = min(self._policy.first_wait_s * 2 ** (self._failures - 1), self._policy.longest_wait_s)
-        # what the server asks for is the least
+        # What the server asks for is the least
         wait_s = max(wait_s * random.uniform(0.75, 1.25), problem.retry_after_s or 0.0)
         out_of_time = now - self._first_failure_at + wait_s > self._policy.max_elapsed_s
         return None if self._failures >= self._policy.max_attempts or out_of_time else wait_s
@@ -98,7 +98,7 @@ class Calls:
     """The services of the daemon on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        # on a channel of grpc.aio the stubs are asynchronous; the classes of that type exist for type checkers only
+        # On a channel of grpc.aio the stubs are asynchronous; the classes of that type exist for type checkers only
         self.blobs = cast("blob_pb2_grpc.BlobServiceAsyncStub", blob_pb2_grpc.BlobServiceStub(channel))
         self.checkpoints = cast(
             "checkpoint_pb2_grpc.CheckpointServiceAsyncStub", checkpoint_pb2_grpc.CheckpointServiceStub(channel)
@@ -118,7 +118,7 @@ class Connection:
         self.stream_retry = stream_retry
         token = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
         self.metadata = (*token, (_METADATA_BYTES_KEY, str(MAX_METADATA_BYTES)))
-        # read now, so that a bad file is an error of the constructor, not of the first call
+        # Read now, so that a bad file is an error of the constructor, not of the first call
         self._root_certificates = endpoint.root_certificates()
         self._channel: grpc.aio.Channel | None = None
         self._calls: Calls | None = None
@@ -127,7 +127,7 @@ class Connection:
     def calls(self) -> Calls:
         """The calls of the daemon; opens the channel when first used."""
         if self._calls is None:
-            # not in the constructor: a channel belongs to the event loop in which it is opened
+            # Not in the constructor: a channel belongs to the event loop in which it is opened
             target, options = self.endpoint.server, _channel_options(self.endpoint)
             if self.endpoint.ca_file is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)
@@ -208,7 +208,7 @@ class Connection:
         backoff = Backoff(self.stream_retry)
         while True:
             try:
-                # closed here, or the call would stay open until the garbage collection
+                # Closed here, or the call would stay open until the garbage collection
                 async with aclosing(reopen()) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         backoff.succeeded()
@@ -238,18 +238,18 @@ async def pause_after(problem: HorizonClientError, backoff: Backoff, reporter: R
 
 def _channel_options(endpoint: Endpoint) -> list[tuple[str, Any]]:
     return [
-        # a laptop that changes networks gets no reset; only pings notice that the connection is dead
+        # A laptop that changes networks gets no reset; only pings notice that the connection is dead
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # shorter than the retries above, so that each of them is a new attempt to connect
+        # Shorter than the retries above, so that each of them is a new attempt to connect
         ("grpc.initial_reconnect_backoff_ms", 250),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
         ("grpc.max_send_message_length", MAX_SEND_BYTES),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
-        # a company proxy cannot reach this machine's loopback
+        # A company proxy cannot reach this machine's loopback
         ("grpc.enable_http_proxy", 0 if endpoint.is_loopback else 1),
     ]

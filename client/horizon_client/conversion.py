@@ -234,7 +234,7 @@ def _whole(value: object, num_bits: int) -> int:
             raise _Refused("must be a whole number") from None
         if not number.is_integer():
             raise _Refused("must be a whole number")
-        # digits directly, because a float has 53 bits only
+        # Digits directly, because a float has 53 bits only
         value = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
     if not -(2 ** (num_bits - 1)) <= value < 2 ** (num_bits - 1):
         raise _Refused(f"must be a whole number of at most {num_bits} bits")

@@ -34,7 +34,7 @@ class LoopThread:
             asyncio.set_event_loop(loop)
             loop.run_forever()
 
-        # a daemon thread, so that a program which forgets `close` can still exit
+        # A daemon thread, so that a program which forgets `close` can still exit
         thread = threading.Thread(target=run_loop, name="horizon-client", daemon=True)
         thread.start()
         self._loop = loop
@@ -58,11 +58,11 @@ class LoopThread:
             except Exception as error:  # noqa: BLE001 - all of them belong to the caller
                 result.set_exception(error)
 
-        # in the loop's thread, because an interrupt could come between making a coroutine and scheduling it: it would never be awaited
+        # In the loop's thread, because an interrupt could come between making a coroutine and scheduling it: it would never be awaited
         def start() -> None:
             nonlocal task
             task = self._loop.create_task(fill())
-            # a task may be cancelled before its first line
+            # A task may be cancelled before its first line
             task.add_done_callback(lambda _: result.cancel())
 
         def cancel() -> None:
@@ -90,7 +90,7 @@ class LoopThread:
             return await anext(items, end)
 
         async def close() -> None:
-            # an interrupt just before `run` began to wait has left the step running, and a running generator cannot be closed
+            # An interrupt just before `run` began to wait has left the step running, and a running generator cannot be closed
             if step is not None and not step.done():
                 step.cancel()
                 await asyncio.wait([step])

@@ -43,7 +43,7 @@ async def spec_to_send(
     kinds: dict[str, AsyncPushed[Any]] = {"model": models, "dataset": datasets, "eval_dataset": datasets}
     local = {field: _local_sources(mapping.get(field), folders, many=field != "model") for field in kinds}
     local = {field: sources for field, sources in local.items() if sources}
-    # refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
+    # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
     spec_to_proto({**mapping, **dict.fromkeys(local, _PLACEHOLDER)})
     for field, sources in local.items():
         if not await _is_pushed(mapping[field], kinds[field]):
@@ -65,7 +65,7 @@ def _local_sources(value: object, folders: Sequence[Path], *, many: bool) -> lis
     """Return the local paths that a spec's value means; empty when it names something pushed."""
     if many and isinstance(value, list | tuple) and value:
         each = [_local_sources(item, folders, many=False) for item in value]
-        # a list must consist of local files; the checks of the spec refuse any other
+        # A list must consist of local files; the checks of the spec refuse any other
         return [paths[0] for paths in each] if all(each) else []
     if not isinstance(value, str) or not value or "\0" in value:
         return []
@@ -74,7 +74,7 @@ def _local_sources(value: object, folders: Sequence[Path], *, many: bool) -> lis
 
 
 async def _is_pushed(value: object, kind: AsyncPushed[Any]) -> bool:
-    # only a bare word can be the name of something pushed
+    # Only a bare word can be the name of something pushed
     if not isinstance(value, str) or "/" in value or os.sep in value or value.startswith((".", "~")):
         return False
     try:
@@ -103,7 +103,7 @@ class _StrictLoader(yaml.SafeLoader):
 def load_spec_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file; BadFile with the line when it holds anything else."""
     try:
-        # a mistyped path may name a data file
+        # A mistyped path may name a data file
         if path.stat().st_size > MAX_SPEC_BYTES:
             raise BadFile(f"{path} is larger than 1 MiB; is it a job spec?")
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte order mark before the text
@@ -157,5 +157,5 @@ def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    # the overrides and the names of what is pushed must not reach the caller's own mapping
+    # The overrides and the names of what is pushed must not reach the caller's own mapping
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}

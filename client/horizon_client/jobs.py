@@ -49,7 +49,7 @@ class AsyncJobs:
             DoesNotFit: when the node does not have enough memory.
         """
         wire_spec = await self._wire_spec(spec, overrides, push, reporter)
-        # with an id, a retry after a lost answer gives the same job
+        # With an id, a retry after a lost answer gives the same job
         request = job_pb2.SubmitJobRequest(request_id=request_id or str(uuid.uuid4()), spec=wire_spec)
         try:
             return await self._answered(self._connection.calls.jobs.SubmitJob, request)
@@ -112,13 +112,13 @@ class AsyncJobs:
             NotFound: when there is no such job.
             Unavailable: when the server cannot be reached for minutes; `after_sequence` continues from there later.
         """
-        # the id, because after a cut the name may mean a newer job
+        # The id, because after a cut the name may mean a newer job
         stub, job_id = self._connection.calls.jobs, (await self.get(job)).job_id
         last_sequence, ended = after_sequence, False
 
         def reopen() -> AsyncIterator[job_pb2.WatchJobResponse]:
             request = job_pb2.WatchJobRequest(job_id=job_id, after_sequence=last_sequence)
-            # no limit between two events: a step may take minutes, and keepalive notices a dead connection
+            # No limit between two events: a step may take minutes, and keepalive notices a dead connection
             return self._connection.stream(stub.WatchJob, request, stall_s=None)
 
         async def is_over() -> bool:

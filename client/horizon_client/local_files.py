@@ -96,7 +96,7 @@ async def read_through(
     for file in files:
         steps = read(file)
         while True:
-            # only around the step: an error of `on_progress`, the caller's code, is not an error of the file
+            # Only around the step: an error of `on_progress`, the caller's code, is not an error of the file
             with reading(file.source):
                 num_bytes = await asyncio.to_thread(next, steps, None)
             if num_bytes is None:
@@ -125,7 +125,7 @@ async def hash_files(files: Sequence[SourceFile], reporter: Reporter) -> list[Ha
 def valid_name(source: Path) -> str:
     """Return the name under which a local file (without its endings) or folder is pushed."""
     resolved = source.resolve()
-    # of `train.jsonl.gz` both endings go; a folder may well be called `Qwen2.5-7B`
+    # Of `train.jsonl.gz` both endings go; a folder may well be called `Qwen2.5-7B`
     text = resolved.name if resolved.is_dir() else resolved.name.split(".")[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:MAX_NAME] or "data"
 
@@ -133,13 +133,13 @@ def valid_name(source: Path) -> str:
 def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[SourceFile]:
     """Return the data files of `sources`, each with its path in the dataset; notices name what is skipped.
 
-    A folder stands for the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
+    A folder means the data files in it and in its subfolders. Skipped are hidden files, links to folders, and links to files
     outside the folder: nothing is sent that is not in the folder.
 
     Raises:
         BadFile: when a source does not exist or cannot be read, a folder contains no data, or a file was given twice.
     """
-    # a str is also a sequence, of its letters
+    # A str is also a sequence, of its letters
     given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     found: list[tuple[Path, str]] = []
     for source in given:
@@ -148,7 +148,7 @@ def dataset_sources(sources: Sources, reporter: Reporter = SILENT) -> list[Sourc
     if not found:
         raise BadFile("no file was given")
     if len({name for _, name in found}) < len(found):
-        # names must differ, so they start at the common folder
+        # Names must differ, so they start at the common folder
         absolute = [path.absolute() for path, _ in found]
         if len(set(absolute)) != len(absolute):
             twice = next(path for path in absolute if absolute.count(path) > 1)
@@ -198,7 +198,7 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
     root = folder.resolve()
     for place, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        # not followed, because a link to a folder may lead in a circle; listed, so that a notice names it
+        # Not followed, because a link to a folder may lead in a circle; listed, so that a notice names it
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         for path in (Path(place) / name for name in sorted([*links, *files]) if not name.startswith(".")):
             name = path.relative_to(folder).as_posix()
@@ -323,7 +323,7 @@ def _span(file: SourceFile, name: str, entry: object) -> tuple[int, int]:
     if offsets is None or shape is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise BadFile(f"{file.source}: the header's entry of tensor {name!r:.80} is malformed")
     bits = _BITS.get(str(fields.get("dtype")))
-    # of a dtype that this client does not know, the server judges the size
+    # Of a dtype that this client does not know, the server judges the size
     if bits is not None and offsets[1] - offsets[0] != math.prod(shape) * bits // 8:
         raise BadFile(f"{file.source}: tensor {name!r:.80} has another size than its shape {shape} and dtype need")
     return offsets[0], offsets[1]

@@ -43,12 +43,12 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "server", normal_address(self.server))
-        # the message does not quote the token: it may end up in a log
+        # The message does not quote the token: it may end up in a log
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise BadConfig(
                 "the token is not one line of printable characters; pass the file that `horizond token create` wrote"
             )
-        # in plain text anybody on the way could read the token and the data
+        # In plain text anybody on the way could read the token and the data
         if self.ca_file is None and not self.is_loopback:
             raise BadConfig(
                 f"{self.server} is not on this machine, so the connection needs TLS: pass the daemon's CA file with --ca "
@@ -79,7 +79,7 @@ class Endpoint:
 
 def normal_address(text: str) -> str:
     """Return an address as HOST:PORT, IPv6 in brackets, the default port filled in; BadConfig for anything else."""
-    # the colons of a bare IPv6 address are not those of a port
+    # The colons of a bare IPv6 address are not those of a port
     bare_six = text.count(":") > 1 and not text.startswith("[")
     match = _ADDRESS.fullmatch(f"[{text}]" if bare_six else text)
     port = int(match["port"] or DEFAULT_PORT) if match else 0
@@ -188,7 +188,7 @@ class ProfileFile:
         content = self._read()
         ca_file = profile.ca_file
         if ca_file is not None and str(ca_file) != SYSTEM_CA:
-            # a copy, because the original is often in a download folder
+            # A copy, because the original is often in a download folder
             copy = self.folder / f"ca-{profile.name}.pem"
             _write_private(copy, read_ca_file(ca_file))
             ca_file = copy
@@ -209,7 +209,7 @@ class ProfileFile:
         del content["profiles"][name]
         current = None if content["current"] == name else content["current"]
         self._write({**content, "current": current})
-        # only the copy that `save` made, never a file of the user's
+        # Only the copy that `save` made, never a file of the user's
         if profile.ca_file == self.folder / f"ca-{name}.pem":
             profile.ca_file.unlink(missing_ok=True)
 
@@ -222,7 +222,7 @@ class ProfileFile:
             return {"current": None, "profiles": {}}
         except OSError as error:
             raise BadConfig(f"cannot read {self.path}: {error.strerror}") from error
-        # as ssh does with keys: refuse rather than leak
+        # As ssh does with keys: refuse rather than leak
         if os.name == "posix" and self.path.stat().st_mode & 0o077:
             raise BadConfig(f"{self.path} contains tokens and other users can read it; run: chmod 600 {self.path}")
         try:
@@ -259,7 +259,7 @@ def resolve_endpoint(
     given_ca = str(ca_file or environment.get("HORIZON_CA") or "") or None
     file = ProfileFile()
     name = profile or os.environ.get("HORIZON_PROFILE") or None
-    # with a server given, the profile in use only adds the token of that same server
+    # With a server given, the profile in use only adds the token of that same server
     if name is None and (given_server is None or file.path.exists()):
         name = file.current_name()
     chosen = file.get(name) if name else None
@@ -269,7 +269,7 @@ def resolve_endpoint(
             "no server is configured; log in with: horizon login HOST:PORT --token-file FILE, or set HORIZON_SERVER",
             reason=NO_SERVER,
         )
-    # a profile's token is never sent to a server that was named in another way
+    # A profile's token is never sent to a server that was named in another way
     if chosen is not None and normal_address(chosen.server) == normal_address(address):
         given_token = given_token or chosen.token
         given_ca = given_ca or (str(chosen.ca_file) if chosen.ca_file else None)

@@ -112,7 +112,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
         sent_bytes = await BlobUpload(self._connection, reporter).send_missing(files)
         reporter.progress(Progress(phase="finalize", name=request.name, done_bytes=0, total_bytes=0))
         key = f"{self._noun}_id"
-        # retried as long as a transfer, because a restart of the daemon at this moment must not waste the upload
+        # Retried as long as a transfer, because a restart of the daemon at this moment must not waste the upload
         finalized = await self._connection.unary(
             *self._rpc("Finalize", **{key: getattr(created, key)}),
             deadline_s=FINALIZE_DEADLINE_S,
@@ -126,10 +126,10 @@ async def push_under_free_name(kind: AsyncPushed[Any], sources: Sequence[Path], 
     files, announced = await kind._read(sources, reporter)
     name = valid_name(sources[0])
     try:
-        # the same content under this name is not an error, it is the same dataset or model
+        # The same content under this name is not an error, it is the same dataset or model
         item, _ = await kind._push(files, reporter, name=name, **announced)
     except AlreadyExists:
-        # over the paths and contents, so that another push of the same files gets the same name
+        # Over the paths and contents, so that another push of the same files gets the same name
         lines = sorted(f"{file.path}\0{file.sha256}" for file in files)
         digest = hashlib.sha256("\n".join([*kind._digest_head, *lines]).encode()).hexdigest()
         item, _ = await kind._push(files, reporter, name=f"{name[: MAX_NAME - 9]}-{digest[:8]}", **announced)
@@ -161,7 +161,7 @@ class AsyncModels(AsyncPushed[Model]):
         config = next(file for file in files if file.path == "config.json")
         if config.size_bytes > _MAX_ANNOUNCED_CONFIG_BYTES:
             return files, {}
-        # the server judges the config before anything is sent
+        # The server judges the config before anything is sent
         return files, {"config": await asyncio.to_thread(config.source.read_bytes)}
 
 
@@ -229,7 +229,7 @@ class AsyncDatasets(AsyncPushed[Dataset]):
             ("offset", offset, 0),
             ("sequence_length", sequence_length, 1),
         ):
-            # what is less means "not given" on the wire; the server checks the upper limits
+            # What is less means "not given" on the wire; the server checks the upper limits
             if not least <= value < 2**31:
                 raise InvalidRequest.of(field, f"{field} is {value}; it must be {least} or more")
         request = dataset_pb2.PreviewDatasetRequest(

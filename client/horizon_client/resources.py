@@ -119,7 +119,7 @@ class MemoryPlan:
     host_limit_bytes: int
     """What the node can give: its memory limit less what is reserved."""
     device_limit_bytes: int
-    """What the device can give; 0 when the device is the host."""
+    """What the device can give; on the host, the arena that takes the device's place."""
     fits: bool
     """Whether both fit."""
     message: str
@@ -298,7 +298,7 @@ class CheckpointEvent:
     size_bytes: int
     """Size on disk."""
     eval_loss: float | None
-    """Loss of the last evaluation before it; None when there was none."""
+    """Loss of the evaluation at that step; None when there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ class BlobUpload:
 
     async def send_missing(self, files: Sequence[HashedFile]) -> int:
         """Send what the server does not have and return the number of bytes sent."""
-        # two files of one content are sent once
+        # Two files of one content are sent once
         by_sha = {file.sha256: file for file in files}
         refs = [blob_pb2.BlobRef(sha256=sha, size_bytes=file.size_bytes) for sha, file in by_sha.items()]
         missing: list[blob_pb2.BlobStatus] = []
@@ -52,11 +52,11 @@ class BlobUpload:
             missing += (await self._connection.unary(self._stub.FindMissingBlobs, request)).missing
         for status in missing:
             if status.blob.sha256 not in by_sha:
-                raise ServerFailed(f"the server asks for a content that was not offered: {status.blob.sha256[:64]}")
+                raise ServerFailed(f"the server asks for content that was not offered: {status.blob.sha256[:64]}")
         self._positions = {status.blob.sha256: status.committed_bytes for status in missing}
         self._total_bytes = sum(ref.size_bytes for ref in refs)
         self._done_bytes = self._total_bytes - sum(s.blob.size_bytes - s.committed_bytes for s in missing)
-        # the longest first, so that all streams end at about the same time
+        # The longest first, so that all streams end at about the same time
         waiting = deque(sorted(missing, key=lambda status: status.committed_bytes - status.blob.size_bytes))
 
         async def one_after_another() -> None:
@@ -93,7 +93,7 @@ class BlobUpload:
                 round_trip_s = time.monotonic() - asked_at
                 if status.committed_bytes > start:
                     listen_s = 0.0  # data was accepted, so nothing was refused
-                # long enough for the refusal to arrive, measured by the round trip
+                # Long enough for the refusal to arrive, measured by the round trip
                 if listen_s or isinstance(error, _StatusLost):
                     listen_s = min(max(2 * listen_s, 4 * round_trip_s, 0.05), _LONGEST_LISTEN_S)
             self._set_position(file, status.committed_bytes)
@@ -130,7 +130,7 @@ class BlobUpload:
         request.chunk.blob.CopyFrom(status.blob)
         request.chunk.offset = offset
         if listen_s:
-            # names the content without data, which flow control cannot delay
+            # Names the content without data, which flow control cannot delay
             with suppress(TimeoutError, asyncio.InvalidStateError):
                 async with asyncio.timeout(listen_s):
                     await call.write(request)

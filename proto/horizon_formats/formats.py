@@ -1,4 +1,4 @@
-"""The dataset formats: their names, the fields each needs, how `auto` tells them apart, and how chats spell their messages."""
+"""The dataset formats: their names, the fields each needs, how `auto` distinguishes them, and how chats spell their messages."""
 
 from __future__ import annotations
 

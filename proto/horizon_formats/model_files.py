@@ -55,7 +55,7 @@ def is_pickle(path: str) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """Return why a file is never accepted, as the rest of a sentence about it, or None."""
+    """Return why a file is never accepted (the part of a message after its name), or None."""
     if is_pickle(path):
         return (
             "may be a pickle, which can run code when it is opened and is never accepted; leave it out, and save the weights as "

@@ -183,7 +183,7 @@ def _read_json_array(file: DataFile, skip: Skip) -> Iterator[Row]:
 
 
 class _Broken(Exception):
-    """The array cannot be followed beyond here; the message is the rest of a sentence about the current row."""
+    """The array cannot be read beyond here; the message is the part after the current row's place."""
 
 
 class _ArrayReader:

@@ -1,6 +1,6 @@
 """One tree of errors for users, picklable, each leaf with a stable `reason`.
 
-A leaf says what went wrong in one sentence and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
+A leaf says what went wrong and what to do; `api.status` maps every leaf to its gRPC status and HTTP code. Leaves
 also inherit the stdlib type they refine, so that code which knows nothing of horizon can still catch them. Programmer errors are
 `assert`, never a HorizonError.
 """
@@ -128,7 +128,7 @@ class WorkerFailed(HorizonError, RuntimeError, reason="WORKER_FAILED"):
 
 
 class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
-    """A child process ended without an answer: killed by a signal, or gone without a word. The same call may work when repeated."""
+    """A child process ended without an answer, such as when it is killed by a signal. The same call may work when repeated."""
 
 
 class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):

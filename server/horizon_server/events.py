@@ -20,7 +20,7 @@ _WRITING_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged:
-    """The job's state changed. `reason` is stable, `message` is a sentence."""
+    """The job's state changed. `reason` is stable, `message` is for people."""
 
     job_state: str
     reason: str = ""
@@ -72,7 +72,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One sentence for people. `level` is info or warning."""
+    """A message for people. `level` is info, warning or error."""
 
     level: str
     text: str

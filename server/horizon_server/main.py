@@ -46,7 +46,7 @@ from horizon_server.planning.machine import (
     host_memory,
     usable_accelerators,
 )
-from horizon_server.planning.planner import LayerProbe, Planner
+from horizon_server.planning.planner import Planner
 from horizon_server.records.job import JobRecord
 from horizon_server.services.accounts import Accounts, UserTurns
 from horizon_server.services.jobs import JobService
@@ -215,16 +215,7 @@ def _wire_jobs(
     """Make what plans, queues and runs jobs."""
     num_threads = settings.num_threads or available_cpus()
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
-    planner = Planner(
-        memory=host_memory,
-        limit_bytes=settings.host_memory_limit_bytes,
-        reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=num_threads,
-        accelerators=usable,
-        rates=rates.read,
-        layer_memory=LayerProbe(child_environment()),
-    )
+    planner = Planner.of_node(settings, rates, usable)
     folders = JobFolders(settings.state_dir)
 
     def make_attempt(job: JobRecord) -> Attempt:
@@ -257,7 +248,7 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
         return given_certificate(settings.tls_cert, settings.tls_key)
     if all(is_loopback(address.host) for address in addresses):
         return None
-    # These two stand for all addresses of the machine, and no client connects to them.
+    # These two mean all addresses of the machine, and no client connects to them.
     hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
     return own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
 
@@ -265,7 +256,7 @@ def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate |
 async def _listen(
     settings: Settings, parts: Parts, grpc: Address, http: Address, certificate: ServerCertificate | None
 ) -> tuple[GrpcServer, HttpServer]:
-    """Serve both faces and announce their addresses; when one step fails, nothing keeps listening."""
+    """Serve gRPC and HTTP and announce their addresses; when one step fails, nothing keeps listening."""
     metrics, metrics_open = parts.metrics, is_loopback(http.host) and not settings.metrics_token_required
     authority = certificate.authority if certificate else None
     if certificate is not None:
@@ -288,7 +279,7 @@ async def _listen(
         write_endpoints(settings.state_dir, grpc=grpc_at, http=http_at, authority=authority)
         log.info("ready", grpc=grpc_at, http=http_at, tls=certificate is not None, state_dir=str(settings.state_dir))
         if authority is not None:
-            log.info("laptops need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
+            log.info("clients need this file: horizon login HOST:PORT --token-file F --ca ca.pem", ca=str(authority))
         # Last: systemd starts what depends on the daemon when it reads this.
         sdnotify.SystemdNotifier().notify("READY=1")
         stack.pop_all()

@@ -31,7 +31,7 @@ class Address:
 
 
 def parse_address(setting: str, text: str) -> Address:
-    """Return the address in HOST:PORT; IPv6 hosts stand in brackets.
+    """Return the address in HOST:PORT; IPv6 hosts are in brackets.
 
     Raises:
         BadSetting: naming the setting, when it is not one.
@@ -44,7 +44,7 @@ def parse_address(setting: str, text: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach the host."""
+    """Whether only this machine can reach the host."""
     if host == "localhost":
         return True
     try:

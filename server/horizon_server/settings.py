@@ -40,7 +40,7 @@ class Settings(BaseSettings):
         default_factory=lambda: (
             Path("/var/lib/horizond") if os.geteuid() == 0 else Path.home() / ".local/share/horizond"
         ),
-        description="Where everything the daemon owns lives.",
+        description="Folder with everything the daemon owns.",
     )
     grpc: str = Field("127.0.0.1:7171", description="HOST:PORT of the gRPC interface; port 0 picks a free one.")
     http: str = Field(
@@ -50,10 +50,10 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(None, description="Key of the certificate (PEM).")
     tls_names: Names = Field(
         (),
-        description="Host names and addresses by which laptops call this machine, for the certificate that the daemon makes.",
+        description="Host names and addresses that clients connect to, for the certificate that the daemon makes.",
     )
     metrics_token_required: bool = Field(
-        False, description="Ask for a token on /metrics too. Off loopback it is always asked for."
+        False, description="Require a token on /metrics too. Off loopback it is always required."
     )
     model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
     host_memory_limit_bytes: int | None = Field(
@@ -69,7 +69,8 @@ class Settings(BaseSettings):
         None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
     )
     trace_workers: bool = Field(
-        False, description="Leave trace.json in a job's attempt folder: what ran when in its last steps, for Perfetto."
+        False,
+        description="Write trace.json into a job's attempt folder: what ran when in its last steps, for Perfetto.",
     )
     upload_expiry_s: float = Field(7 * 86400.0, gt=0, description="Partial uploads older than this are removed.")
     trash_days: float = Field(
@@ -82,7 +83,7 @@ class Settings(BaseSettings):
         3, ge=1, description="Attempts in a row that a job gets when its daemon dies, without a step in between."
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
-    log_json: bool = Field(False, description="One JSON object a line instead of text.")
+    log_json: bool = Field(False, description="One JSON object per line instead of text.")
 
     @classmethod
     def settings_customise_sources(

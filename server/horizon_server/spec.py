@@ -101,7 +101,7 @@ class TrainSpec(_Section):
         default=1.0,
         gt=0,
         le=1e9,
-        description="Clip gradients to this global norm; null turns clipping off and saves the gradient planes.",
+        description="Clip gradients to this global norm; null turns clipping off and saves the memory of the gradient planes.",
     )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
@@ -156,7 +156,7 @@ class JobSpec(_Section):
     project: str = Field(
         default="",
         pattern=f"^({_NAME})?$",
-        description="The project that pays; empty means the user's own.",
+        description="The project that the job is charged to; empty means the user's own.",
         json_schema_extra={_RULE: f"empty or {NAME_RULE}"},
     )
     eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
@@ -227,7 +227,7 @@ def parse_job_spec(plain: object) -> JobSpec:
 
 
 def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, Any]) -> str:
-    """Say what is wrong with one field, as the rest of a sentence that begins with its path."""
+    """Return what is wrong with one field: the part of the message after its path."""
     if error["type"] == "missing":
         return "is required"
     if error["type"] == "value_error":
@@ -256,7 +256,7 @@ def _field(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
 
 
 def allowed_values(field: Mapping[str, Any]) -> str:
-    """Say in words which values a field of the schema takes; the words follow "it must be"."""
+    """Return in words which values a field of the schema takes: the part of a message after "it must be"."""
     if "anyOf" in field:
         return ", or ".join(allowed_values(option) for option in field["anyOf"])
     if _RULE in field:

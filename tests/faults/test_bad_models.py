@@ -108,7 +108,7 @@ def _bad_files(node: Node) -> dict[str, tuple[dict[str, bytes], str]]:
         "code": ({**files, "modeling_own.py": b"import os"}, "modeling_own.py is code"),
         "auto-map": (
             {**files, "config.json": edited_config(node.model, auto_map={"AutoModel": "own.Model"})},
-            "names code of its own (auto_map)",
+            "names custom code (auto_map)",
         ),
         "no-config": ({k: v for k, v in files.items() if k != "config.json"}, "no config.json"),
         "config-not-json": ({**files, "config.json": b"{"}, "config.json is not valid JSON"),

@@ -56,7 +56,7 @@ def login(server: str, token_file: str | None, ca: str | None, profile_name: str
     endpoint = Endpoint(server=server, token=token, ca_file=ca_file)
     from horizon_client.sync_client import Client
 
-    # saved only when the daemon knows the token
+    # Saved only when the daemon knows the token
     with Client(endpoint.server, token=token, ca_file=None if ca_file is None else str(ca_file)) as client:
         node = client.node.status()
     ProfileFile().save(Profile(name=profile_name, server=endpoint.server, token=token, ca_file=ca_file))
@@ -79,7 +79,7 @@ def logout(profile_name: str | None, output: str) -> None:
     if name is None:
         raise BadConfig("you are not logged in; nothing to do")
     _remove(name, output, "logged out of {server}; the profile {name} and its token are removed from this machine")
-    # on stderr, because `-o json` and `-o name` are read by programs
+    # On stderr, because `-o json` and `-o name` are read by programs
     click.echo("the token stays valid until an admin revokes it with: horizond token revoke", err=True)
 
 

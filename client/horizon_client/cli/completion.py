@@ -31,7 +31,7 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
         from horizon_client.connection import ONCE
 
         async def ask() -> Iterable[str]:
-            # one attempt per call, because a user waits at the TAB key
+            # One attempt per call, because a user waits at the TAB key
             async with AsyncClient(**client_arguments(ctx), unary_retry=ONCE) as client:
                 return await list_names(client)
 
@@ -39,7 +39,7 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
             names = asyncio.run(asyncio.wait_for(ask(), _PATIENCE_S))
         except (HorizonClientError, TimeoutError):
             return []  # a message here would be written into the command line
-        # several jobs may have one name
+        # Several jobs may have one name
         return [CompletionItem(name) for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
     return complete

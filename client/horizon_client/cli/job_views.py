@@ -35,7 +35,7 @@ def state_text(job: Job) -> str:
     """Return the state with what a person asks next: the place in the queue, or why the job is stopping."""
     if job.queue_position:
         return f"{job.state} #{job.queue_position}"
-    # a drain is a reason only; what a user has asked for before it stays
+    # A drain is a reason only; what a user has asked for before it stays
     wanted = clean(job.wanted or job.reason).lower() if job.state == "STOPPING" else ""
     return f"{job.state} (to {wanted})" if wanted else job.state
 
@@ -68,7 +68,7 @@ def data_text(report: Mapping[str, int]) -> str:
     ]
     rest = (("truncated_rows", "truncated"), ("error_rows", "skipped"), ("eval_rows", "held out"))
     parts += [f"{report[name]:,} {word}" for name, word in rest if report.get(name)]
-    # tokens in the rows that an epoch is packed into
+    # Tokens in the rows that an epoch is packed into
     room = report.get("packed_rows", 0) * report.get("sequence_length", 0)
     if room:
         parts.append(f"packed to {report.get('tokens', 0) / room:.1%}")
@@ -77,7 +77,7 @@ def data_text(report: Mapping[str, int]) -> str:
 
 def plan_page(plan: MemoryPlan) -> str:
     """Return the memory by component, whether the job fits, and its predicted speed."""
-    # on the host the device's memory is part of the host's, and the host column counts it
+    # On the host the device's memory is part of the host's, and the host column counts it
     on_device = plan.device != "host"
     headers = ["COMPONENT", "HOST", *(["DEVICE"] if on_device else [])]
     components = sorted({*plan.host_bytes, *plan.device_bytes} if on_device else plan.host_bytes)
@@ -169,7 +169,7 @@ class PlainView(Notices):
 
     def show(self, event: JobEvent) -> None:
         """Print the event, or hold a step back until the next event shows whether it was the last step."""
-        # a line for each of ten steps a second would only hide the other events
+        # A line for each of ten steps a second would only hide the other events
         if event.kind == "step" and not event.skipped and time.monotonic() < self._next_at:
             self._held = event
             return
@@ -187,7 +187,7 @@ class PlainView(Notices):
             self._held = None
 
     def _print(self, event: JobEvent) -> None:
-        # flushed, because a pipe would keep minutes of events back
+        # Flushed, because a pipe would keep minutes of events back
         print(event_line(event, on_device=self._on_device), file=self._stream, flush=True)
 
 
@@ -213,7 +213,7 @@ class LiveView(Reporter):
     """The figures of the newest step in place, with all other events scrolling above them."""
 
     def __init__(self, job: Job, *, stderr: bool) -> None:
-        # only here, because `horizon job --help` imports this module
+        # Only here, because `horizon job --help` imports this module
         from rich.console import Console
         from rich.live import Live
 
@@ -231,7 +231,7 @@ class LiveView(Reporter):
             self._step = event
         elif event.kind == "state":
             self._state = event.state
-        # a skipped step would be overwritten by the next one
+        # A skipped step would be overwritten by the next one
         if event.kind != "step" or event.skipped:
             self._console.print(event_line(event, on_device=self._on_device), markup=False, highlight=False)
 
@@ -253,7 +253,7 @@ class LiveView(Reporter):
         if step is None:
             grid.add_row(Text(f"{clean(self._name)}  {self._state}"))
             return grid
-        # texts, because rich reads [brackets] in a plain string as markup
+        # Texts, because rich reads [brackets] in a plain string as markup
         head = Text(f"{clean(self._name)}  {self._state}  step {step.step}/{step.num_steps or '?'}")
         grid.add_row(head, ProgressBar(total=max(step.num_steps, 1), completed=step.step, width=24))
         outer = Table.grid()
@@ -292,7 +292,7 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
             return f"data prepared: {data_text(event.report)}"
         of_total = f" of {event.total_rows:,}" if event.total_rows else ""
         return f"preparing data: {event.done_rows:,}{of_total} rows"
-    # the lines of a quoted log stay lines, each without control characters
+    # The lines of a quoted log stay lines, each without control characters
     level = "" if event.level == "info" else f"{clean(event.level)}: "
     return level + "\n  ".join(map(clean, event.text.splitlines()))
 

@@ -134,7 +134,7 @@ def submit(
 def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) -> None:
     """List your jobs, newest first."""
     jobs = client.jobs.list(states=states, limit=limit)
-    # an admin sees the jobs of all; for everybody else OWNER would be the same name in every row
+    # An admin sees the jobs of all; for everybody else OWNER would be the same name in every row
     many_owners = len({job.owner for job in jobs}) > 1
     columns = [c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners]
     print_list(jobs, replace(JOB_VIEW, columns=columns), output)
@@ -181,7 +181,7 @@ def logs(client: Client, job_id: str, follow: bool, attempt: int) -> None:
     is_terminal = sys.stdout.isatty()
     try:
         for piece in client.jobs.logs(found.job_id, attempt=attempt, follow=follow, reporter=Notices()):
-            # without control bytes other than tab, line feed and carriage return, a log cannot control the terminal
+            # Without control bytes other than tab, line feed and carriage return, a log cannot control the terminal
             out.write(bytes(b for b in piece if (b >= 32 and b != 127) or b in b"\t\n\r") if is_terminal else piece)
             out.flush()
     except KeyboardInterrupt:
@@ -254,7 +254,7 @@ def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
         ended = client.jobs.get(job.job_id)
     except KeyboardInterrupt:
         raise Interrupted(_continues(job.job_id, "watch")) from None
-    # with json or yaml the last event has said it, as data
+    # With json or yaml the last event has said it, as data
     if output == "table":
         steps = f" after {ended.step} of {ended.num_steps} steps" if ended.num_steps else ""
         why = f": {ended.message}" if ended.message else ""

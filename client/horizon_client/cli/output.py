@@ -125,7 +125,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     is_rigid = [
         i == 0 or widest <= _SHORT_COLUMN or all(map(_is_figure, columns[i][1:])) for i, widest in enumerate(widths)
     ]
-    # a narrow terminal gets one space between columns before a cell is shortened
+    # A narrow terminal gets one space between columns before a cell is shortened
     least = sum(w if rigid else min(w, _MIN_COLUMN) for w, rigid in zip(widths, is_rigid, strict=True))
     gap = _GAP if width is None or least + _GAP * (len(columns) - 1) <= width else 1
     grid = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
@@ -138,7 +138,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         )
     for row in rows:
         grid.add_row(*(Text(clean(cell), no_wrap=True, overflow="ellipsis") for cell in row))
-    # into a text, because rich would fill up every line with spaces
+    # Into a text, because rich would fill up every line with spaces
     sink = io.StringIO()
     Console(file=sink, width=width or _UNLIMITED, color_system=None).print(grid)
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())
@@ -189,7 +189,7 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     """Return the time since `moment` in its largest unit; '-' when unknown."""
     if moment is None:
         return "-"
-    # the two machines' clocks may differ
+    # The two machines' clocks may differ
     seconds = max(((now or datetime.now(UTC)) - moment).total_seconds(), 0.0)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:

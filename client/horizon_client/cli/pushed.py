@@ -126,7 +126,7 @@ def _add_commands(group: click.Group, view: View[Any], complete: Completer, exam
     def _delete(client: Client, name: str, output: str) -> None:
         calls = getattr(client, f"{kind}s")
         gone = calls.get(name)
-        # by id: another could have got the name since
+        # By id: another could have got the name since
         calls.delete(getattr(gone, f"{kind}_id"))
         print_one(gone, view, output, message=f"deleted {kind} {gone.name}")
 
@@ -201,7 +201,7 @@ def push_dataset(
     """Push data files as one dataset; every row is checked before the dataset is READY."""
     from horizon_client.local_files import valid_name
 
-    # with --map, an argument `a=b` that is not a file is a further mapping
+    # With --map, an argument `a=b` that is not a file is a further mapping
     further = [f for f in files if mappings and _MAPPING.fullmatch(f) and not Path(f).exists()]
     paths = [f for f in files if f not in further]
     if not paths:
@@ -282,7 +282,7 @@ def preview_page(name: str, preview: DatasetPreview) -> str:
             counts += f", in {row.num_documents} documents"
         text = ""
         for span in row.spans:
-            # without control characters, so that a row cannot control the terminal; line breaks and tabs are part of its text
+            # Without control characters, so that a row cannot control the terminal; line breaks and tabs are part of its text
             piece = "".join(c for c in span.text if c in "\n\t" or unicodedata.category(c) != "Cc")
             if span.trained:
                 piece = click.style(piece, fg="green") if in_colour else f"[[{piece}]]"

@@ -14,11 +14,11 @@ from horizon_client.cli.output import clean
 from horizon_client.errors import HorizonClientError, did_you_mean
 
 MAX_VIOLATIONS = 100
-# as a shell reports a command that was ended by SIGINT, and by SIGPIPE
+# As a shell reports a command that was ended by SIGINT, and by SIGPIPE
 INTERRUPTED = 130
 READER_GONE = 141
 
-# the summaries are here too, so that `horizon --help` loads no command
+# The summaries are here too, so that `horizon --help` loads no command
 _COMMANDS = {
     "login": ("account:login", "Log in to a daemon and save it as a profile."),
     "logout": ("account:logout", "Forget a daemon and its token."),
@@ -37,7 +37,7 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C; the text says what continues and how to resume."""
 
 
-# not an OSError, which click would turn into exit code 1
+# Not an OSError, which click would turn into exit code 1
 class _ReaderGone(Exception):
     """The program that read our output has ended."""
 
@@ -50,7 +50,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that `args` names."""
         name = args[0]
-        # a completion at the TAB key must not fail on a half-typed name
+        # A completion at the TAB key must not fail on a half-typed name
         if ctx.resilient_parsing or name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)
         known = self.list_commands(ctx)
@@ -94,7 +94,7 @@ class RootGroup(Commands):
         """Run a command line and exit with its code."""
         code: object = 0
         try:
-            # standalone, click would print errors in its own words and choose the exit codes
+            # Standalone, click would print errors in its own words and choose the exit codes
             code = super().main(args, prog_name, **{**extra, "standalone_mode": False})
         except HorizonClientError as error:
             show_error(error)
@@ -118,11 +118,11 @@ def show_error(error: HorizonClientError) -> None:
     """Print the message, then the violations that it does not contain, one per line."""
     message = clean(error.message)
     click.echo(f"Error: {message}", err=True)
-    # a single violation is usually the message itself
+    # A single violation is usually the message itself
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
         field, description = clean(violation.field), clean(violation.description)
-        # many descriptions begin with their place already
+        # Many descriptions begin with their place already
         line = description if description.startswith((field, "line ")) else f"{field}: {description}"
         click.echo(f"  {line}", err=True)
     if len(more) > MAX_VIOLATIONS:

@@ -43,7 +43,7 @@ _SHORTEST_FOR_A_RATE_S = 0.5
 def connected(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the connection options to a command, and pass it an open client as its first argument."""
 
-    # the decorator next to the function, so that help lists these options last
+    # The decorator next to the function, so that help lists these options last
     @connection_options
     @functools.wraps(command)
     def run(**values: Any) -> Any:
@@ -132,7 +132,7 @@ class TransferReporter(Reporter):
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._phase = progress.phase
-        # several files are sent at once, so the name of one would say little
+        # Several files are sent at once, so the name of one would say little
         text = f"{_VERBS[progress.phase]} {clean(progress.name) if progress.phase == 'finalize' else ''}".rstrip()
         self._task = self._bar.add_task(text, total=total, completed=progress.done_bytes)
 
@@ -152,7 +152,7 @@ class TransferReporter(Reporter):
             self._phase_began = (now, progress.done_bytes)
         is_due = now - self._last_line_at >= _PLAIN_INTERVAL_S
         is_end = 0 < progress.total_bytes == progress.done_bytes
-        # local reading is worth a line only when it takes long
+        # Local reading is worth a line only when it takes long
         if is_due or (progress.phase not in ("check", "hash") and (is_new_phase or is_end)):
             self._last_line_at = now
             began_at, began_bytes = self._phase_began
@@ -165,7 +165,7 @@ def progress_line(progress: Progress, moved_bytes: int, elapsed_s: float) -> str
     if not progress.total_bytes:
         return line
     line += f": {100 * progress.done_bytes // progress.total_bytes}% of {bytes_text(progress.total_bytes)}"
-    # a rate over less time says little, and the ETA would jump
+    # A rate over less time says little, and the ETA would jump
     if moved_bytes <= 0 or elapsed_s < _SHORTEST_FOR_A_RATE_S:
         return line
     rate = moved_bytes / elapsed_s

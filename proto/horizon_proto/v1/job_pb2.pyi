@@ -290,7 +290,7 @@ class JobSpec(google.protobuf.message.Message):
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
-    """The project that pays; default: the user's own."""
+    """The project that the job is charged to; default: the user's own."""
     model: builtins.str
     """A pushed model's name, or a folder on the node below an allowed root; required."""
     dataset: builtins.str
@@ -300,7 +300,7 @@ class JobSpec(google.protobuf.message.Message):
     method: global___Method.ValueType
     """How the model is tuned; default sft."""
     eval_every_steps: builtins.int
-    """Steps between evaluations; 0 never; default 0."""
+    """Steps between evaluations; 0 evaluates at the start and end only; default 0."""
     priority: builtins.int
     """Must be 0 in this version: the queue is first come, first served. Later: higher first, within the project's share."""
     device: global___DeviceChoice.ValueType
@@ -368,7 +368,7 @@ class TrainSpec(google.protobuf.message.Message):
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     DECAY_FIELD_NUMBER: builtins.int
     epochs: builtins.float
-    """How often each row is seen; default 1; not together with max_steps."""
+    """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
     """Number of optimizer steps; not together with epochs."""
     sequence_length: builtins.int
@@ -669,7 +669,7 @@ class MemoryPlan(google.protobuf.message.Message):
     host_limit_bytes: builtins.int
     """What the node can give: its memory limit less what is reserved."""
     device_limit_bytes: builtins.int
-    """What the device can give; 0 when the device is the host."""
+    """What the device can give; on the host, the arena that takes the device's place."""
     fits: builtins.bool
     """Whether both fit."""
     message: builtins.str
@@ -1065,7 +1065,7 @@ class CheckpointEvent(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Size on disk."""
     eval_loss: builtins.float
-    """Loss of the last evaluation before it; unset when there was none."""
+    """Loss of the evaluation at that step; unset when there was none."""
     def __init__(
         self,
         *,
@@ -1266,7 +1266,7 @@ class GetJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """Its id, or its name where only one of the caller's jobs has it."""
+    """Its id, the beginning of only one id, or its name: the newest job with that name."""
     def __init__(
         self,
         *,

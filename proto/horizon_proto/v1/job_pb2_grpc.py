@@ -113,7 +113,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """ListJobs returns the caller's jobs, newest first; an admin sees all.
+        """ListJobs returns the caller's jobs, newest first; admins and viewers see all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

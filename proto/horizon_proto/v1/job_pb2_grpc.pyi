@@ -43,7 +43,7 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.ListJobsRequest,
         horizon_proto.v1.job_pb2.ListJobsResponse,
     ]
-    """ListJobs returns the caller's jobs, newest first; an admin sees all."""
+    """ListJobs returns the caller's jobs, newest first; admins and viewers see all."""
 
     CancelJob: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.CancelJobRequest,
@@ -108,7 +108,7 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.ListJobsRequest,
         horizon_proto.v1.job_pb2.ListJobsResponse,
     ]
-    """ListJobs returns the caller's jobs, newest first; an admin sees all."""
+    """ListJobs returns the caller's jobs, newest first; admins and viewers see all."""
 
     CancelJob: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.CancelJobRequest,
@@ -181,7 +181,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.ListJobsResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.ListJobsResponse]]:
-        """ListJobs returns the caller's jobs, newest first; an admin sees all."""
+        """ListJobs returns the caller's jobs, newest first; admins and viewers see all."""
 
     @abc.abstractmethod
     def CancelJob(

@@ -1,1 +1,1 @@
-"""The daemon's two faces, gRPC and HTTP, and the one table that maps errors to both."""
+"""The daemon's two interfaces, gRPC and HTTP, and the one table that maps errors to both."""

@@ -1,4 +1,4 @@
-"""What both faces, gRPC and REST, share: the services they call, the streams they hold open, and the tokens they refused."""
+"""What gRPC and REST share: the services they call, the streams they hold open, and the tokens they refused."""
 
 from __future__ import annotations
 

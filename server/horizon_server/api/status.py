@@ -1,4 +1,4 @@
-"""The one table from errors to wire status: gRPC name and HTTP code. Both faces read it."""
+"""The one table from errors to wire status: gRPC name and HTTP code."""
 
 from __future__ import annotations
 

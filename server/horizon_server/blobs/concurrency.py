@@ -163,8 +163,8 @@ class Turns:
             silent_s = 0.0 if holder.waiting_since is None else self._clock() - holder.waiting_since
             patience_s = self._silence_s - silent_s
             if patience_s <= 0:
-                # A timeout that expires now ends the writer wherever it waits, and tells a cut from a caller who cancels. Its turn is
-                # over when it has put its file down.
+                # A timeout that expires now ends the writer wherever it waits, and distinguishes a cut from a caller who cancels. Its
+                # turn is over when it has put its file down.
                 if holder.scope.when() is None:
                     holder.scope.reschedule(asyncio.get_running_loop().time())
                 patience_s = left_s

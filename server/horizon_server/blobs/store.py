@@ -186,7 +186,7 @@ class BlobStore:
                 await writer.put(data)
         except TimeoutError as error:
             raise Stalled(
-                f"nothing came for {self._silence_limit_s:g} s; ask for the blob's status and continue from there"
+                f"no data arrived for {self._silence_limit_s:g} s; ask for the blob's status and continue from there"
             ) from error
         finally:
             # However the stream ended, even by a cancelled call: what arrived is written, and no thread is left on the file.

@@ -206,7 +206,7 @@ async def run_child(
 
 
 def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:
-    """Explain in one sentence why a child that reported no end has ended."""
+    """Return why a child that reported no end has ended."""
     if code == -signal.SIGKILL and oom_killed:
         return f"{who} was killed at the memory limit by the kernel's out-of-memory killer"
     if code == -signal.SIGKILL:

@@ -35,10 +35,10 @@ def horizond() -> None:
     "tls_names",
     multiple=True,
     metavar="NAME",
-    help="Host name or address by which laptops call this machine, for the certificate (repeatable).",
+    help="Host name or address that clients connect to, for the certificate (repeatable).",
 )
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
-@click.option("--log-json", is_flag=True, default=None, help="One JSON object a line.")
+@click.option("--log-json", is_flag=True, default=None, help="One JSON object per line.")
 @with_settings_options
 def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...], **flags: str | bool | None) -> int:
     """Run the daemon in the foreground.
@@ -46,7 +46,7 @@ def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...
     SIGTERM and Ctrl-C checkpoint the running job and end with exit code 0.
 
     Beyond loopback it speaks TLS only. On the first start it makes a certificate for this machine's name and every --tls-name, and prints
-    the file that laptops need.
+    the CA file that clients need.
     """
     settings = load_settings(config, state_dir=state_dir, tls_names=tls_names or None, **flags)
     # Only this command and the demo need the whole daemon; the others answer sooner without its imports.
@@ -63,10 +63,10 @@ def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...
     show_default=True,
     help="Folder of the tuned model. Replaced each time.",
 )
-@click.option("--max-steps", type=click.IntRange(min=2), help="Train this many steps instead of the recipe's.")
-@click.option("--config", type=click.Path(path_type=Path), help="The throw-away daemon's TOML file.")
+@click.option("--max-steps", type=click.IntRange(min=2), help="Number of optimizer steps, instead of the recipe's.")
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file of the demo's own daemon.")
 @click.option(
-    "--state-dir", type=click.Path(path_type=Path), help="Keep the daemon's state here instead of throwing it away."
+    "--state-dir", type=click.Path(path_type=Path), help="Folder to keep the daemon's state in, instead of deleting it."
 )
 def demo(output_dir: Path, max_steps: int | None, config: Path | None, state_dir: Path | None) -> int:
     """Run a whole fine-tuning job on this machine.
@@ -104,7 +104,7 @@ def run() -> int:
 
 
 def exit_code(error: HorizonError) -> int:
-    """Return the exit code of an error: 3 not allowed, 4 not found, 2 everything else a user can mend."""
+    """Return the exit code of an error: 3 not allowed, 4 not found, 2 everything else that a user can fix."""
     if isinstance(error, Unauthenticated | NotAllowed):
         return 3
     return 4 if isinstance(error, NotFound) else 2

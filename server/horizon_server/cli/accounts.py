@@ -26,16 +26,16 @@ Result = TypeVar("Result")
 
 @click.group(name="user")
 def user_group() -> None:
-    """Make, list and remove users."""
+    """Create, list and remove users."""
 
 
 @user_group.command("add")
 @click.argument("name")
-@click.option("--role", type=click.Choice(ROLES), default="user", show_default=True, help="What they may do.")
-@click.option("--project", help="Project that pays for what they run. [default: one of their own]")
+@click.option("--role", type=click.Choice(ROLES), default="user", show_default=True, help="What the user may do.")
+@click.option("--project", help="Project that the user's jobs are charged to. [default: a project of the user's own]")
 @with_settings_options
 def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
-    """Make a user. Example: horizond user add ada --role admin."""
+    """Create a user. Example: horizond user add ada --role admin."""
     user = _with_accounts(config, state_dir, lambda a: a.add_user(name, role=role, project=project))
     click.echo(
         f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}", err=True
@@ -64,7 +64,7 @@ def user_remove(name: str, config: Path | None, state_dir: Path | None) -> None:
 
 @click.group(name="token")
 def token_group() -> None:
-    """Make, list and revoke bearer tokens."""
+    """Create, list and revoke bearer tokens."""
 
 
 @token_group.command("create")
@@ -72,11 +72,11 @@ def token_group() -> None:
 @click.option("--expires", default="90d", show_default=True, help="Lifetime such as 12h, 90d, 1y, or never.")
 @with_settings_options
 def token_create(user: str, expires: str, config: Path | None, state_dir: Path | None) -> None:
-    """Make a token for USER and print it, this once. Example: horizond token create ada > ada.token."""
+    """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada > ada.token."""
     lifetime_s = parse_lifetime(expires)
     token, secret = _with_accounts(config, state_dir, lambda a: a.create_token(user, lifetime_s=lifetime_s))
     end = "never expires" if token.expires_s is None else f"expires {_day(token.expires_s)}"
-    click.echo(f"token {token.token_id} of {user}, {end}; it is shown this once:", err=True)
+    click.echo(f"token {token.token_id} of {user}, {end}; it cannot be shown again:", err=True)
     # Alone on stdout, so that it can be redirected into a file.
     click.echo(secret)
 
@@ -104,7 +104,7 @@ def token_list(output: str, config: Path | None, state_dir: Path | None) -> None
 @click.argument("token_id")
 @with_settings_options
 def token_revoke(token_id: str, config: Path | None, state_dir: Path | None) -> None:
-    """Make a token useless from now on."""
+    """Revoke a token: calls with it are refused from now on."""
     _with_accounts(config, state_dir, lambda a: a.revoke_token(token_id))
     click.echo(f"token {token_id} is revoked", err=True)
 

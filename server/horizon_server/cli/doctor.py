@@ -1,4 +1,4 @@
-"""`horizond doctor`: is this machine fit, how fast is it, and what to do where it is not. Measures, never guesses."""
+"""`horizond doctor`: can this machine run jobs, how fast is it, and what to do where something is wrong. Measures, never guesses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Part:
 @click.option("-o", "--output", type=click.Choice(["table", "json", "yaml"]), default="table", show_default=True)
 @with_settings_options
 def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
-    """Check whether this machine is fit, and how fast it is.
+    """Check whether this machine can run jobs, and how fast it is.
 
     Memory and its limits, GPU, pinning, the AdamW kernel against STREAM, compute, link, disk.
 

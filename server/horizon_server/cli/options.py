@@ -28,7 +28,9 @@ def with_settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def with_output_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add -o table|json|yaml|name."""
     kinds = click.Choice(["table", "json", "yaml", "name"])
-    return click.option("-o", "--output", type=kinds, default="table", show_default=True, help="How to print.")(command)
+    return click.option("-o", "--output", type=kinds, default="table", show_default=True, help="Output format.")(
+        command
+    )
 
 
 def print_rows(rows: list[dict[str, Any]], output: str, *, name_key: str) -> None:
@@ -50,7 +52,7 @@ def print_rows(rows: list[dict[str, Any]], output: str, *, name_key: str) -> Non
 
 
 def print_mapping(mapping: dict[str, Any], output: str) -> None:
-    """Print one thing; as a table that is a line a key."""
+    """Print one thing; as a table, one key per line."""
     if output == "json":
         click.echo(json.dumps(mapping, indent=2))
     elif output == "yaml":

@@ -14,10 +14,10 @@ import yaml
 
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import InvalidSpec, NotFound
-from horizon_server.planning.machine import Machine, RateBook, find_accelerators, host_memory, usable_accelerators
-from horizon_server.planning.planner import LayerProbe, Planner
+from horizon_server.planning.machine import Machine, RateBook, find_accelerators, usable_accelerators
+from horizon_server.planning.planner import Planner
 from horizon_server.records.plan import size_text
-from horizon_server.settings import Settings, child_environment, load_settings
+from horizon_server.settings import child_environment, load_settings
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.cpus import available_cpus
 
@@ -44,7 +44,9 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     folder = model_dir or Path(spec.model)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
-    job_plan = _planner(settings).plan(spec, folder)
+    accelerators = asyncio.run(usable_accelerators(asyncio.run(find_accelerators()), child_environment()))
+    machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
+    job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
     mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     if job_plan.prediction is None:
@@ -55,22 +57,6 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})
     print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
-
-
-def _planner(settings: Settings) -> Planner:
-    num_threads = settings.num_threads or available_cpus()
-    found = asyncio.run(find_accelerators())
-    accelerators = asyncio.run(usable_accelerators(found, child_environment()))
-    return Planner(
-        memory=host_memory,
-        limit_bytes=settings.host_memory_limit_bytes,
-        reserve_bytes=settings.host_memory_reserve_bytes,
-        arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
-        num_threads=num_threads,
-        accelerators=accelerators,
-        rates=RateBook(settings.state_dir, Machine.of(accelerators, num_threads=num_threads)).read,
-        layer_memory=LayerProbe(child_environment()),
-    )
 
 
 class _SpecLoader(yaml.SafeLoader):

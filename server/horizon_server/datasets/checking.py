@@ -39,7 +39,9 @@ async def check_dataset(
         )  # fmt: skip
     except WorkerCrashed as error:
         # Arrow is native code, and the files come from other users: what crashes it ends the child only.
-        raise InvalidData(f"{name} crashes its reader; its files are damaged, so write them again") from error
+        raise InvalidData(
+            f"{name} crashes the program that reads it; its files are damaged, so write them again"
+        ) from error
     except OutOfMemory as error:
         raise InvalidData(
             f"{name} holds rows that need more than {_MEMORY_GIB} GiB of memory to read; write smaller ones"

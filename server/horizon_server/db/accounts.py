@@ -49,7 +49,7 @@ class AccountStore:
         async with self._database.session() as session:
             if await session.get(UserRow, token.user) is None:
                 raise NotFound(
-                    f"user {token.user} does not exist; make them first with: horizond user add {token.user}"
+                    f"user {token.user} does not exist; create it first with: horizond user add {token.user}"
                 )
             session.add(TokenRow(**dataclasses.asdict(token), sha256=sha256))
 
@@ -60,7 +60,7 @@ class AccountStore:
             return [_record(Token, row) for row in rows]
 
     async def revoke(self, token_id: str, now_s: float) -> None:
-        """Make a token useless from `now_s` on. Raises NotFound when there is no such token."""
+        """Revoke a token from `now_s` on. Raises NotFound when there is no such token."""
         async with self._database.session() as session:
             row = await session.get(TokenRow, token_id)
             if row is None:

@@ -33,7 +33,7 @@ class Pairing:
             if why := self._doubt(row, is_empty=is_empty):
                 accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
                 return (
-                    f"{why}; put the right horizon.db back and start again, or accept this one, which gives up what it does not know, "
+                    f"{why}; put the right horizon.db back and start again, or accept this one (what it does not list goes to the trash) "
                     f"with: {accept}"
                 )
             row.num_checks += 1

@@ -57,7 +57,7 @@ def run_demo(*, output_dir: Path, max_steps: int | None, config: Path | None, st
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    click.echo(f"\nAll of it happened, in {time.monotonic() - started_s:.0f} s. The tuned model is in {output_dir}")
+    click.echo(f"\nThe demo has succeeded in {time.monotonic() - started_s:.0f} s. The tuned model is in {output_dir}")
     return 0
 
 

@@ -65,7 +65,9 @@ class CheckpointFolder:
         """Return one file of a checkpoint; only those that its manifest lists can be reached. Raises NotFound."""
         self._require(step)
         if path not in read_manifest(self.of_step(step)).files:
-            raise NotFound(f"checkpoint {self._job_id}@{step} has no file {path!r}")
+            raise NotFound(
+                f"the checkpoint of step {step} of job {self._job_id} has no file {path!r:.200}; list it to see its files"
+            )
         return self.of_step(step) / path
 
     def delete(self, step: int) -> None:
@@ -107,10 +109,10 @@ class CheckpointFolder:
         )
 
     def _require(self, step: int) -> None:
-        if step not in self._steps():
-            raise NotFound(
-                f"job {self._job_id} has no checkpoint of step {step}; see: horizon checkpoint list {self._job_id}"
-            )
+        steps = self._steps()
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            raise NotFound(f"job {self._job_id} has no checkpoint of step {step}; it has: {listed}")
 
     def _remove(self, step: int) -> None:
         folder = self.of_step(step)

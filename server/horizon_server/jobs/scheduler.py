@@ -75,10 +75,10 @@ class Scheduler:
             except WrongJobState:
                 log.info("the job left the queue before its turn", job_id=first[0].job_id)
             except HorizonError as error:
-                log.error("attempt broke", job_id=first[0].job_id, why=error.message)
+                log.error("attempt failed", job_id=first[0].job_id, why=error.message)
                 await self._fail(first[0].job_id, error)
             except Exception as error:  # a defect in one attempt must not block the queue of all users
-                log.exception("attempt broke", job_id=first[0].job_id)
+                log.exception("attempt failed", job_id=first[0].job_id)
                 await self._fail(first[0].job_id, error)
             finally:
                 self.current = None
@@ -136,7 +136,7 @@ class Scheduler:
             self.metrics.on_worker_restart(DAEMON_DIED)
 
     async def _deaths(self, job_id: str) -> int:
-        """Return how often in a row this job was found like this: since a user last queued it, and since it last got further than ever."""
+        """Return how many times in a row the daemon died under this job: since a user last queued it, and since it last made progress."""
         # A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
         deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
         while events := await self.journal.store.events_after(job_id, after, 1000):

@@ -71,7 +71,7 @@ _COMPUTES_ALL_EXPERTS = frozenset({"llama4_text"})
 """Model types that repeat every token for every expert, and have one shared expert of the same size."""
 
 UNBOUNDED_POSITIONS = 1 << 40
-"""Stands for a config without a limit on the sequence length."""
+"""The limit on the sequence length of a config that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def _why_no_projection(headers: Mapping[str, TensorHeader], vocab_size: int) -> 
 
 
 def _check_edges(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Hold the tables at both ends of the model against the sizes in its config, where it names them.
+    """Check the tables at both ends of the model against the sizes in its config, where it names them.
 
     The shapes in between depend on the architecture; they are checked against the model class when the weights are loaded.
 

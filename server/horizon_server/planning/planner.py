@@ -17,10 +17,11 @@ import structlog
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
-from horizon_server.planning.machine import Accelerator, HostMemory, RatesByDevice, host_memory
+from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.roofline import predict_step, work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction, size_text
+from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
 from horizon_server.store.model_files import CONFIG_FILE
@@ -151,6 +152,20 @@ class Planner:
         self._arena_limit_bytes = arena_limit_bytes
         self._num_threads = num_threads
 
+    @classmethod
+    def of_node(cls, settings: Settings, book: RateBook, accelerators: Sequence[Accelerator]) -> Planner:
+        """Return the planner of this node, by its settings; `book` holds its speed."""
+        return cls(
+            memory=host_memory,
+            limit_bytes=settings.host_memory_limit_bytes,
+            reserve_bytes=settings.host_memory_reserve_bytes,
+            arena_limit_bytes=settings.arena_limit(host_memory().limit_bytes),
+            num_threads=book.machine.num_threads,
+            accelerators=accelerators,
+            rates=book.read,
+            layer_memory=LayerProbe(child_environment()),
+        )
+
     def plan(self, spec: JobSpec, folder: Path) -> JobPlan:
         """Return the ledger of the job against the node's limit, whatever else is running.
 
@@ -197,7 +212,7 @@ class Planner:
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=found.layout.num_parameters,
             device=choice.device_kind,
-            message=self._complaint(spec, found, ledger, limit_bytes, choice) or _warning(spec),
+            message=self._why_not(spec, found, ledger, limit_bytes, choice) or _warning(spec),
             prediction=self._prediction(spec, found, choice),
         )
         return plan, found.layout, choice
@@ -225,7 +240,7 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # Which of several the driver counts as the first is its own affair, so the smallest is planned with.
+            # The driver decides which of several is the first, so the smallest is planned with.
             smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
             limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
         grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
@@ -256,10 +271,8 @@ class Planner:
             layer=choice.layer,
         )
 
-    def _complaint(
-        self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice
-    ) -> str:
-        """Say in one sentence why it does not fit, with the numbers and the smallest change that would make it fit; or nothing."""
+    def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
+        """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""
         need, arena = ledger.host_total_bytes, ledger.device_total_bytes
         if need <= limit_bytes and arena <= choice.device_limit_bytes:
             return ""

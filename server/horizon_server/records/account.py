@@ -9,7 +9,7 @@ ROLES = ("user", "admin", "viewer")
 
 @dataclass(frozen=True, kw_only=True)
 class Principal:
-    """An authenticated caller. `role` is user, admin or viewer; `project` pays for what they run."""
+    """An authenticated caller. `role` is user, admin or viewer; `project` is charged for the caller's jobs."""
 
     name: str
     role: str
@@ -23,7 +23,7 @@ class Principal:
 
 @dataclass(frozen=True, kw_only=True)
 class User:
-    """A person or a script that calls. `project` pays for what they run."""
+    """A person or a script that calls. `project` is charged for its jobs."""
 
     name: str
     role: str

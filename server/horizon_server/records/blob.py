@@ -66,7 +66,7 @@ def check_ref(ref: BlobRef, *, max_bytes: int, field: str = "blob") -> None:
     if problems := _ref_problems(ref, field):
         raise InvalidSpec(problems[0].description, violations=problems)
     if ref.size_bytes > max_bytes:
-        raise TooLarge(f"{field} announces {ref.size_bytes} bytes; this daemon takes at most {max_bytes} per file")
+        raise TooLarge(f"{field} announces {ref.size_bytes} bytes; this daemon accepts at most {max_bytes} per file")
 
 
 def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None:
@@ -77,7 +77,7 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
     if not files:
         raise InvalidSpec.of("files", f"files is empty; a {what} needs at least one file")
     if len(files) > MAX_FILES:
-        raise TooLarge(f"the {what} announces {len(files)} files; at most {MAX_FILES} are taken")
+        raise TooLarge(f"the {what} announces {len(files)} files; at most {MAX_FILES} are allowed")
     problems = []
     for i, file in enumerate(files):
         problems += _ref_problems(file.ref, f"files[{i}]")
@@ -90,8 +90,8 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
             or not file.path.isprintable()
             or any(part in (b"", b".", b"..") or len(part) > _MAX_SEGMENT_BYTES for part in parts)
         ):
-            sentence = f"files[{i}].path is {file.path!r:.80}; it must be {_PATH_RULE}"
-            problems.append(FieldViolation(field=f"files[{i}].path", description=sentence))
+            problem = f"files[{i}].path is {file.path!r:.80}; it must be {_PATH_RULE}"
+            problems.append(FieldViolation(field=f"files[{i}].path", description=problem))
     problems += _clashes(files)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -99,7 +99,7 @@ def check_files(files: Sequence[BlobFile], *, what: str, max_bytes: int) -> None
     total_bytes = sum(file.size_bytes for file in files)
     if total_bytes > max_bytes:
         raise TooLarge(
-            f"the {what} announces {total_bytes} bytes; this daemon takes at most {max_bytes} "
+            f"the {what} announces {total_bytes} bytes; this daemon accepts at most {max_bytes} "
             f"(setting max_{what}_bytes), so split it or ask an admin"
         )
 
@@ -131,7 +131,7 @@ def _clashes(files: Sequence[BlobFile]) -> list[FieldViolation]:
     problems = []
     for i, file in enumerate(files):
         if file.path in seen:
-            problems.append((f"files[{i}].path", f"is {file.path!r:.80}, which is there twice; name each file once"))
+            problems.append((f"files[{i}].path", f"is {file.path!r:.80}, which is given twice; give each file once"))
         elif file.path in folders:
             problems.append((f"files[{i}].path", f"is {file.path!r:.80}, which is a folder of other files too"))
         seen.add(file.path)

@@ -67,7 +67,7 @@ class JobPlan:
 
     @property
     def summary(self) -> str:
-        """One sentence for people."""
+        """The plan in one line, for people."""
         on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
         planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}"
         if self.prediction is None:

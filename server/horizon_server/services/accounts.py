@@ -34,7 +34,7 @@ class Accounts(AccountStore):
         self._clock = clock
 
     async def add_user(self, name: str, *, role: str = "user", project: str | None = None) -> User:
-        """Make a user; the project defaults to one of their own. Raises BadSetting for malformed values, or AlreadyExists."""
+        """Create a user; the project defaults to one of the user's own. Raises BadSetting for malformed values, or AlreadyExists."""
         for what, value in (("user name", name), ("project", project or name)):
             if not NAME_PATTERN.fullmatch(value):
                 raise BadSetting(f"{what} {value!r} is not allowed: it must be {NAME_RULE}")
@@ -45,7 +45,7 @@ class Accounts(AccountStore):
         return user
 
     async def create_token(self, user: str, *, lifetime_s: float | None) -> tuple[Token, str]:
-        """Make a token for `user` and return it with its secret, which cannot be shown again. Raises NotFound without the user."""
+        """Create a token for `user` and return it with its secret, which cannot be shown again. Raises NotFound without the user."""
         secret = TOKEN_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
         now_s = self._clock()
         token = Token(
@@ -59,7 +59,7 @@ class Accounts(AccountStore):
         return token, secret
 
     async def revoke_token(self, token_id: str) -> None:
-        """Make a token useless from now on. Raises NotFound when there is no such token."""
+        """Revoke a token: calls with it are refused from now on. Raises NotFound when there is no such token."""
         await self.revoke(token_id, self._clock())
 
     async def authenticate(self, secret: str) -> Principal:
@@ -102,7 +102,7 @@ def require_change(principal: Principal, owner: str, what: str) -> None:
 
 
 def require_create(principal: Principal) -> None:
-    """Allow making something new. Raises NotAllowed for viewers."""
+    """Allow creating something. Raises NotAllowed for viewers."""
     if principal.role == "viewer":
         raise NotAllowed(
             f"{principal.name} has the role viewer and may look but not change; ask an admin for the role user"

@@ -120,7 +120,7 @@ def check_folder(folder: Path) -> ModelFacts:
 def _refuse_code(name: str, document: Mapping[str, Any]) -> None:
     if document.get("auto_map"):
         raise InvalidModel(
-            f"{name} names code of its own (auto_map), which is never run here; use an architecture and a tokenizer that "
+            f"{name} names custom code (auto_map), which is never run here; use an architecture and a tokenizer that "
             "transformers has built in, and remove auto_map"
         )
 

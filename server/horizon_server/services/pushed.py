@@ -347,7 +347,7 @@ class ModelService(PushedService[ModelRecord]):
 
 
 class NodeResources:
-    """Finds the files that names stand for, as the dataset and model services let the caller see them."""
+    """Finds the files that names mean, as the dataset and model services let the caller see them."""
 
     def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
         self._datasets = datasets
@@ -410,5 +410,7 @@ async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
     except OutOfMemory as error:
         raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
     except WorkerCrashed as error:
-        raise InvalidModel("the model folder crashes its reader; its files are damaged, so write them again") from error
+        raise InvalidModel(
+            "the model folder crashes the program that reads it; its files are damaged, so write them again"
+        ) from error
     return found

@@ -132,7 +132,7 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     contents are undefined and must not be trained on.
 
     Raises:
-        InvalidModel: the folder is not a checkpoint, is torn, belongs to another model, or a file's checksum fails; it is named.
+        InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, or a file's checksum fails; it is named.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
@@ -140,7 +140,7 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
             raise InvalidModel(f"{folder / name} is missing from the checkpoint; use another checkpoint")
         if (size_bytes := (folder / name).stat().st_size) != record.size_bytes:
             raise InvalidModel(
-                f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is torn, use another checkpoint"
+                f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint"
             )
     contents = _plan_reads(store, folder, manifest)
 

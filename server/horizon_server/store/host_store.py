@@ -92,7 +92,7 @@ class HostStore:
 
     def plane(self, name: str) -> torch.Tensor:
         """A whole plane. Shapes: [layout.num_elements]."""
-        # Whoever has a view may write to it.
+        # The caller may write to the view.
         self.blank.discard(name)
         return self._planes[name]
 

@@ -67,7 +67,7 @@ def read_safetensors_headers(folder: Path, *, stem: str = "model") -> dict[str, 
     """All tensors by name, in the order of the files: of `<stem>.safetensors`, or of the shards its index names.
 
     Raises:
-        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is torn; the message names it.
+        InvalidModel: no safetensors weights in the folder, a shard is missing, or a file is truncated; the message names it.
     """
     if not folder.is_dir():
         raise InvalidModel(f"{folder} is not a folder; give a folder written by save_pretrained")
@@ -265,10 +265,13 @@ def write_sharded(
 ) -> dict[str, FileRecord]:
     """Write `<stem>.safetensors`, or shards of about `shard_bytes` with an index; returns the files by name."""
     shards: list[list[TensorBytes]] = [[]]
+    filled_bytes = 0
     for tensor in tensors:
-        if shards[-1] and sum(t.size_bytes for t in shards[-1]) + tensor.size_bytes > shard_bytes:
+        if shards[-1] and filled_bytes + tensor.size_bytes > shard_bytes:
             shards.append([])
+            filled_bytes = 0
         shards[-1].append(tensor)
+        filled_bytes += tensor.size_bytes
     if len(shards) == 1:
         name = f"{stem}.safetensors"
         return {name: _write_file(folder / name, shards[0])}

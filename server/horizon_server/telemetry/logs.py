@@ -31,7 +31,7 @@ _HEADER = re.compile(r"\b(authorization)([\"']?\s*[:=,]\s*)(?!\s*[\"']?bearer\b)
 def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> None:
     """Send every log line of the process to `stream` (stderr) from `level` (debug, info, warning, error) on.
 
-    `json` writes one object a line, otherwise text for people. May be called again; the last call holds.
+    `json` writes one object per line, otherwise text for people. May be called again; the last call holds.
     """
     before: list[Processor] = [
         structlog.contextvars.merge_contextvars,

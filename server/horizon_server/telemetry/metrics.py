@@ -285,5 +285,5 @@ def _device_of(job: JobRecord) -> str:
 
 
 def _project_of(job: JobRecord) -> str:
-    """Return the project that pays: the spec's, which the service fills in, else the owner."""
+    """Return the project to charge: the spec's, which the service fills in, else the owner."""
     return job.spec.project or job.owner

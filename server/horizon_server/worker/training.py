@@ -167,7 +167,7 @@ class Training:
         # version that had no packing limit was made without one.
         if {"packing_limit": None, **kept["data"]} != self._data_identity():
             raise InvalidSpec(
-                "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly"
+                "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly; submit a new job"
             )
         self._trainer.restore(kept["trainer"])
         self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])

@@ -240,7 +240,7 @@ async def test_a_silent_stream_is_ended_and_what_it_sent_is_kept(tmp_path: Path)
         await asyncio.Event().wait()
 
     store = BlobStore(tmp_path, silence_limit_s=0.01)
-    with pytest.raises(Stalled, match=r"nothing came for 0\.01 s"):
+    with pytest.raises(Stalled, match=r"no data arrived for 0\.01 s"):
         await store.write("ann", REF, 0, then_silence())
     assert (await store.write("ann", REF, 1000, pieces(CONTENT[1000:]))).complete
 

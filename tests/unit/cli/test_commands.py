@@ -61,7 +61,7 @@ def test_every_command_explains_itself_and_takes_the_settings(path: tuple[str, .
 def test_users_and_tokens(command: Command) -> None:
     assert command("user", "add", "ada", "--role", "admin", "--project", "lab")[:2] == (0, "ada\n")
     code, secret, told = command("token", "create", "ada", "--expires", "12h")
-    assert (code, secret.startswith("hzn_"), "shown this once" in told) == (0, True, True)
+    assert (code, secret.startswith("hzn_"), "cannot be shown again" in told) == (0, True, True)
     [user] = json.loads(command("user", "list", "-o", "json")[1])
     assert (user["name"], user["role"], user["project"]) == ("ada", "admin", "lab")
     token_id = command("token", "list", "-o", "name")[1].strip()
@@ -82,7 +82,7 @@ def test_users_and_tokens(command: Command) -> None:
         (
             ("token", "create", "nobody"),
             4,
-            "user nobody does not exist; make them first with: horizond user add nobody",
+            "user nobody does not exist; create it first with: horizond user add nobody",
         ),
         (("token", "create", "ada", "--expires", "soon"), 2, "write a number with h, d, w or y such as 90d, or never"),
         (("token", "revoke", "tok_none"), 4, "token tok_none does not exist; see: horizond token list"),

@@ -154,7 +154,7 @@ def test_an_encoder_is_refused_by_its_config_alone(architecture: str) -> None:
 def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     (folder / "tokenizer_config.json").write_bytes(b'{"auto_map": {"AutoTokenizer": ["x.Y", null]}}')
-    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json names code"):
+    with pytest.raises(InvalidModel, match=r"tokenizer_config\.json names custom code"):
         check_folder(folder)
 
 

@@ -108,7 +108,7 @@ def enum_text(enum: EnumDescriptor, number: int) -> str:
 
 
 def attribute_of(field: Field) -> str:
-    """Return the attribute of a record that a message's field stands for."""
+    """Return the attribute of a record that a message's field is filled from."""
     return _RENAMED.get(f"{field.containing_type.name}.{field.name}", _RENAMED.get(field.name, field.name))
 
 

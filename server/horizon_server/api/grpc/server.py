@@ -57,7 +57,7 @@ async def start_grpc_server(
         credentials = grpc.ssl_server_credentials([pair])
     elif not is_loopback(parse_address("grpc", address).host):
         raise BadSetting(
-            f"the gRPC address {address} is beyond loopback and needs TLS; tokens would be readable on the way"
+            f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set tls_cert and tls_key"
         )
     streams = OpenStreams()
     server = grpc.aio.server(

@@ -120,17 +120,9 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
     async def ReadCheckpointFile(
         self, request: checkpoint_pb2.ReadCheckpointFileRequest, context: Any
     ) -> AsyncIterator[checkpoint_pb2.ReadCheckpointFileResponse]:
-        # The size that the checkpoint lists: what it does not list cannot be read, whatever the path says.
-        checkpoints = await self._services.jobs.checkpoints(caller(), request.job_id)
-        chosen = next((one for one in checkpoints if one.step == request.step), None)
-        if chosen is None:
-            steps = ", ".join(str(one.step) for one in checkpoints) or "none"
-            raise NotFound(f"job {request.job_id} has no checkpoint of step {request.step}; it has: {steps}")
-        size = next((file.size_bytes for file in chosen.files if file.path == request.path), None)
-        if size is None:
-            raise NotFound(
-                f"the checkpoint of step {request.step} has no file {request.path!r:.200}; list it to see its files"
-            )
+        path = await self._services.jobs.checkpoint_file(caller(), request.job_id, request.step, request.path)
+        # The size that the checkpoint lists: one whose files have other sizes is not found.
+        size = (await asyncio.to_thread(path.stat)).st_size
         offset, problems = request.offset, []
         if not 0 <= offset <= size:
             problem = f"offset is {offset}; it must be from 0 to the file's size, {size}"
@@ -140,7 +132,6 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
             problems.append(FieldViolation(field="length", description=problem))
         if problems:
             raise InvalidSpec(problems[0].description, violations=problems)
-        path = await self._services.jobs.checkpoint_file(caller(), request.job_id, request.step, request.path)
         end = min(size, offset + request.length) if request.length else size
         # In threads: a disk that is busy with a checkpoint must not hold up the calls of others.
         with await asyncio.to_thread(path.open, "rb") as file:

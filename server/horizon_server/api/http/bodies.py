@@ -157,7 +157,7 @@ class ErrorDetail(BaseModel):
     """Why a call failed."""
 
     reason: str = Field(description="Stable name; scripts may match it.")
-    message: str = Field(description="One sentence for people.")
+    message: str = Field(description="Message for people.")
     violations: list[ViolationBody] = Field(
         default_factory=list, description="The refused fields, where there are any."
     )
@@ -179,7 +179,7 @@ class ReadyBody(BaseModel):
     """Whether the daemon takes work."""
 
     ready: bool
-    message: str = Field("", description="Why not, in one sentence.")
+    message: str = Field("", description="Why not.")
 
 
 class QueueEntry(BaseModel):

@@ -59,7 +59,7 @@ async def authenticated(
     # auto_error is off since FastAPI's own refusal is not in the shape of our errors.
     if credentials is None:
         raise Unauthenticated(
-            "send the header 'Authorization: Bearer TOKEN'; 'horizond token create USER' makes a token"
+            "send the header 'Authorization: Bearer TOKEN'; 'horizond token create USER' creates a token"
         )
     services = services_of(request)
     try:

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: text to token ids, and back to the characters that each stands for.
+"""A model folder's tokenizer: text to token ids, and back to the characters that each covers.
 
 Only the children for preparation and preview import this, as it may load transformers.
 """
@@ -83,7 +83,7 @@ class TextCodec:
 
     def encode_ids(self, text: str) -> list[int]:
         """Return the ids that `encode` gives."""
-        # Faster, as the characters that each stands for are not kept.
+        # Faster, as the characters that each covers are not kept.
         ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 

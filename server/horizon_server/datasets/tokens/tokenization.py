@@ -243,7 +243,9 @@ class RowTokenizer:
             size = self._codec.vocab_size
             highest = max(item.normal.input_ids, default=0)
             if size is not None and highest >= size:
-                raise InvalidData(f"input_ids holds {highest}, but the model's vocab_size is {size}")
+                raise InvalidData(
+                    f"input_ids holds {highest}, but the model's vocab_size is {size}; use the tokenizer of this model"
+                )
             trained = bytes(label != UNTRAINED for label in item.normal.labels)
             return [_Part(ids=array.array("i", item.normal.input_ids), trained=trained)]
         assert item.rendered is not None, "everything but tokens is rendered"

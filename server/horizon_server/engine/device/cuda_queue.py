@@ -43,7 +43,7 @@ class StreamClock:
 
 
 class StreamTimeline(Timeline):
-    """A timeline whose spans lie between two marks until somebody asks. CUDA: `take` waits for the marks."""
+    """A timeline whose spans are kept as two marks until `take`. CUDA: `take` waits for the marks."""
 
     def __init__(self, queue: str, clock: StreamClock, trace: Trace | None) -> None:
         super().__init__(trace)

@@ -110,7 +110,7 @@ function showDetail(job) {
   const step = job.last_step;
   el("detail").hidden = false;
   el("detail-title").textContent = `${job.name} - ${job.state.toLowerCase()}`;
-  el("sentence").textContent = job.message || `${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}`;
+  el("message").textContent = job.message || `${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}`;
   const facts = [];
   if (step) {
     facts.push(fact(`${job.step} of ${job.num_steps}`, `step, epoch ${short(step.epoch, 3)}`), fact(short(step.loss), "train loss"),
@@ -163,7 +163,7 @@ function drawCurve() {
   el("curve").replaceChildren(...parts);
 }
 
-function sentenceOf(kind, data) {
+function textOf(kind, data) {
   if (kind === "state") return [data.job_state, data.reason, data.message].filter(Boolean).join(" - ");
   if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
   if (kind === "eval") return `evaluation after step ${data.step}: loss ${short(data.eval_loss)}`;
@@ -177,7 +177,7 @@ function onEvent(kind, data) {
   if (kind === "eval") { evals = evals.filter((p) => p.step < data.step); evals.push(data); drawCurve(); }
   if (kind === "state") refresh();
   const line = make("li");
-  line.append(make("time", "", new Date(data.time_s * 1000).toLocaleTimeString()), document.createTextNode(sentenceOf(kind, data)));
+  line.append(make("time", "", new Date(data.time_s * 1000).toLocaleTimeString()), document.createTextNode(textOf(kind, data)));
   const log = el("events");
   log.prepend(line);
   while (log.childElementCount > MAX_LINES) log.lastElementChild.remove();
