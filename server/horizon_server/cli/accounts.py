@@ -37,8 +37,10 @@ def user_group() -> None:
 def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
     """Make a user. Example: horizond user add ada --role admin."""
     user = _with_accounts(config, state_dir, lambda a: a.add_user(name, role=role, project=project))
+    where = "".join(f" {name} {path}" for name, path in (("--config", config), ("--state-dir", state_dir)) if path)
     click.echo(
-        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}", err=True
+        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}{where}",
+        err=True,
     )
     click.echo(user.name)
 
