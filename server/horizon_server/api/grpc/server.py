@@ -76,9 +76,7 @@ async def start_grpc_server(
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise BadSetting(
-            f"cannot listen on {address} for gRPC; is another daemon running there? Choose another with --grpc"
-        ) from error
+        raise BadSetting(f"grpc: cannot listen on {address}; choose another HOST:PORT with --grpc") from error
     await server.start()
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)
