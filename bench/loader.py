@@ -7,6 +7,7 @@ python -m bench.loader
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
@@ -127,4 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

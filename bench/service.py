@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -73,6 +74,7 @@ def _first_step(state: Path, folder: Path, pid: int) -> tuple[float, int]:
 
 def main() -> None:
     """Print a line per figure."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     horizon = str(Path(sys.executable).with_name("horizon"))
     with tempfile.TemporaryDirectory() as folder:
         figures = {

@@ -6,6 +6,7 @@ it lies beside the checkout, else rows of the same size made here.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import json
@@ -108,4 +109,5 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

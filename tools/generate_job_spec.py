@@ -25,8 +25,8 @@ HEAD = """# Job spec
 
 A job is described by a YAML or JSON file. `horizon job init` prints one to start from;
 `horizon job submit FILE --set train.learning_rate=1e-5` changes single fields. `name`, `model` and `dataset` are
-required. Unknown fields, wrong types and values out of range are refused, all at once, each with its path and what
-is allowed.
+required. The client refuses unknown fields and wrong types, the server values out of range; each names all that it finds,
+with the path of the field and what is allowed.
 
 For completion and checks in an editor with YAML support, such as VS Code, write the schema next to the job file and
 name it in the file's first line:

@@ -5,6 +5,7 @@ python tools/generate_sizing.py
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def planned(folder: Path, *, clipping: bool) -> JobPlan:
 
 def main() -> int:
     """Entry point."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for name, config in MODELS.items():

@@ -5,6 +5,7 @@ python tools/house_figures.py [ROOT]     # ROOT: another checkout, to compare
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
@@ -106,7 +107,9 @@ def figures(root: Path) -> Iterator[tuple[str, str, str]]:
 
 def main() -> int:
     """Entry point."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent, help="a checkout")
+    root = parser.parse_args().root
     print("| what | now | to reach |\n| --- | --- | --- |")
     for what, now, wanted in figures(root):
         print(f"| {what} | {now} | {wanted} |")

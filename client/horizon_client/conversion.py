@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from datetime import UTC
 from typing import Any, TypeVar
 
@@ -147,12 +147,21 @@ def spec_to_proto(mapping: object) -> job_pb2.JobSpec:
     return spec
 
 
+def _field_paths() -> Iterator[str]:
+    for name in _known_keys(job_pb2.JobSpec.DESCRIPTOR):
+        yield name
+        if section := job_pb2.JobSpec.DESCRIPTOR.fields_by_name[name].message_type:
+            yield from (f"{name}.{key}" for key in _known_keys(section))
+
+
 def _fill(message: Message, mapping: Mapping[Any, Any], prefix: str, violations: list[FieldViolation]) -> None:
     known = _known_keys(message.DESCRIPTOR)
     for key, value in mapping.items():
         path = f"{prefix}{key}"
         if key not in known:
-            hint = did_you_mean(str(key), known) or f"fields: {', '.join(known)}"
+            elsewhere = [other for other in _field_paths() if other.rpartition(".")[2] == key]
+            hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else did_you_mean(str(key), known)
+            hint = hint or f"fields: {', '.join(known)}"
             text = f"{path} is not a field of the job spec; {hint}"
             violations.append(FieldViolation(field=path, description=text))
             continue

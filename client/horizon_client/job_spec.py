@@ -42,6 +42,7 @@ async def spec_to_send(
     models, datasets = push_to
     kinds: dict[str, AsyncPushed[Any]] = {"model": models, "dataset": datasets, "eval_dataset": datasets}
     local = {field: _local_sources(mapping.get(field), folders, many=field != "model") for field in kinds}
+    _refuse_missing_paths(mapping, local)
     local = {field: sources for field, sources in local.items() if sources}
     # Refuse a malformed spec before anything is uploaded; the names of what is pushed are not known yet
     spec_to_proto({**mapping, **dict.fromkeys(local, _PLACEHOLDER)})
@@ -51,6 +52,20 @@ async def spec_to_send(
             reporter.notice(f"pushing the {noun} {', '.join(map(str, sources))}")
             mapping[field] = await push_under_free_name(kinds[field], sources, reporter)
     return spec_to_proto(mapping)
+
+
+def _refuse_missing_paths(mapping: Mapping[str, Any], local: Mapping[str, Sequence[Path]]) -> None:
+    for field, sources in local.items():
+        value = mapping.get(field)
+        # an absolute path may be a folder on the node
+        if sources or not isinstance(value, str) or not value.startswith(("./", "../", "~")):
+            continue
+        what = "folder" if field == "model" else "file or folder"
+        raise InvalidRequest.of(
+            field,
+            f"{field} is {value!r}, and there is no such {what} on this machine; relative paths start at the job file's "
+            f"folder or the current one; give an existing {what}, or the name of a pushed {'model' if field == 'model' else 'dataset'}",
+        )
 
 
 def _loaded(spec: SpecLike) -> tuple[Mapping[str, Any], list[Path]]:

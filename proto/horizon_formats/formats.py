@@ -106,7 +106,8 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
         )
     needs = "; ".join(f"{name} needs {' and '.join(fields.required)}" for name, fields in _FIELDS.items())
     raise InvalidFile(
-        f"{place}: the columns ({present}) fit no known format: {needs}; rename columns with --map, as in --map prompt=question"
+        f"{place}: the columns ({present}) fit no known format: {needs}; "
+        "if yours have other names, name them: horizon dataset push FILE --map prompt=question --map completion=answer"
     )
 
 

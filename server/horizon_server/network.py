@@ -43,6 +43,31 @@ def parse_address(setting: str, text: str) -> Address:
     return Address(host=host, port=int(port))
 
 
+def bound_socket(setting: str, address: Address) -> socket.socket:
+    """Return a socket that is bound to the address.
+
+    Raises:
+        BadSetting: naming the setting, when the address is not this machine's or is in use.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise BadSetting(f"{setting}: {address} is not a valid listen address: {error}") from error
+    try:
+        # A restart must not wait for the connections of the last daemon to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+    except OSError as error:
+        listener.close()
+        raise BadSetting(
+            f"{setting}: cannot listen on {address}: {error.strerror or error}; choose another HOST:PORT with --{setting}"
+        ) from error
+    return listener
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host."""
     if host == "localhost":

@@ -132,14 +132,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         violations = [
             FieldViolation(
                 field=".".join(map(str, e["loc"])),
-                description=_UNKNOWN_KEY if e["type"] == "extra_forbidden" else e["msg"].removeprefix("Value error, "),
+                description=f"setting {'.'.join(map(str, e['loc']))}: "
+                + (_UNKNOWN_KEY if e["type"] == "extra_forbidden" else e["msg"].removeprefix("Value error, ")),
             )
             for e in error.errors()
         ]
         where = f" (from {config}, HORIZOND_{violations[0].field.upper()} or its flag)" if config else ""
-        raise BadSetting(
-            f"setting {violations[0].field}: {violations[0].description}{where}", violations=violations
-        ) from error
+        raise BadSetting(f"{violations[0].description}{where}", violations=violations) from error
     if (settings.tls_cert is None) != (settings.tls_key is None):
         missing = "tls_key" if settings.tls_key is None else "tls_cert"
         raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")

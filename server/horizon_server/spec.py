@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -234,15 +234,23 @@ def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, A
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
         known = list(_field(schema, keys[:-1])["properties"])
-        near = difflib.get_close_matches(keys[-1], known, n=1)
-        suggestion = f"did you mean {near[0]}? " if near else ""
-        return f"is not a field of the job spec; {suggestion}known here: {', '.join(known)}"
+        # Often right but one level off: learning_rate for train.learning_rate.
+        near = [path for path in _paths(schema) if path.rpartition(".")[2] == keys[-1]]
+        near = near[:1] or difflib.get_close_matches(keys[-1], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(known)}"
+        return f"is not a field of the job spec; {hint}"
     value = plain
     for key in keys:
         value = value[key]
     if error["type"] == "model_type":
         return f"must be a mapping, not {value!r:.40}"
     return f"is {value!r:.60}; it must be {allowed_values(_field(schema, keys))}"
+
+
+def _paths(schema: Mapping[str, Any]) -> Iterator[str]:
+    for name in schema["properties"]:
+        yield name
+        yield from (f"{name}.{key}" for key in _field(schema, [name]).get("properties", {}))
 
 
 def _field(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:

@@ -42,6 +42,7 @@ def test_a_port_in_use(tmp_path: Path, face: str) -> None:
         sentence = refused(tmp_path, "--grpc", addresses["grpc"], "--http", addresses["http"])
     assert f"cannot listen on {address}" in sentence
     assert f"--{face}" in sentence
+    assert len(sentence.splitlines()) == 1, sentence
     require_free(tmp_path)
 
 

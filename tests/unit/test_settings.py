@@ -74,3 +74,14 @@ def test_the_shell_of_the_daemon_does_not_choose_the_threads_that_a_job_multipli
 ) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "8")
     assert child_environment()["MKL_NUM_THREADS"] == "1"
+
+
+def test_every_wrong_setting_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "horizond.toml"
+    config.write_text("num_threads = 'many'\ngrcp = '127.0.0.1:0'\n")
+    with pytest.raises(BadSetting) as caught:
+        load_settings(config)
+    assert [violation.description.split(":")[0] for violation in caught.value.violations] == [
+        "setting num_threads",
+        "setting grcp",
+    ]

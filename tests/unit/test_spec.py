@@ -70,6 +70,15 @@ def test_all_violations_are_told_at_once() -> None:
     }
 
 
+def test_a_field_in_the_wrong_section_is_sent_to_its_own() -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_job_spec({"name": "n", "model": "m", "dataset": "d", "learning_rate": 1e-4, "train": {"name": "n"}})
+    assert {violation.description for violation in caught.value.violations} == {
+        "learning_rate is not a field of the job spec; did you mean train.learning_rate?",
+        "train.name is not a field of the job spec; did you mean name?",
+    }
+
+
 def test_null_turns_clipping_off() -> None:
     assert parse_job_spec({**MINIMAL, "train": {"max_grad_norm": None}}).train.max_grad_norm is None
 

@@ -112,6 +112,8 @@ def submit(
         )
     speed = speed_text(queued.plan) if queued.plan else ""
     predicted = f"; predicted {speed}" if speed else ""
+    if queued.plan and queued.plan.message:
+        click.echo(f"warning: {clean(queued.plan.message)}", err=True)
     submitted = f"submitted {clean(queued.name)} as {queued.job_id}: {state_text(queued)}{predicted}"
     print_one(queued, JOB_VIEW, output, message=submitted)
     if not then_watch:

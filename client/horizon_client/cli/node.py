@@ -46,7 +46,10 @@ def node() -> None:
 @output_option
 @connected
 def status(client: Client, output: str) -> None:
-    """Show memory, devices, disk and jobs of the node, and your user and role."""
+    """Show the node's status, and your user and role.
+
+    Memory, devices, disk and jobs of the node.
+    """
     print_one(client.node.status(), _VIEW, output)
 
 

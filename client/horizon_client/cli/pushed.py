@@ -198,7 +198,10 @@ def push_dataset(
     request_id: str | None,
     output: str,
 ) -> None:
-    """Push data files as one dataset; every row is checked before the dataset is READY."""
+    """Push data files as one dataset.
+
+    Every row is checked before the dataset is READY.
+    """
     from horizon_client.local_files import valid_name
 
     # With --map, an argument `a=b` that is not a file is a further mapping

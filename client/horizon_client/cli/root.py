@@ -122,8 +122,9 @@ def show_error(error: HorizonClientError) -> None:
     more = [violation for violation in error.violations if clean(violation.description) not in message]
     for violation in more[:MAX_VIOLATIONS]:
         field, description = clean(violation.field), clean(violation.description)
-        # Many descriptions begin with their place already
-        line = description if description.startswith((field, "line ")) else f"{field}: {description}"
+        # Many descriptions begin with their place already: the field, or for a row its file and line
+        has_place = description.startswith((field, "line ", f"{field.rpartition(':')[0] or field}:"))
+        line = description if has_place else f"{field}: {description}"
         click.echo(f"  {line}", err=True)
     if len(more) > MAX_VIOLATIONS:
         click.echo(f"  ... and {len(more) - MAX_VIOLATIONS} more", err=True)

@@ -37,8 +37,10 @@ def user_group() -> None:
 def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
     """Create a user. Example: horizond user add ada --role admin."""
     user = _with_accounts(config, state_dir, lambda a: a.add_user(name, role=role, project=project))
+    where = "".join(f" {name} {path}" for name, path in (("--config", config), ("--state-dir", state_dir)) if path)
     click.echo(
-        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}", err=True
+        f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}{where}",
+        err=True,
     )
     click.echo(user.name)
 
@@ -57,7 +59,10 @@ def user_list(output: str, config: Path | None, state_dir: Path | None) -> None:
 @click.argument("name")
 @with_settings_options
 def user_remove(name: str, config: Path | None, state_dir: Path | None) -> None:
-    """Remove a user with all their tokens; their jobs, datasets and models stay. Running jobs continue: cancel them if they should not."""
+    """Remove a user with all their tokens.
+
+    Their jobs, datasets and models stay. Running jobs continue: cancel them first if they should not.
+    """
     num_tokens = _with_accounts(config, state_dir, lambda a: a.remove_user(name))
     click.echo(f"user {name} is removed with {num_tokens} tokens", err=True)
 
@@ -104,7 +109,7 @@ def token_list(output: str, config: Path | None, state_dir: Path | None) -> None
 @click.argument("token_id")
 @with_settings_options
 def token_revoke(token_id: str, config: Path | None, state_dir: Path | None) -> None:
-    """Revoke a token: calls with it are refused from now on."""
+    """Revoke a token; new calls with it are refused at once. 'horizond token list' shows the ids."""
     _with_accounts(config, state_dir, lambda a: a.revoke_token(token_id))
     click.echo(f"token {token_id} is revoked", err=True)
 

@@ -18,7 +18,7 @@ from horizon_server.planning.machine import Machine, RateBook, find_accelerators
 from horizon_server.planning.planner import Planner
 from horizon_server.records.plan import size_text
 from horizon_server.settings import child_environment, load_settings
-from horizon_server.spec import parse_job_spec
+from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import available_cpus
 
 _SHOWN = (
@@ -40,10 +40,9 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     The prediction needs the machine's speed, which 'horizond doctor' or a running daemon has measured. Exit code 1 when it does not fit.
     """
     settings = load_settings(config, state_dir=state_dir)
-    spec = parse_job_spec(_read_spec(spec_file))
-    folder = model_dir or Path(spec.model)
+    spec, folder = _spec_and_folder(spec_file, model_dir)
     if not (folder / "config.json").is_file():
-        raise NotFound(f"{folder} holds no config.json; name the model's folder with --model-dir")
+        raise NotFound(f"{folder} contains no config.json; name the model's folder with --model-dir")
     accelerators = asyncio.run(usable_accelerators(asyncio.run(find_accelerators()), child_environment()))
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
     job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
@@ -57,6 +56,24 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
         mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})
     print_mapping(mapping, output)
     return 0 if job_plan.fits else 1
+
+
+def _spec_and_folder(spec_file: Path, model_dir: Path | None) -> tuple[JobSpec, Path]:
+    """Return the job's spec and the model's folder; like the client, accept local paths in place of names."""
+    written = _read_spec(spec_file)
+    if not isinstance(written, dict):
+        return parse_job_spec(written), Path()  # refused
+    model = written.get("model")
+    folder = model_dir or next((f for f in (spec_file.parent / str(model), Path(str(model))) if f.is_dir()), None)
+    # The memory does not depend on the data, and of the model only the folder counts.
+    names = {key: "local" for key in ("dataset", "eval_dataset") if _is_text(written.get(key))}
+    if _is_text(model) and (folder is not None or "/" in str(model)):
+        names["model"] = "local"
+    return parse_job_spec({**written, **names}), folder or Path(str(model))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 class _SpecLoader(yaml.SafeLoader):

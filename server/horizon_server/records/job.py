@@ -37,7 +37,7 @@ class Wanted(StrEnum):
 # Where a user's order leads a job, whether or not an attempt was running: state, reason and message.
 ORDERED = {
     Wanted.CANCEL: (JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
-    Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume"),
+    Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume JOB"),
 }
 
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})

@@ -155,6 +155,8 @@ class JobService:
         job = await self._change(principal, key)
         if job.job_state is JobState.PAUSED:
             return job
+        if job.job_state in ENDED:
+            raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a job that has not ended can be paused")
         return await self._stop(job, Wanted.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:

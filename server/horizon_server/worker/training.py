@@ -245,6 +245,14 @@ class Training:
         rows = f"{self._plan.num_rows} rows, which are {100 * self._plan.packing_efficiency:.1f} % full"
         text = f"data: {dataset.num_documents} documents, {dataset.num_tokens} tokens in {rows}; {self._plan.num_steps} steps"
         self._events.send(Message(level="info", text=text))
+        train = self._spec.train
+        # With max_steps the planner has warned already; how many steps an epoch has is not known before here.
+        if train.max_steps is None and train.warmup_steps >= self._plan.num_steps:
+            text = (
+                f"train.warmup_steps is {train.warmup_steps} and the job has {self._plan.num_steps} steps, so the learning rate "
+                "never reaches train.learning_rate; lower train.warmup_steps or train.tokens_per_step"
+            )
+            self._events.send(Message(level="warning", text=text))
 
     def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
         train, limit = self._spec.train, self._packing_limit

@@ -97,8 +97,9 @@ def test_what_people_get_wrong(command: Command, arguments: tuple[str, ...], cod
     assert (found, words in told) == (code, True), told
 
 
-def test_a_name_that_is_taken(command: Command) -> None:
-    command("user", "add", "ada")
+def test_a_name_that_is_taken(command: Command, tmp_path: Path) -> None:
+    _, _, told = command("user", "add", "ada")
+    assert told.endswith(f"next: horizond token create ada --state-dir {tmp_path / 'state'}\n")
     assert command("user", "add", "ada") == (2, "", "error: user ada exists already\n")
 
 
@@ -188,7 +189,18 @@ def test_a_plan_of_a_bad_spec(command: Command, tmp_path: Path, text: str, words
 def test_a_plan_names_the_folder_it_looks_in(command: Command, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SPEC)
     code, _, told = command("plan", str(tmp_path / "job.yaml"), "--model-dir", str(tmp_path))
-    assert (code, "holds no config.json; name the model's folder with --model-dir" in told) == (4, True)
+    assert (code, "contains no config.json; name the model's folder with --model-dir" in told) == (4, True)
+
+
+def test_a_plan_takes_the_job_file_that_the_client_takes(command: Command, tmp_path: Path) -> None:
+    write_demo_model(tmp_path / "demo")
+    text = SPEC.replace("demo", "./demo").replace("chats", "./chats.jsonl")
+    (tmp_path / "job.yaml").write_text(text)
+    code, out, told = command("plan", str(tmp_path / "job.yaml"), "-o", "json")
+    assert (code, json.loads(out)["model"]) == (0, str(tmp_path / "demo")), told
+    (tmp_path / "job.yaml").write_text(text.replace("./demo", "./none"))
+    code, _, told = command("plan", str(tmp_path / "job.yaml"))
+    assert (code, told) == (4, "error: none contains no config.json; name the model's folder with --model-dir\n")
 
 
 def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_path: Path) -> None:

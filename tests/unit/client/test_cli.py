@@ -258,6 +258,22 @@ def test_malformed_spec_uploads_nothing(run: Run, daemon: Daemon, rows: Path) ->
     assert daemon.calls == []
 
 
+@pytest.mark.parametrize(("field", "what"), [("model", "folder"), ("eval_dataset", "file or folder")])
+def test_a_local_path_that_is_not_there_uploads_nothing(
+    run: Run, daemon: Daemon, rows: Path, field: str, what: str
+) -> None:
+    result = run("job", "submit", _job_yaml(**{"dataset": "./train.jsonl", field: "./none"}))
+    assert result.exit_code == 2
+    assert f"{field} is './none', and there is no such {what} on this machine" in result.stderr
+    assert daemon.calls == []
+
+
+def test_submit_prints_the_warning_of_the_plan(run: Run, daemon: Daemon, rows: Path) -> None:
+    result = run("job", "submit", _job_yaml(train={"max_steps": 2}))
+    assert result.exit_code == 0
+    assert "warning: train.warmup_steps is 10 and train.max_steps is 2" in result.stderr
+
+
 def test_spec_from_stdin_and_no_push(run: Run, daemon: Daemon, rows: Path) -> None:
     text = "name: n\nmodel: tiny-base\ndataset: train.jsonl\n"
     assert run("job", "submit", "-", "--no-push", stdin=text).exit_code == 4, "nothing of that name was pushed"

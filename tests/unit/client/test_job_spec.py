@@ -132,6 +132,8 @@ def test_yaml_numbers_and_booleans() -> None:
     [
         ({"lerning": 1}, "lerning", "not a field of the job spec; fields: name, project, model"),
         ({"train": {"no_clipping": True}}, "train.no_clipping", "not a field"),
+        ({"learning_rate": 1e-4}, "learning_rate", "not a field of the job spec; did you mean train.learning_rate?"),
+        ({"train": {"keep_last": 1}}, "train.keep_last", "did you mean checkpoint.keep_last?"),
         ({"train": {"lr": 1}}, "train.lr", "fields: epochs, max_steps"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate", "is 'fast'; it must be a number"),
         ({"train": {"learning_rate": True}}, "train.learning_rate", "must be a number"),

@@ -221,6 +221,12 @@ def test_a_message_is_printed_once(run: Run, daemon: Daemon) -> None:
     assert lines == [f"Error: a.jsonl, line 1: {columns} (the first of 2 problems)", "  line 4: not JSON"]
 
 
+def test_a_problem_of_a_row_names_its_place_once(run: Run, daemon: Daemon) -> None:
+    Path("a.jsonl").write_text('{"prompt": 1, "completion": "b"}\n{"prompt": "a", "completion": 2}\n')
+    lines = run("dataset", "push", "a.jsonl").stderr.splitlines()
+    assert lines[1:] == ["  a.jsonl:2: completion is 2; it must be a string"]
+
+
 def test_best_needs_an_evaluation(run: Run, daemon: Daemon) -> None:
     daemon.add_checkpoint(daemon.add_job("n"), 10, {"config.json": b"{}"})
     assert run("checkpoint", "list", "n").stdout.split()[-1] == "last"

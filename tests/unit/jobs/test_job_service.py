@@ -146,7 +146,7 @@ async def test_cancel_in_every_state(daemon: DaemonParts, ada: Principal, state:
 async def test_pause_in_every_state(daemon: DaemonParts, ada: Principal, state: JobState) -> None:
     job = await in_state(daemon, ada, state)
     if state in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
-        with pytest.raises(WrongJobState, match=f"is {state}"):
+        with pytest.raises(WrongJobState, match=f"is {state}; only a job that has not ended can be paused"):
             await daemon.services.jobs.pause(ada, job.job_id)
         return
     await daemon.services.jobs.pause(ada, job.job_id)

@@ -63,12 +63,12 @@ def write_inputs(folder: Path, model_type: str) -> None:
     (folder / "prepared" / "report.json").write_text("{}")
 
 
-def train(folder: Path, *, resume: bool = False, num_threads: int = 1) -> list[Message]:
+def train(folder: Path, *, resume: bool = False, num_threads: int = 1, **train: Any) -> list[Message]:
     """Run one attempt to its end, and return what it had to say."""
     spec = parse_job_spec(
         {
             "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2},
-            "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32},
+            "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **train},
         }
     )  # fmt: skip
     memory = Planner(
@@ -127,3 +127,17 @@ def test_a_job_that_continues_with_another_number_of_threads_is_told_so_once(tmp
     assert not any(message.level == "warning" for message in train(tmp_path, resume=True))
     [warning] = [m for m in train(tmp_path, resume=True, num_threads=2) if m.level == "warning"]
     assert warning.text.startswith("the checkpoint was made with 1 CPU threads and this attempt has 2")
+
+
+def test_a_warmup_that_is_as_long_as_the_job_is_reported_where_the_plan_could_not_know(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    [warning] = [m for m in train(tmp_path, max_steps=None, epochs=1, warmup_steps=3) if m.level == "warning"]
+    assert warning.text.startswith(
+        "train.warmup_steps is 3 and the job has 3 steps, so the learning rate never reaches"
+    )
+
+
+def test_a_warmup_that_is_shorter_than_the_job_is_not_reported(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    messages = train(tmp_path, max_steps=None, epochs=1, warmup_steps=2)
+    assert not any(message.level == "warning" for message in messages)

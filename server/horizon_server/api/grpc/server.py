@@ -14,7 +14,7 @@ from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
 from horizon_server.api.grpc.servicers import SERVICERS
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
-from horizon_server.network import ServerCertificate, is_loopback, parse_address
+from horizon_server.network import ServerCertificate, bound_socket, is_loopback, parse_address
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 # At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each.
@@ -48,6 +48,7 @@ async def start_grpc_server(
     Raises:
         BadSetting: when the address cannot be listened on, or is beyond loopback without TLS.
     """
+    parsed = parse_address("grpc", address)
     credentials = None
     if tls is not None:
         try:
@@ -55,10 +56,12 @@ async def start_grpc_server(
         except OSError as error:
             raise BadSetting(f"the TLS files cannot be read: {error}") from error
         credentials = grpc.ssl_server_credentials([pair])
-    elif not is_loopback(parse_address("grpc", address).host):
+    elif not is_loopback(parsed.host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set tls_cert and tls_key"
         )
+    # gRPC would print a line of its own before it fails, and give no reason.
+    bound_socket("grpc", parsed).close()
     streams = OpenStreams()
     server = grpc.aio.server(
         interceptors=(CallInterceptor(services, streams=streams, observe=observe),),
@@ -73,9 +76,7 @@ async def start_grpc_server(
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise BadSetting(
-            f"cannot listen on {address} for gRPC; is another daemon running there? Choose another with --grpc"
-        ) from error
+        raise BadSetting(f"grpc: cannot listen on {address}; choose another HOST:PORT with --grpc") from error
     await server.start()
     started = GrpcServer(server, health_servicer, streams, port)
     await started.set_serving(serving=True)

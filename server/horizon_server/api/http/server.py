@@ -22,8 +22,7 @@ from horizon_server.api.http.curve import Curves
 from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, authenticated
 from horizon_server.api.http.routes import router
 from horizon_server.api.services import OpenStreams, Services
-from horizon_server.errors import BadSetting
-from horizon_server.network import ServerCertificate
+from horizon_server.network import Address, ServerCertificate, bound_socket
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.version import VERSION
 
@@ -140,7 +139,8 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
     Raises:
         BadSetting: when the address cannot be bound.
     """
-    listener = _bind(host, port)
+    # Here rather than by uvicorn, which would end the whole process when it cannot.
+    listener = bound_socket("http", Address(host=host, port=port))
     config = uvicorn.Config(
         app,
         http="h11",
@@ -163,24 +163,3 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         listener.close()
         serving.result()
     return server
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    # Here rather than by uvicorn, which would end the whole process when it cannot.
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise BadSetting(f"http: {host}:{port} is not a valid listen address: {error}") from error
-    try:
-        # A restart must not wait for the connections of the last daemon to time out.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise BadSetting(
-            f"http: cannot listen on {host}:{port}: {error.strerror or error}; choose another HOST:PORT with --http"
-        ) from error
-    return listener

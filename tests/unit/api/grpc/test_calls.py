@@ -211,7 +211,9 @@ async def test_refused_tokens_leave_one_line_a_minute(world: Any, caplog: pytest
 
 
 async def test_a_port_in_use_is_reported(world: Any) -> None:
-    with pytest.raises(BadSetting, match="is another daemon running"):
+    with pytest.raises(
+        BadSetting, match=r"cannot listen on .*: Address already in use; choose another HOST:PORT with --grpc"
+    ):
         await start_grpc_server(world.services, address=world.address, tls=None)
 
 
