@@ -132,7 +132,7 @@ def test_a_layer_that_changes_itself_is_put_back_after_each_call(
 
     def remember(layer: nn.Module, _: object) -> None:
         found.append(hasattr(layer, "longest_row"))
-        layer.longest_row = 32
+        vars(layer)["longest_row"] = 32
 
     hooks = [layer.register_forward_pre_hook(remember) for layer in set(layers)]
     run = start(model)

@@ -46,9 +46,14 @@ def test_a_queue_waits_for_the_other_and_logs_who_for(
     first.submit(lambda: seen.append("first"), num_bytes=12)
     done = first.record()
     assert isinstance(done, HostEvent)
-    wait = done.wait
-    # The first queue continues when the second one waits: what has happened before is not waited for.
-    monkeypatch.setattr(done, "wait", lambda: (gate.set(), wait()))
+    wait_for_done = done.wait
+
+    def wait() -> None:
+        # The first queue continues only now: the second one does not wait for what has happened.
+        gate.set()
+        wait_for_done()
+
+    monkeypatch.setattr(done, "wait", wait)
     second.wait(done)
     second.submit(lambda: seen.append("second"))
     second.record().wait()
