@@ -123,6 +123,31 @@ def test_a_step_leaves_the_modules_as_they_were(
     assert [_state_of(module) for module in modules] == before
 
 
+def test_a_layer_that_changes_itself_is_put_back_after_each_call(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    layers = model.template._layers
+    found: list[bool] = []
+
+    def remember(layer: nn.Module, _: object) -> None:
+        found.append(hasattr(layer, "longest_row"))
+        vars(layer)["longest_row"] = 32
+
+    hooks = [layer.register_forward_pre_hook(remember) for layer in set(layers)]
+    run = start(model)
+    rows = [pack([document]) for document in documents(32, 32)]
+
+    run.trainer.train_step(rows)
+    run.trainer.evaluate(rows)
+
+    for hook in hooks:
+        hook.remove()
+    assert len(found) > 2 * len(layers), "forward, recompute and evaluation call every layer"
+    assert not any(found)
+    assert not any(hasattr(layer, "longest_row") for layer in layers)
+
+
 def _state_of(module: nn.Module) -> dict[str, object]:
     buffers = {name: buffer.tolist() for name, buffer in module.named_buffers(recurse=False) if not buffer.is_meta}
     plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}

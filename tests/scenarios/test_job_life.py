@@ -14,7 +14,7 @@ from tests.support.both_daemons import AnyDaemon, demo_spec, process_only
 from tests.support.daemon_process import wait_for_state, wait_for_step
 from transformers import AutoModelForCausalLM
 
-from horizon_client import Client, InvalidRequest, NotFound
+from horizon_client import Client, DoesNotFit, InvalidRequest, NotFound
 
 Push = Callable[[Client], None]
 
@@ -155,7 +155,7 @@ def test_a_job_that_cannot_fit_is_refused_with_the_numbers(
     daemon = make_daemon(host_memory_limit_bytes=1_100_000_000)
     with daemon.client(daemon.user("ada")) as client:
         push_demo(client)
-        with pytest.raises(Exception, match=r"needs \d+\.\d+ [MG]iB of host memory and \d+\.\d+ MiB are available"):
+        with pytest.raises(DoesNotFit, match=r"needs \d+\.\d+ [MG]iB of host memory and \d+\.\d+ MiB are available"):
             client.jobs.submit(demo_spec(tokens_per_step=1_000_000))
         assert client.jobs.list() == []
 

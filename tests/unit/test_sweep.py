@@ -83,7 +83,7 @@ async def test_a_daemon_without_its_database_removes_nothing(make_daemon: MakeDa
 
 
 async def test_a_folder_of_an_older_version_without_its_database_loses_nothing(
-    make_daemon: MakeDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_daemon: MakeDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a folder has no id yet."""
     state = tmp_path / "state"
@@ -96,6 +96,9 @@ async def test_a_folder_of_an_older_version_without_its_database_loses_nothing(
     async with make_daemon(state, queue=False) as daemon:
         assert "the database is new, but" in await swept(daemon)
         assert contents(state) == before
+    logged = capsys.readouterr().out
+    assert "nothing is removed from the state folder" in logged
+    assert "the database is new, but" in logged
 
 
 async def test_an_older_database_removes_nothing_until_a_person_accepts_it(

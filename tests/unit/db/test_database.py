@@ -14,6 +14,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, select, text
+from sqlalchemy.pool import AsyncAdaptedQueuePool
 
 from horizon_server.db.database import NUM_READERS, Database, migrate
 from horizon_server.db.tables import RequestRow, Table, UserRow
@@ -127,6 +128,27 @@ async def test_writes_do_not_wait_for_reads(database: Database) -> None:
         assert not any(task.done() for task in readers)
         over.set()
         await asyncio.gather(*readers)
+
+
+async def test_reads_wait_for_their_turn_however_long(database: Database) -> None:
+    """At the pool they would wait too, but give up after its time."""
+    pool = database._reader.sync_engine.pool
+    assert isinstance(pool, AsyncAdaptedQueuePool)
+    pool._timeout = 0.0
+    taken, over = asyncio.Semaphore(0), asyncio.Event()
+
+    async def read() -> int:
+        async with database.reading() as session:
+            taken.release()
+            await over.wait()
+            return int(await session.scalar(text("SELECT 1")) or 0)
+
+    readers = [asyncio.create_task(read()) for _ in range(3 * NUM_READERS)]
+    async with asyncio.timeout(30):
+        for _ in range(NUM_READERS):
+            await taken.acquire()
+        over.set()
+        assert await asyncio.gather(*readers) == [1] * len(readers)
 
 
 def test_an_older_database_keeps_its_queue(tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
     ("mode", "limits", "kind", "words"),
     [
         ("greedy", {"memory_bytes": 2**29}, OutOfMemory, "the talker ran out of memory"),
-        ("busy", {"cpu_s": 1}, Stalled, "more than 1 s of processor time"),
+        ("busy", {"cpu_s": 1, "wall_s": 60.0}, Stalled, "more than 1 s of processor time"),
         ("busy", {"wall_s": 1.0}, Stalled, "took longer than 1 s"),
-        ("silent", {"silence_s": 1.0}, Stalled, "reported nothing for 1 s"),
+        ("silent", {"silence_s": 1.0, "wall_s": 60.0}, Stalled, "reported nothing for 1 s"),
         ("crash", {}, WorkerCrashed, "the talker was ended by signal SIGSEGV"),
         ("killed", {}, WorkerDied, "the talker was killed by SIGKILL"),
         ("exit", {}, WorkerDied, "the talker ended with exit code 3"),

@@ -7,9 +7,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import remove_prepared
 from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import InvalidData
 from horizon_server.events import Message, PrepareProgress
 from horizon_server.jobs.preparation import DatasetFiles, Preparation, PreparedData
 from horizon_server.records.blob import DatasetRecord
@@ -64,6 +67,15 @@ async def test_one_that_is_cancelled_while_its_child_starts_ends_at_once(tmp_pat
             await asyncio.sleep(0)
         preparation.stop()
         assert await task is None
+
+
+async def test_a_template_that_takes_too_much_memory_ends_the_preparation(tmp_path: Path) -> None:
+    write_demo_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ 'x' * 2**32 }}")
+    (tmp_path / "a.jsonl").write_text(CHAT)
+    with pytest.raises(InvalidData, match="takes more than 4 GiB of memory to render"):
+        await asyncio.wait_for(run(Preparation(tmp_path / "prepared"), tmp_path / "a.jsonl"), 60)
+    assert list((tmp_path / "prepared" / "digest").iterdir()) == []
 
 
 async def test_what_was_prepared_from_a_dataset_goes_with_it(tmp_path: Path) -> None:

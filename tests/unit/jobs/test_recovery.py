@@ -98,8 +98,12 @@ async def test_a_job_that_kills_its_daemon_again_and_again_fails(make_daemon: Ma
         assert (failed.reason, failed.ended_s > 0, failed.attempt) == ("DAEMON_DIED", True, 3)
         assert "died 3 times in a row" in failed.message
         await daemon.services.jobs.resume(ADA, job.job_id)
+        await daemon.until(job.job_id, S.RUNNING, step=2, attempt=4)
+        await daemon.crash()
+    async with make_daemon(state_dir, max_attempts=3) as daemon:
         daemon.release("deadly")
-        await daemon.until(job.job_id, S.SUCCEEDED)
+        done = await daemon.until(job.job_id, S.SUCCEEDED)
+        assert done.attempt == 5, "deaths before a user resumed it do not count"
 
 
 async def test_a_worker_that_outlives_its_daemon_for_too_long_is_killed_before_its_job_runs_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -125,6 +126,19 @@ async def test_a_check_at_its_limits_blames_the_folder(tmp_path: Path, limits: L
     tensors = {f"t{i}": empty([0]) for i in range(150_000)}
     with pytest.raises(InvalidModel, match=words):
         await check_model(write(tmp_path, tensors=tensors), limits=limits)
+
+
+async def test_the_check_of_a_folder_has_the_limits(tmp_path: Path) -> None:
+    tensors = {f"t{i}": empty([0]) for i in range(20_000)}
+    kinds, found = (psutil.RLIMIT_DATA, psutil.RLIMIT_CPU, psutil.RLIMIT_FSIZE), set[tuple[int, ...]]()
+    task = asyncio.create_task(check_model(write(tmp_path, tensors=tensors)))
+    async with asyncio.timeout(60):
+        while not task.done():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                found |= {tuple(process.rlimit(kind)[0] for kind in kinds) for process in checks()}
+            await asyncio.sleep(0)
+    assert (LIMITS.memory_bytes, LIMITS.cpu_s, LIMITS.file_bytes) in found
+    assert task.exception() is None
 
 
 def checks() -> list[psutil.Process]:

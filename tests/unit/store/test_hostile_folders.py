@@ -13,7 +13,10 @@ import pytest
 
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.services.model_check import _MAX_TOKENIZER_CONFIG_BYTES as MAX_TOKENIZER_CONFIG_BYTES
+from horizon_server.services.model_check import check_folder
 from horizon_server.store import safetensors_files
+from horizon_server.store.model_files import MAX_CONFIG_BYTES
 from horizon_server.store.safetensors_files import MAX_TENSORS, read_safetensors_headers
 
 CONFIG = {
@@ -134,6 +137,16 @@ def test_the_headers_of_all_shards_are_bounded_together(tmp_path: Path, monkeypa
 def test_digits_that_are_not_numbers_are_refused(tmp_path: Path, part: str) -> None:
     folder = write(tmp_path, tensors={f"model.layers.{part}.w": empty_tensor([0])})
     refused(lambda: open_model_folder(folder)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_bytes"), [("config.json", MAX_CONFIG_BYTES), ("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)]
+)
+def test_a_config_larger_than_any_is_not_read(tmp_path: Path, name: str, limit_bytes: int) -> None:
+    folder = write(tmp_path)
+    with (folder / name).open("ab") as file:
+        file.truncate(limit_bytes + 1)  # zeros that take no space
+    assert f"{name} is larger than {limit_bytes} bytes" in refused(lambda: check_folder(folder), mebibytes=4)
 
 
 def test_a_number_too_long_to_be_an_index_is_a_word(tmp_path: Path) -> None:

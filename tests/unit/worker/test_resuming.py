@@ -1,4 +1,4 @@
-"""What a resumed attempt refuses and warns of: other rows than the checkpoint's, and another number of threads."""
+"""Whole attempts: what their spec chooses, and what a resumed one refuses and warns of: other rows, and another number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter, Order, Orders, decode_line
@@ -63,12 +63,14 @@ def write_inputs(folder: Path, model_type: str) -> None:
     (folder / "prepared" / "report.json").write_text("{}")
 
 
-def train(folder: Path, *, resume: bool = False, num_threads: int = 1, **train: Any) -> list[Message]:
-    """Run one attempt to its end, and return what it had to say."""
+def train(
+    folder: Path, *, resume: bool = False, num_threads: int = 1, dtype: str = "source", **changes: object
+) -> list[Message]:
+    """Run one attempt to its end, and return what it had to say. `changes` are of the spec's `train`."""
     spec = parse_job_spec(
         {
-            "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2},
-            "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **train},
+            "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2, "dtype": dtype},
+            "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **changes},
         }
     )  # fmt: skip
     memory = Planner(
@@ -103,6 +105,23 @@ def forget_the_packing_limit(folder: Path) -> None:
     found = read_manifest(checkpoint)
     files = {**found.files, STATE: record_file(checkpoint / STATE)}
     write_manifest(checkpoint, Manifest(files=files, versions=found.versions))
+
+
+def test_a_checkpoint_has_the_format_that_the_spec_chooses(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path, dtype="fp16")
+    weights = load_file(tmp_path / "checkpoints/step-00000002/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float16}
+
+
+def test_weight_decay_applies_to_what_the_spec_chooses(tmp_path: Path) -> None:
+    norms = []
+    for rule in ("trainer", "all"):
+        (tmp_path / rule).mkdir()
+        write_inputs(tmp_path / rule, "llama")
+        train(tmp_path / rule, decay=rule, weight_decay=0.5, learning_rate=0.1, warmup_steps=0)
+        norms.append(load_file(tmp_path / rule / "checkpoints/step-00000001/model.safetensors")["model.norm.weight"])
+    assert (norms[0] - norms[1]).min() > 0.01
 
 
 def test_a_checkpoint_of_rows_that_were_packed_without_a_limit_is_not_continued_with_one(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from horizon_server.engine.device.queued_device import HostQueue, QueueGroup
+from horizon_server.engine.device.queued_device import HostEvent, HostQueue, QueueGroup
 
 
 @pytest.fixture
@@ -37,21 +37,32 @@ def test_submitting_does_not_block_and_order_is_kept(queues: tuple[HostQueue, Ho
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_a_queue_waits_for_the_other_and_logs_who_for(queues: tuple[HostQueue, HostQueue]) -> None:
+def test_a_queue_waits_for_the_other_and_logs_who_for(
+    queues: tuple[HostQueue, HostQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = queues
     gate, seen = threading.Event(), list[str]()
     first.submit(lambda: _wait(gate))
     first.submit(lambda: seen.append("first"), num_bytes=12)
-    second.wait(first.record())
+    done = first.record()
+    assert isinstance(done, HostEvent)
+    wait_for_done = done.wait
+
+    def wait() -> None:
+        # The first queue continues only now: the second one does not wait for what has happened.
+        gate.set()
+        wait_for_done()
+
+    monkeypatch.setattr(done, "wait", wait)
+    second.wait(done)
     second.submit(lambda: seen.append("second"))
-    gate.set()
     second.record().wait()
 
     assert seen == ["first", "second"]
     busy, _ = first.timeline.take()
     assert sum(entry.num_bytes for entry in busy) == 12
     _, waits = second.timeline.take()
-    assert all(wait.waits_for == "first" for wait in waits)
+    assert [span.waits_for for span in waits] == ["first"]
 
 
 def test_an_error_stops_all_queues_but_no_event(queues: tuple[HostQueue, HostQueue], group: QueueGroup) -> None:
