@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from horizon_server.engine.layer_stubs import ANSWERS, Stub, Tape
+from horizon_server.engine.layer_stubs import ANSWERS, LayerCall, Stub, Tape, try_embedding
 from horizon_server.errors import InvalidModel
 
 Forward = Callable[[list[nn.Module], Tensor], Tensor]
@@ -85,6 +89,25 @@ def test_a_layer_that_is_left_out_is_noticed() -> None:
     tape, _ = capture(not_all)
     with pytest.raises(InvalidModel, match="calls 2 of its 3 layers"):
         tape.finish_capture()
+
+
+@pytest.mark.parametrize("gives_embedding", [False, True])
+def test_layers_that_get_more_of_the_embedding_than_the_hidden_state_are_refused(gives_embedding: bool) -> None:
+    tape, model = Tape(num_layers=2), nn.Module()
+    model.__dict__["config"] = SimpleNamespace(model_type="per-layer-inputs")
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    stubs = [Stub(layer, index, tape) for index, layer in enumerate(layers)]
+
+    def embed(parameters: Mapping[str, Tensor], ids_T: Tensor, _: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        tape.start_capture()
+        embedded = hidden = parameters["table"][ids_T][None]
+        for stub in stubs:
+            hidden = stub(hidden, embedded * 2 if gives_embedding else torch.ones(1))
+        return tape.finish_capture()
+
+    refused = pytest.raises(InvalidModel, match="layer 0 gets more from the embedding than the hidden state")
+    with refused if gives_embedding else nullcontext():
+        assert len(try_embedding(cast(PreTrainedModel, model), tape, embed, {"table": (8, 2)}, layers)) == 2
 
 
 def test_injected_states_stand_for_the_layers() -> None:
