@@ -229,7 +229,8 @@ class Attempt:
         return await self.journal.patiently(move)
 
     async def _explain(self) -> None:
-        if tail := await asyncio.to_thread(log_tail, self._log):
+        # A worker that is killed because its job is cancelled has nothing to explain.
+        if self._wanted is not Wanted.CANCEL and (tail := await asyncio.to_thread(log_tail, self._log)):
             await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
     async def _finish(self, outcome: str, *, reason: str = "", message: str = "") -> None:

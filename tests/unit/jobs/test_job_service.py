@@ -191,6 +191,17 @@ async def test_cancel_wins_over_pause(daemon: DaemonParts, ada: Principal) -> No
     await daemon.until(job.job_id, S.CANCELLED)
 
 
+async def test_a_worker_killed_because_its_job_is_cancelled_is_no_error(
+    daemon: DaemonParts, ada: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.jobs.attempt.CANCEL_GRACE_S", 0.0)
+    job = await held(daemon, deaf=True)
+    daemon.write_log(job, b"a line of the log\n")
+    await daemon.services.jobs.cancel(ada, job.job_id)
+    await daemon.until(job.job_id, S.CANCELLED)
+    assert [e.payload.text for e in await daemon.events(job.job_id) if isinstance(e.payload, Message)] == []
+
+
 @pytest.mark.parametrize(
     ("script", "reason", "words"),
     [
