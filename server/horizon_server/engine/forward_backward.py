@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Place
+from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
@@ -32,16 +32,6 @@ from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
-
-
-def chunk_loss(logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int) -> Tensor:
-    """This chunk's share of the step's mean loss, in fp32. Every target counts: ignored positions were dropped before.
-
-    It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
-    forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
-    """
-    # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
-    return functional.cross_entropy(logits_SV.float(), targets_S, reduction="sum") / num_targets_of_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +225,20 @@ class ForwardBackward:
             hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
             leaves, products = _leaves(template.places[unit_index], flat, gradients)
             self._seed(current, unit_index, chunk.start)
+            logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
+            # Autograd does not keep them, so that they are not in what the block below counts.
+            self._device.charge("workspace", logits_bytes)
             with self._device.workspace(("head", supervised_S.numel())):
                 with products:
                     logits_SV = template.head(leaves, hidden_1SD)
-                loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
-                torch.autograd.backward(loss)
-            current.loss += loss.detach()
+                values_SV = logits_SV.detach()
+                # The logits' own memory becomes their gradient, unless the model's backward wants them again.
+                gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
+                targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
+                loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
+                torch.autograd.backward(logits_SV, gradient_SV)
+            self._device.charge("workspace", -logits_bytes)
+            current.loss += loss
             assert hidden_1SD.grad is not None
             activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
 

@@ -119,7 +119,10 @@ class _AccumulatedLinear(torch.autograd.Function):
         inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None, accumulator: Accumulator | None, has_value: bool
     ) -> Tensor:
         if has_value:
-            return functional.linear(inputs, weight_OI, bias_O)
+            output = functional.linear(inputs, weight_OI, bias_O)
+            # With a bias it is a view, and autograd lets nobody change a view made in here in place: some models scale it so.
+            unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+            return unviewed
         return any_values(inputs, weight_OI.shape[0])
 
     @staticmethod

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
+from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.forward_backward import chunk_loss
+from horizon_server.engine.linear import AccumulatedProducts, Accumulator
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -149,15 +150,17 @@ def _layer_flops_per_s(
 def _head_flops_per_s(device: AnyDevice, width: int, sizes: _Sizes) -> float:
     hidden_CD = _random(device, sizes.chunk_tokens, width).requires_grad_()
     weight_VD = _random(device, sizes.vocabulary, width).requires_grad_()
-    sum_VD = device.place(torch.zeros(sizes.vocabulary, width))
+    out_VD = device.place(torch.zeros(sizes.vocabulary, width))
+    accumulator = Accumulator(out=out_VD, first=torch.tensor(False))
     targets_C = device.place(torch.zeros(sizes.chunk_tokens, dtype=torch.int64))
 
     def chunk() -> None:
-        loss = chunk_loss(functional.linear(hidden_CD, weight_VD), targets_C, num_targets_of_step=sizes.chunk_tokens)
-        torch.autograd.backward(loss)
-        assert weight_VD.grad is not None
-        sum_VD.add_(weight_VD.grad)
-        hidden_CD.grad = weight_VD.grad = None
+        with AccumulatedProducts([(weight_VD, accumulator)]):
+            logits_CV = functional.linear(hidden_CD, weight_VD)
+        values_CV = logits_CV.detach()
+        chunk_loss(values_CV, targets_C, num_targets_of_step=sizes.chunk_tokens, gradient_SV=values_CV)
+        torch.autograd.backward(logits_CV, values_CV)
+        hidden_CD.grad = None
 
     return 6 * sizes.chunk_tokens * sizes.vocabulary * width / _best(lambda: _compute_s(device, chunk))
 

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.binding import Place, Strided, bind
 from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape, try_embedding
+from horizon_server.engine.logits import keeps_logits
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
@@ -49,7 +50,8 @@ class Template:
     embedding's where that is the projection. `table_place` is the embedding table among the embedding unit's places, `embedding_name`
     its name in the layout, and `places_besides_table` what else the first layer's input is made of (learned positions, a norm).
     Where there is nothing else, the model `embeds_by_rows`: the rows in use are all it needs. `num_skipped_parameters` are those of all
-    layers whose product the recompute of a layer skips.
+    layers whose product the recompute of a layer skips. `head_keeps_logits` says whether the head's backward reads the logits, so that
+    their memory must not become that of their gradient.
     """
 
     def __init__(self, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> None:
@@ -151,6 +153,8 @@ class Template:
             with torch.no_grad():
                 return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T)[1]
 
+        parameters = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[-1]}
+        self.head_keeps_logits = keeps_logits(self.head, parameters, self.projection_name, hidden_size=self.hidden_size)
         self.packing_limit = find_packing_limit(
             calls_of,
             [(self._layers[group], calls[group]) for group in groups],

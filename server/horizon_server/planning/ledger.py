@@ -55,10 +55,12 @@ _CHECKPOINT_BYTES = 5 * 9
 
 _NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
-_CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
-# Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
-_MIN_CHUNK_TOKENS = 256
-_MAX_CHUNK_TOKENS = 4096
+_CHUNK_ELEMENTS: Mapping[DeviceKind, int] = {"host": 16 << 20, "cuda": 1 << 30}
+# Below this, reading and writing the projection's whole gradient once per chunk would cost more than the chunk.
+_MIN_CHUNK_TOKENS = 512
+_MAX_CHUNK_TOKENS = 8192
+# Rows of logits that are computed in fp32 at once on the host, where that is more than one row.
+_BLOCK_ELEMENTS = 1 << 19
 _GATHERED_ROWS = 4096
 _ROUTING_ELEMENTS = 10
 """Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
@@ -141,7 +143,7 @@ def plan_memory(
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
-        device["workspace"] += max(layer_bytes, _chunk_saved_bytes(model, tokens_per_step))
+        device["workspace"] += max(layer_bytes, _chunk_bytes(model, tokens_per_step, "host"))
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
@@ -157,11 +159,8 @@ def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
 
 
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
-    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's fp32 logits near a size that suits the device.
-
-    On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
-    """
-    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's logits near a size that suits the device."""
+    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_ELEMENTS[device_kind] // vocab_size))
 
 
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
@@ -213,10 +212,11 @@ def _activation_elements(model: ModelShape, tokens_per_step: int, placement: Act
     return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
-def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
-    """What autograd keeps of a logits chunk: its log-probabilities and three hidden states."""
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32
+def _chunk_bytes(model: ModelShape, tokens_per_step: int, device_kind: DeviceKind) -> int:
+    """A logits chunk: the logits, which become their own gradient, and three hidden states that autograd keeps."""
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, device_kind))
+    element_bytes = _FP32 if device_kind == "host" else _BF16
+    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
@@ -277,7 +277,7 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name. Estimated, not measured yet.
 
     A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
-    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
+    a logits chunk its logits in bf16 and six hidden states, three of them gradients. The projection's gradient is a slot's.
     """
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
@@ -285,9 +285,7 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
     layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16 + scores_bytes
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
-    head_bytes = (
-        chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16
-    )
+    head_bytes = _chunk_bytes(model, tokens_per_step, "cuda") + 3 * chunk_tokens * model.hidden_size * _BF16
     row_bytes = 2 * min(tokens_per_step, model.vocab_size) * model.hidden_size * _BF16
     return max(layer_bytes, head_bytes, row_bytes)
 
@@ -296,8 +294,7 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     """The heap of a worker that computes on the host, calibrated against peak RSS.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
-    add up instead of sharing their room: one layer's backward, one logits chunk with the projection's gradient, the
-    embedding rows in both directions.
+    add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
     """
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
@@ -307,9 +304,9 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
-    # Logits, log-probabilities and the gradients of both.
+    # Logits, the gradient of their hidden states, and a block of rows with its log-probabilities.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size
+    head_elements = chunk_tokens * (model.vocab_size + model.hidden_size) + 2 * max(_BLOCK_ELEMENTS, model.vocab_size)
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
     calls = _call_bytes(model, row_tokens, tokens_per_step, _FP32)
