@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +23,7 @@ from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Place
 from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
@@ -79,9 +81,10 @@ class ForwardBackward:
         *,
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
+        matmul: Matmul = "bf16",
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
-        self._head_chunk_tokens = head_chunk_tokens
+        self._head_chunk_tokens, self._matmul = head_chunk_tokens, matmul
         kind = Activations if activation_placement == "device" else OffloadedActivations
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
@@ -180,12 +183,14 @@ class ForwardBackward:
 
     def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
+        visit = self._fp8_visit(layer, for_backward=False)
 
         def forward(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
             hidden_1TD = activations.layer_input(source)[span][None]
             self._seed(current, layer + 1, index)
-            with torch.no_grad():
+            casts = visit.of(parameters)
+            with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
                 output_1TD = template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
             activations.layer_input(output)[span].copy_(output_1TD[0])
 
@@ -255,12 +260,13 @@ class ForwardBackward:
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         gradients = self._sink.open(layer + 1)
+        visit = self._fp8_visit(layer, for_backward=True)
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
             hidden_1TD = activations.layer_input(layer)[span][None].data.requires_grad_()
-            leaves, products = _leaves(template.places[layer + 1], flat, gradients)
+            leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
@@ -311,6 +317,12 @@ class ForwardBackward:
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
+    def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
+        """What the layer multiplies in FP8; nothing where that is off."""
+        places = self._template.places[layer + 1] if self._matmul == "fp8" else []
+        names = [place.name for place in places if place.trained and is_castable(place.name, place.piece.shape)]
+        return Fp8Visit(names, for_backward=for_backward)
+
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
         if not by_rows:
@@ -325,7 +337,7 @@ class ForwardBackward:
 
 
 def _leaves(
-    places: Sequence[Place], flat: Tensor, gradients: UnitGradients
+    places: Sequence[Place], flat: Tensor, gradients: UnitGradients, visit: Fp8Visit | None = None
 ) -> tuple[dict[str, Tensor], AccumulatedProducts]:
     """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds their gradients to `gradients`."""
     leaves = {}
@@ -333,7 +345,8 @@ def _leaves(
         weight = place.piece.read(flat)
         leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if place.trained else weight
     accumulators = gradients.accumulators
-    return leaves, AccumulatedProducts((leaves[name], accumulators[name]) for name in leaves if name in accumulators)
+    accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
+    return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
 
 
 def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:

@@ -22,6 +22,8 @@ from torch.library import Library
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from horizon_server.engine.fp8 import Fp8Weight
+
 
 @dataclass(frozen=True, eq=False)
 class Accumulator:
@@ -66,15 +68,18 @@ torch.library.register_fake("horizon::add_product", lambda out, a, b, first: Non
 
 
 class AccumulatedProducts(TorchFunctionMode):
-    """Inside the block, the given weights' gradients from linear maps go to their accumulators.
+    """Inside the block, the given weights' gradients from linear maps go to their accumulators; those `in_fp8` are multiplied so.
 
     The weights are known by identity and must require gradients (or be differentiated by `torch.func.vjp`).
     """
 
-    def __init__(self, accumulators: Iterable[tuple[Tensor, Accumulator]]) -> None:
+    def __init__(
+        self, accumulators: Iterable[tuple[Tensor, Accumulator]], in_fp8: Iterable[tuple[Tensor, Fp8Weight]] = ()
+    ) -> None:
         super().__init__()
         # With the weight itself, so that no other tensor can get its id meanwhile.
         self._accumulators = {id(weight): (weight, accumulator) for weight, accumulator in accumulators}
+        self._in_fp8 = {id(weight): (weight, cast) for weight, cast in in_fp8}
 
     def __torch_function__(
         self,
@@ -90,8 +95,10 @@ class AccumulatedProducts(TorchFunctionMode):
                 args[index] if index < len(args) else kwargs.get(name)
                 for index, name in enumerate(("input", "weight", "bias"))
             )
-            if (found := self._accumulators.get(id(weight))) is not None:
-                return _AccumulatedLinear.apply(inputs, weight, bias, found[1], func is functional.linear)
+            _, accumulator = self._accumulators.get(id(weight), (None, None))
+            _, cast = self._in_fp8.get(id(weight), (None, None))
+            if accumulator is not None or cast is not None:
+                return _AccumulatedLinear.apply(inputs, weight, bias, accumulator, cast, func is functional.linear)
         elif func is torch.addmm and len(args) == 3 and not kwargs:
             # GPT-2's projections: the weight is the second factor.
             bias, inputs, weight_IO = args
@@ -107,7 +114,7 @@ def linear_without_value(inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | Non
     if has_torch_function((inputs, weight_OI)):
         output = handle_torch_function(linear_without_value, (inputs, weight_OI), *arguments)
     else:
-        output = _AccumulatedLinear.apply(*arguments, None, False)  # type: ignore[no-untyped-call]
+        output = _AccumulatedLinear.apply(*arguments, None, None, False)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -116,21 +123,30 @@ class _AccumulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None, accumulator: Accumulator | None, has_value: bool
+        inputs: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        accumulator: Accumulator | None,
+        cast: Fp8Weight | None,
+        has_value: bool,
     ) -> Tensor:
-        if has_value:
-            output = functional.linear(inputs, weight_OI, bias_O)
-            # With a bias it is a view, and autograd lets nobody change a view made in here in place: some models scale it so.
-            unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-            return unviewed
-        return any_values(inputs, weight_OI.shape[0])
+        if not has_value:
+            return any_values(inputs, weight_OI.shape[0])
+        if cast is not None:
+            product = cast.product(inputs)
+            return product if bias_O is None else product + bias_O
+        output = functional.linear(inputs, weight_OI, bias_O)
+        # With a bias it is a view, and autograd lets nobody change a view made in here in place: some models scale it so.
+        unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return unviewed
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        values, weight_OI, _, accumulator, _ = inputs
+        values, weight_OI, _, accumulator, cast, _ = inputs
         ctx.save_for_backward(values, weight_OI)
         # Not saved by autograd, which would refuse a tensor that has changed since; this one is only written to.
         ctx.accumulator = accumulator
+        ctx.cast = cast
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,13 +154,11 @@ class _AccumulatedLinear(torch.autograd.Function):
         for_inputs, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_TO, inputs_TI = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
         weight_grad = _weight_gradient(ctx.accumulator, grad_TO.t(), inputs_TI, wanted=for_weight)
-        return (
-            grad_TO.mm(weight_OI).view(inputs.shape) if for_inputs else None,
-            weight_grad,
-            grad_TO.sum(0) if for_bias else None,
-            None,
-            None,
-        )
+        input_grad = None
+        if for_inputs:
+            grad_TI = grad_TO.mm(weight_OI) if ctx.cast is None else ctx.cast.input_gradient(grad_TO)
+            input_grad = grad_TI.view(inputs.shape)
+        return input_grad, weight_grad, grad_TO.sum(0) if for_bias else None, None, None, None
 
 
 class _AccumulatedAddmm(torch.autograd.Function):

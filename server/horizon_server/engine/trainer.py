@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
+from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
@@ -46,7 +49,7 @@ class TrainConfig:
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
     room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
     where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it. After `max_skipped_steps` steps
-    in a row that were skipped, training stops; 0 turns that off.
+    in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8 rounds the layers' products.
     """
 
     num_steps: int
@@ -65,6 +68,7 @@ class TrainConfig:
     head_chunk_tokens: int | None = None
     tokens_per_step: int = 0
     activation_placement: ActivationPlacement = "device"
+    matmul: Matmul = "bf16"
 
 
 class Trainer:
@@ -74,6 +78,8 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        if config.matmul == "fp8":
+            check_supported(device.place(torch.zeros(())).device)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
@@ -91,6 +97,7 @@ class Trainer:
             self._sink,
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
+            matmul=config.matmul,
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)

@@ -301,6 +301,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         optimizer_threads=request.num_threads,
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
+        matmul=train.matmul,
     )
 
 
