@@ -15,7 +15,7 @@ _BLOCK = 4096
 _NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
     logits, gradient, targets, losses, logits_stride, gradient_stride, vocab_size, scale,
     WRITES: tl.constexpr, BLOCK: tl.constexpr,

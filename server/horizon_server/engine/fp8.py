@@ -95,11 +95,11 @@ class Fp8Visit:
 def cast_rows(values_RK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rounded values and each row's scale, which maps its largest value to the format's largest. Shapes: [R, K], [R, 1]."""
     largest = torch.finfo(dtype).max
-    values_RK = values_RK.float()
-    # A row of zeros needs some scale, and what is not finite must stay visible.
-    scales_R1 = values_RK.abs().amax(1, keepdim=True).clamp(min=1e-30) / largest
+    highest_R1 = torch.linalg.vector_norm(values_RK, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+    # A row of zeros needs some scale. Gradients are small, so the least one is far below theirs.
+    scales_R1 = highest_R1.clamp(min=1e-30) / largest
     # The quotient may exceed the largest value by its own rounding, and e4m3 has no infinity to become.
-    return (values_RK / scales_R1).clamp(-largest, largest).to(dtype), scales_R1
+    return (values_RK / scales_R1).clamp_(-largest, largest).to(dtype), scales_R1
 
 
 def scaled_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

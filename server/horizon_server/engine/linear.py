@@ -49,7 +49,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
         # With beta = 0 what is in `out` is not read, so that not even a NaN there remains.
         torch.addmm(out, a, b, beta=beta, out=out)
     elif out.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)  # type: ignore[call-overload]
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     elif beta:
         # CPUs have no product of bf16 with an fp32 result. Widening the factors first takes 1.3 times as long, and is exact.
         out.add_(a.mm(b))
@@ -58,12 +58,11 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, first: Tensor) -> None:
 
 
 # Not by `torch.library.custom_op`, which adds an autograd kernel: this operator only writes, and autograd passes through it.
-_library = Library("horizon", "DEF")
-_library.define(
-    "add_product(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!) first) -> ()", tags=torch.Tag.pt2_compliant_tag
-)
-_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
-_library.impl("add_product", torch.library.fallthrough_kernel, "Autograd")
+_library = Library("horizon", "DEF")  # type: ignore[no-untyped-call]
+_SIGNATURE = "add_product(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!) first) -> ()"
+_library.define(_SIGNATURE, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+_library.impl("add_product", _add_product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("add_product", torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("horizon::add_product", lambda out, a, b, first: None, lib=_library)
 
 
@@ -98,12 +97,13 @@ class AccumulatedProducts(TorchFunctionMode):
             _, accumulator = self._accumulators.get(id(weight), (None, None))
             _, cast = self._in_fp8.get(id(weight), (None, None))
             if accumulator is not None or cast is not None:
-                return _AccumulatedLinear.apply(inputs, weight, bias, accumulator, cast, func is functional.linear)
+                has_value = func is functional.linear
+                return _AccumulatedLinear.apply(inputs, weight, bias, accumulator, cast, has_value)  # type: ignore[no-untyped-call]
         elif func is torch.addmm and len(args) == 3 and not kwargs:
             # GPT-2's projections: the weight is the second factor.
             bias, inputs, weight_IO = args
             if (found := self._accumulators.get(id(weight_IO))) is not None and bias.dim() == 1:
-                return _AccumulatedAddmm.apply(bias, inputs, weight_IO, found[1])
+                return _AccumulatedAddmm.apply(bias, inputs, weight_IO, found[1])  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 

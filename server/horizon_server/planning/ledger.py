@@ -114,6 +114,7 @@ def plan_memory(
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
+    in_fp8: bool = False,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
@@ -130,6 +131,8 @@ def plan_memory(
         "activations": on_device * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
+    if in_fp8:
+        device["workspace"] += _fp8_bytes(layout, model, row_tokens)
     layer_bytes = formula_elements * element_bytes + uncovered_bytes
     host = {
         **_plane_bytes(layout, grad_bytes),
@@ -148,6 +151,9 @@ def plan_memory(
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
+        if in_fp8:
+            # Products that are emulated widen both factors again.
+            host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
         host["other"] += int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
     return MemoryPlan(host=host, device=device)
 
@@ -217,6 +223,14 @@ def _chunk_bytes(model: ModelShape, tokens_per_step: int, device_kind: DeviceKin
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, device_kind))
     element_bytes = _FP32 if device_kind == "host" else _BF16
     return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
+
+
+def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
+    """A layer's weights in FP8 by rows and by columns, and the quotient in fp32 that one tensor is rounded from."""
+    largest_cast = max(
+        _largest_weight_elements(layout, model), row_tokens * max(model.hidden_size, model.intermediate_size)
+    )
+    return 2 * _largest_layer_elements(layout) + _FP32 * largest_cast
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:

@@ -269,6 +269,7 @@ class Planner:
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
             layer=choice.layer,
+            in_fp8=spec.train.matmul == "fp8",
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:

@@ -9,7 +9,6 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from horizon_server.engine import fp8
 from horizon_server.engine.fp8 import Fp8Visit, Fp8Weight, cast_rows, check_supported, is_castable
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator, linear_without_value
 from horizon_server.errors import InvalidSpec
@@ -83,7 +82,7 @@ def test_a_token_does_not_change_the_rounding_of_another() -> None:
     assert torch.equal(cast.product(inputs)[:4], alone)
 
 
-def test_a_weight_is_cast_once_per_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_cast_once_per_visit() -> None:
     parameters = {"up.weight": torch.randn(16, 32), "norm.weight": torch.randn(32)}
     visit = Fp8Visit(["up.weight"], for_backward=True)
     ((weight, cast),) = visit.of(parameters)
@@ -106,7 +105,7 @@ def test_it_can_be_traced() -> None:
                 output: Tensor = functional_call(layer, {"weight": weight, "bias": bias}, (inputs,))
             return output
 
-        output, pull_back = torch.func.vjp(forward, inputs)
+        output, pull_back = torch.func.vjp(forward, inputs)  # type: ignore[misc]
         gradient: Tensor = pull_back(output)[0]
         return gradient
 
@@ -130,8 +129,8 @@ def test_only_projections_of_whole_blocks_are_cast(name: str, shape: tuple[int, 
 
 
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(fp8.torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
 
     with pytest.raises(InvalidSpec, match=r"needs a GPU of compute capability 8.9 or higher .* A100 has 8.0"):
         check_supported(torch.device("cuda"))

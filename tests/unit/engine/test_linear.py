@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_gradients_over_several_micro_batches_are_those_of_autograd(
 
 @pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
 def test_a_traced_vjp_has_the_product_as_one_operator_and_the_same_numbers(
-    tracing_mode: str, case: tuple[Block, Tensors, list[tuple[Tensor, Tensor]]]
+    tracing_mode: Literal["fake", "symbolic"], case: tuple[Block, Tensors, list[tuple[Tensor, Tensor]]]
 ) -> None:
     block, parameters, batches = case
     wanted, wanted_inputs = plain(block, parameters, batches)
@@ -113,7 +114,7 @@ def test_a_traced_vjp_has_the_product_as_one_operator_and_the_same_numbers(
                 output: Tensor = functional_call(block, parameters, (hidden,))
             return output
 
-        _, pull_back = torch.func.vjp(forward, parameters, hidden)
+        _, pull_back = torch.func.vjp(forward, parameters, hidden)  # type: ignore[misc]
         gradients: tuple[Tensors, Tensor] = pull_back(grad)
         return gradients
 
