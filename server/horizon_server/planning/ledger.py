@@ -21,6 +21,13 @@ from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
+ComputeDtype = Literal["float32", "bfloat16"]
+"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
+
+# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
+DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
+ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
+"""Of a weight on its way up, a hidden state, and a gradient that has left the device."""
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
@@ -109,15 +116,17 @@ def plan_memory(
     sequence_length: int,
     device_kind: DeviceKind,
     grad_bytes: int,
+    compute_dtype: ComputeDtype | None = None,
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    `layer` was counted on the model where no formula covers its layers.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers.
     """
-    row_tokens, element_bytes = min(sequence_length, tokens_per_step), _FP32 if device_kind == "host" else _BF16
+    row_tokens = min(sequence_length, tokens_per_step)
+    element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)

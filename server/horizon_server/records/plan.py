@@ -38,6 +38,8 @@ class JobPlan:
     device_limit_bytes: int
     num_parameters: int
     device: str
+    compute_dtype: str = ""
+    """What layers are computed in; empty in the plan of an earlier version."""
     message: str = ""
     """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise its user, or nothing."""
     prediction: StepPrediction | None = None
