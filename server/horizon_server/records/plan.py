@@ -73,7 +73,8 @@ class JobPlan:
     def summary(self) -> str:
         """The plan in one line, for people."""
         on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
-        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}, computed in {self.compute_dtype}"
+        dtype = f", computed in {self.compute_dtype}" if self.compute_dtype else ""
+        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}{dtype}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"
