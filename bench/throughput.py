@@ -30,7 +30,7 @@ class PlainLoop:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._model = model
-        self._weights = list(model.parameters())
+        self._weights: list[torch.Tensor] = list(model.parameters())
         self._masters = self._weights
         if dtype is not torch.float32:
             self._masters = [weight.detach().clone() for weight in self._weights]

@@ -204,7 +204,7 @@ class Template:
             meta = {p.name: torch.empty(p.piece.shape, dtype=dtype, device="meta") for p in self.places[group + 1]}
             try:
                 # On a copy: some layers move what they hold to where they find the hidden state.
-                with _EqualFactors():
+                with _EqualFactors():  # type: ignore[no-untyped-call]
                     functional_call(copy.deepcopy(self._layers[group]), meta, args, kwargs)
                 errors.append(None)
             except RUN_ERRORS as error:
@@ -278,7 +278,7 @@ class Template:
         return logits_CV
 
 
-class _EqualFactors(TorchDispatchMode):
+class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
