@@ -24,6 +24,9 @@ SHAPES = {
              "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 4096},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    # The same with 6 of its layers and that share of its vocabulary, for machines without room for several copies of it.
+    "0.6b-short": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768},
 }  # fmt: skip
 MOE_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral-56m": {"model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,

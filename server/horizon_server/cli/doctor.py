@@ -17,7 +17,7 @@ import click
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
-from horizon_server.planning.ledger import max_parameters
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, max_parameters
 from horizon_server.planning.machine import (
     Accelerator,
     Machine,
@@ -27,7 +27,6 @@ from horizon_server.planning.machine import (
     measure_rates,
     usable_accelerators,
 )
-from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
 from horizon_server.store.cpus import available_cpus
@@ -184,14 +183,14 @@ def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
         )
     facts: dict[str, Any] = {}
     speeds = []
-    for kind, rates in measured.items():
-        facts |= {f"{kind}_{name}": round(value) for name, value in vars(rates).items() if name.endswith("_per_s")}
-        facts |= {f"{kind}_layer_of_{w.hidden_size}_flops_per_s": round(w.layer_flops_per_s) for w in rates.widths}
-        facts |= {f"{kind}_head_of_{w.hidden_size}_flops_per_s": round(w.head_flops_per_s) for w in rates.widths}
+    for device, rates in measured.items():
+        facts |= {f"{device}_{name}": round(value) for name, value in vars(rates).items() if name.endswith("_per_s")}
+        facts |= {f"{device}_layer_of_{w.hidden_size}_flops_per_s": round(w.layer_flops_per_s) for w in rates.widths}
+        facts |= {f"{device}_head_of_{w.hidden_size}_flops_per_s": round(w.head_flops_per_s) for w in rates.widths}
         # The slowest and the fastest width, once where they print alike.
         layers = dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
         copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
-        speeds.append(f"{kind} {' to '.join(layers)} GFLOP/s in layers, copies {copies}")
+        speeds.append(f"{device.replace('_', ' in ')} {' to '.join(layers)} GFLOP/s in layers, copies {copies}")
     found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)
     try:
@@ -235,7 +234,7 @@ def _largest_model(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
     limit_bytes = (
         min(machine_bytes, settings.host_memory_limit_bytes or machine_bytes) - settings.host_memory_reserve_bytes
     )
-    largest = max_parameters(limit_bytes, grad_bytes=GRAD_BYTES["cuda" if usable else "host"])
+    largest = max_parameters(limit_bytes, grad_bytes=ELEMENT_BYTES[DEFAULT_COMPUTE_DTYPE["cuda" if usable else "host"]])
     found = f"this machine can train models of up to about {largest / 1e9:.1f} B parameters"
     part = Part("largest model", found, {"max_parameters": largest})
     if largest < _GOOD_PARAMETERS:

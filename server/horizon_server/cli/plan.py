@@ -22,8 +22,8 @@ from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import available_cpus
 
 _SHOWN = (
-    *("num_parameters", "device", "host_bytes", "host_total_bytes", "host_limit_bytes"),
-    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message"),
+    *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),
+    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "hint"),
 )
 
 

@@ -11,6 +11,7 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,10 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.binding import Place, Strided, bind
-from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape, try_embedding
+from horizon_server.engine.layer_stubs import (
+    RUN_ERRORS,
+    LayerCall,
+    Stub,
+    Tape,
+    try_embedding,
+)
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
@@ -40,6 +48,10 @@ from horizon_server.engine.skipped_projection import find_skipped_projection
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
+
+# More than recurrent layers compute at once: shorter rows take another way through their code.
+_DTYPE_TRIAL_TOKENS = 512
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
 class Template:
@@ -165,6 +177,40 @@ class Template:
             for module in (self._model, *self._layers):
                 module.train(mode)
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that the code of the model's layers does not run in: some mixes what it is given with fp32 of its own.
+
+        Raises:
+            InvalidModel: it runs in fp32 and fails in `dtype`.
+        """
+        for index, error in enumerate(self._layer_errors(dtype)):
+            if error is not None and self._layer_errors(torch.float32)[index] is None:
+                raise InvalidModel(
+                    f"model_type {self.config.model_type!r} cannot be computed in {str(dtype).removeprefix('torch.')}, as its code in "
+                    f"transformers fails ({str(error).splitlines()[0]}); use device: host and train.compute_dtype: float32"
+                ) from error
+
+    def _layer_errors(self, dtype: torch.dtype) -> list[Exception | None]:
+        """What running each kind of layer without storage raises."""
+        zeros = {place.name: torch.zeros((), dtype=dtype).expand(place.piece.shape) for place in self.places[0]}
+        positions_T = torch.arange(min(_DTYPE_TRIAL_TOKENS, self.max_document_tokens or _DTYPE_TRIAL_TOKENS))
+        with torch.no_grad():
+            calls = self.embed(zeros, torch.zeros_like(positions_T), positions_T)[1]
+        errors: list[Exception | None] = []
+        for group in sorted(set(self.layer_groups)):
+            args, kwargs = calls[group].without_storage(
+                hidden_size=self.hidden_size, num_tokens=positions_T.numel(), dtype=dtype
+            )
+            meta = {p.name: torch.empty(p.piece.shape, dtype=dtype, device="meta") for p in self.places[group + 1]}
+            try:
+                # On a copy: some layers move what they hold to where they find the hidden state.
+                with _EqualFactors():  # type: ignore[no-untyped-call]
+                    functional_call(copy.deepcopy(self._layers[group]), meta, args, kwargs)
+                errors.append(None)
+            except RUN_ERRORS as error:
+                errors.append(error)
+        return errors
+
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
         for state in (self._state, *self._layer_states.values()):
@@ -230,6 +276,15 @@ class Template:
         if logits_CV.shape != (num_tokens, self.vocab_size):
             raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV
+
+
+class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _PRODUCTS and args[-1].dtype is not args[-2].dtype:
+            raise RuntimeError(f"a product of {args[-2].dtype} and {args[-1].dtype}")
+        return func(*args, **(kwargs or {}))
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:

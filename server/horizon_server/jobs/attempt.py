@@ -178,6 +178,7 @@ class Attempt:
             "grad_dtype_bytes": memory.grad_dtype_bytes,
             "num_threads": self.num_threads,
             "device": memory.device_kind,
+            "compute_dtype": memory.compute_dtype,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
             "trace": str(self._log.with_name("trace.json")) if self.trace else None,

@@ -21,6 +21,13 @@ from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
+ComputeDtype = Literal["float32", "bfloat16"]
+"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
+
+# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
+DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
+ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
+"""Of a weight on its way up, a hidden state, and a gradient that has left the device."""
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
@@ -109,15 +116,17 @@ def plan_memory(
     sequence_length: int,
     device_kind: DeviceKind,
     grad_bytes: int,
+    compute_dtype: ComputeDtype | None = None,
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    `layer` was counted on the model where no formula covers its layers.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers.
     """
-    row_tokens, element_bytes = min(sequence_length, tokens_per_step), _FP32 if device_kind == "host" else _BF16
+    row_tokens = min(sequence_length, tokens_per_step)
+    element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
@@ -129,6 +138,8 @@ def plan_memory(
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
     layer_bytes = formula_elements * element_bytes + uncovered_bytes
+    if element_bytes == _BF16:
+        layer_bytes += _norm_input_elements(model, row_tokens) * element_bytes
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
@@ -145,7 +156,7 @@ def plan_memory(
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
         host["other"] += int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
     return MemoryPlan(host=host, device=device)
 
@@ -239,6 +250,13 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     return per_token * row_tokens
 
 
+def _norm_input_elements(model: ModelShape, row_tokens: int) -> int:
+    """What a layer that computes in bf16 keeps besides, counted on Qwen3: its norms compute in fp32 and keep their inputs in it."""
+    query = model.num_attention_heads * model.head_dim
+    key = model.num_key_value_heads * model.head_dim
+    return (3 * model.hidden_size + query + key) * row_tokens
+
+
 def _inner_saved_elements(model: ModelShape) -> int:
     """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
 
@@ -292,7 +310,9 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     return max(layer_bytes, head_bytes, row_bytes)
 
 
-def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+def _heap_bytes(
+    layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int
+) -> int:
     """The heap of a worker that computes on the host, calibrated against peak RSS.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
@@ -307,10 +327,12 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
-    # Logits, log-probabilities and the gradients of both.
+    # Logits, log-probabilities and the gradients of both; where logits and their gradient are in bf16, there is a copy of each in fp32.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size
+    head_bytes = (4 * _FP32 * chunk_tokens + model.hidden_size * element_bytes) * model.vocab_size
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
-    calls = _call_bytes(model, row_tokens, tokens_per_step, _FP32)
-    return (layer_elements + head_elements) * _FP32 + row_bytes + calls
+    calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+    if element_bytes == _BF16:
+        layer_elements += _norm_input_elements(model, row_tokens)
+    return layer_elements * element_bytes + head_bytes + row_bytes + calls

@@ -23,7 +23,7 @@ from horizon_server.children.child import Limits, run_child
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
 from horizon_server.errors import HorizonError, WorkerFailed
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.roofline import DeviceRates
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
@@ -42,10 +42,13 @@ MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 
 _FILE_VERSION = 1
 _CPU_INFO = Path("/proc/cpuinfo")
+# As the kernel names them: Intel's and AMD's, and Arm's.
+_BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 _PROBE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _PROBE_TIMEOUT_S = 120.0
 
-RatesByDevice = Mapping[DeviceKind, DeviceRates]
+RatesByDevice = Mapping[str, DeviceRates]
+"""By `rates_name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,27 @@ def host_memory(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) 
 
 def cpu_model() -> str:
     """Return the processor's name as the kernel has it, or the architecture's where it has none."""
+    return _cpu_info("model name") or platform.machine()
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether the processor multiplies bf16 matrices by itself; without that, bf16 is slower than fp32."""
+    words = f"{_cpu_info('flags')} {_cpu_info('Features')}".split()
+    return not _BF16_INSTRUCTIONS.isdisjoint(words)
+
+
+def rates_name(kind: DeviceKind, dtype: ComputeDtype) -> str:
+    """Return what the rates of a device that computes in a dtype are kept under: `host`, `host_bfloat16` or `cuda`."""
+    return kind if dtype == DEFAULT_COMPUTE_DTYPE[kind] else f"{kind}_{dtype}"
+
+
+def _cpu_info(name: str) -> str:
     with contextlib.suppress(OSError):
         for line in _CPU_INFO.read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return ""
 
 
 async def find_accelerators() -> tuple[Accelerator, ...]:
@@ -135,18 +154,32 @@ class Machine:
     num_cpus: int
     num_threads: int
     accelerators: tuple[str, ...]
+    has_bf16: bool = False
     version: str = VERSION
 
     @classmethod
     def of(cls, accelerators: Sequence[Accelerator], *, num_threads: int) -> Machine:
         """This machine, with the accelerators that a worker's torch can use and a worker's threads."""
         names = tuple(accelerator.name for accelerator in accelerators)
-        return cls(cpu=cpu_model(), num_cpus=available_cpus(), num_threads=num_threads, accelerators=names)
+        return cls(
+            cpu=cpu_model(),
+            num_cpus=available_cpus(),
+            num_threads=num_threads,
+            accelerators=names,
+            has_bf16=cpu_has_bf16(),
+        )
 
     @property
     def device_kinds(self) -> tuple[DeviceKind, ...]:
         """What a job can be computed on here."""
         return ("host", "cuda") if self.accelerators else ("host",)
+
+    @property
+    def measured(self) -> Mapping[str, tuple[DeviceKind, ComputeDtype]]:
+        """What is measured here, by `rates_name`: every kind of device in its default dtype, and bf16 where the CPU has it."""
+        pairs = [(kind, DEFAULT_COMPUTE_DTYPE[kind]) for kind in self.device_kinds]
+        pairs += [("host", "bfloat16")] if self.has_bf16 else []
+        return {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
 
 
 class RateBook:
@@ -162,7 +195,7 @@ class RateBook:
             plain = json.loads(self.path.read_bytes())
             if plain["version"] != _FILE_VERSION or plain["machine"] != self._machine():
                 return {}
-            return {kind: DeviceRates.from_mapping(plain["devices"][kind]) for kind in self.machine.device_kinds}
+            return {name: DeviceRates.from_mapping(plain["devices"][name]) for name in self.machine.measured}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -172,7 +205,7 @@ class RateBook:
         Raises:
             OSError: the folder cannot be written.
         """
-        devices = {kind: dataclasses.asdict(found) for kind, found in rates.items()}
+        devices = {name: dataclasses.asdict(found) for name, found in rates.items()}
         document = {"version": _FILE_VERSION, "machine": self._machine(), "devices": devices}
         replace_file(self.path, json.dumps(document, indent=1) + "\n")
 
@@ -221,15 +254,15 @@ async def measure_rates(machine: Machine, *, environment: Mapping[str, str]) -> 
         WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.
     """
     limits = Limits(wall_s=MEASURE_TIMEOUT_S)
-    rates: dict[DeviceKind, DeviceRates] = {}
-    for kind in machine.device_kinds:
-        request = {"device": kind, "num_threads": machine.num_threads}
-        who = f"the measurement of {kind}"
+    rates: dict[str, DeviceRates] = {}
+    for name, (kind, dtype) in machine.measured.items():
+        request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
+        who = f"the measurement of {name}"
         answer = await run_child(
             "horizon_server.worker.measure", request, who=who, environment=environment, limits=limits
         )
         try:
-            rates[kind] = DeviceRates.from_mapping(answer)
+            rates[name] = DeviceRates.from_mapping(answer)
         except (ValueError, KeyError, TypeError) as error:
             raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
     return rates

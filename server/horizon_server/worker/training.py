@@ -25,7 +25,7 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
@@ -56,6 +56,7 @@ class WorkerRequest:
     grad_dtype_bytes: int
     num_threads: int
     device: DeviceKind
+    compute_dtype: ComputeDtype
     device_limit_bytes: int
     activation_placement: ActivationPlacement
     trace: Path | None = None
@@ -105,7 +106,13 @@ class Training:
             load_model(self._store, request.model)
         self._trace = Trace() if request.trace else None
         limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
-        self._device = device_for(request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace)
+        self._device = device_for(
+            request.device,
+            compute_dtype=request.compute_dtype,
+            limit_bytes=limit_bytes,
+            num_threads=num_threads,
+            trace=self._trace,
+        )
         dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
@@ -169,6 +176,13 @@ class Training:
             raise InvalidSpec(
                 "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly; submit a new job"
             )
+        # The step is not the same function in another dtype. A checkpoint of a version that had no choice was made in the device's default.
+        made_in = kept.get("compute_dtype", DEFAULT_COMPUTE_DTYPE[self._request.device])
+        if made_in != self._request.compute_dtype:
+            raise InvalidSpec(
+                f"the checkpoint was made in {made_in} and this attempt computes in {self._request.compute_dtype}, so it cannot be "
+                f"continued exactly; submit a new job, or one with train.compute_dtype: {made_in} from the start"
+            )
         self._trainer.restore(kept["trainer"])
         self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
         self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
@@ -193,6 +207,7 @@ class Training:
             "last_eval": self._last_eval,
             "data": self._data_identity(),
             "num_threads": self._request.num_threads,
+            "compute_dtype": self._request.compute_dtype,
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None

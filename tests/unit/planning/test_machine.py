@@ -91,6 +91,27 @@ def test_a_machine_says_what_it_can_compute_on() -> None:
     assert with_gpu.cpu
 
 
+@pytest.mark.parametrize(
+    ("line", "has_bf16"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2", False),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+    ],
+)
+def test_bf16_is_measured_on_the_host_where_the_cpu_has_instructions_for_it(
+    line: str, has_bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
+    found = Machine.of((), num_threads=1)
+    assert found.has_bf16 == has_bf16
+    bf16 = {"host_bfloat16": ("host", "bfloat16")} if has_bf16 else {}
+    assert found.measured == {"host": ("host", "float32"), **bf16}
+
+
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "executable", fake_python(tmp_path, reply(tmp_path, encode_line(Failure(WorkerFailed("no such device")))))
