@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.gpu.report import RESULTS, Report, without_folders
+from bench.gpu.shapes import QWEN25
 from bench.gpu.summary import Outcome, summary_lines
 from bench.gpu.task import PLANES, Clock, DeviceChoice, Task
 
@@ -93,6 +94,8 @@ def main() -> int:
     if built.returncode:
         # Without it the NumPy reference would run, and every step would measure that.
         sys.exit(f"{without_folders(built.stderr).strip()}\nNothing was measured: the bench needs this kernel.")
+    if arguments.device == "cuda":
+        _require_gpu(clock)
     arguments.out.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         out=arguments.out,
@@ -106,6 +109,18 @@ def main() -> int:
     outcomes = run(plan, clock)
     print((arguments.out / SUMMARY).read_text("utf-8"))
     return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
+
+
+def _require_gpu(clock: Clock) -> None:
+    # In a process of its own, so that this one holds no memory of the device. Loading torch is not lost: the stages find it in memory.
+    code = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=max(1.0, clock.left_s)
+    )
+    if asked.returncode:
+        sys.exit(f"torch cannot be loaded here: {without_folders(asked.stderr).strip().splitlines()[-1]}")
+    if asked.stdout.strip() == "0":
+        sys.exit("needs 1 CUDA device, found 0; --device cpu is a dry run without one")
 
 
 def run(plan: Plan, clock: Clock) -> list[Outcome]:
@@ -170,13 +185,9 @@ def _run_stage(stage: Stage, plan: Plan, seconds: float, plane_fds: Mapping[str,
 
 def _run_child(command: list[str], plan: Plan, task: Task) -> tuple[int | None, str]:
     """Exit code, or None where it was stopped at its time limit, and what it printed."""
-    paths = [str(ROOT), str(ROOT / "proto"), str(ROOT / "server"), plan.environment.get("PYTHONPATH", "")]
-    # The setting that a worker of the daemon runs with: rows of many lengths would fragment the allocator's memory.
-    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if plan.device == "cuda" else {}
-    environment = {**settings, **plan.environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            command, cwd=ROOT, env=_environment(plan), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             pass_fds=list(task.plane_fds.values()), start_new_session=True,
         )  # fmt: skip
         try:
@@ -188,6 +199,19 @@ def _run_child(command: list[str], plan: Plan, task: Task) -> tuple[int | None, 
             _kill_group(process)
         log.seek(0)
         return code, log.read().decode("utf-8", errors="replace")
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    """What a worker of the daemon runs with, and the source tree to import from."""
+    folders = [str(ROOT / name) for name in ("", "proto", "server")]
+    # Nothing is installed on a bare machine.
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    from horizon_server.process_variables import CHILD_VARIABLES
+
+    paths = filter(None, [*folders, plan.environment.get("PYTHONPATH", "")])
+    # Rows of many lengths would fragment the allocator's memory.
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if plan.device == "cuda" else {}
+    return {**settings, **plan.environment, **CHILD_VARIABLES, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -216,9 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run with tiny sizes")
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="run only these (default: all)")
-    parser.add_argument(
-        "--shape", default="", help="model: 7b, 1.5b or tiny (default: the largest that fits; cpu: tiny)"
-    )
+    parser.add_argument("--shape", choices=sorted(QWEN25), default="", help="default: the largest that fits; cpu: tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens per step of the curve's points")
     parser.add_argument("--host-gib", type=float, default=0.0, help="host memory to use, where the system reports less")
     return parser.parse_args()

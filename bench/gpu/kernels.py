@@ -9,7 +9,8 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ _CLASSES = (
     ("GEMM", r"gemm|nvjet|cutlass|xmma|cublas|wgmma|aten::(add)?mm\b|aten::bmm|mkldnn_linear|scaled_mm|splitk"),
     ("loss", r"softmax|nll_loss|cross_entropy"),
     ("norm", r"norm|rsqrt|mean|pow"),
-    ("rotary", r"rope|rotary|\bcos|\bsin|cat|neg"),
+    ("rotary", r"rope|rotary|(?<![a-z])(cos|sin|cat|neg)"),
     ("swiglu", r"silu|swiglu|sigmoid"),
     ("copy", r"copy|_to_copy|clone|fill|zero"),
+    ("other", r"scatter|gather|index|embedding"),
     ("add", r"add"),
 )
-CLASSES = (*dict.fromkeys(name for name, _ in _CLASSES), "other")
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+CLASSES = tuple(sorted({"other", *(name for name, _ in _CLASSES)}, key=str.lower))
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +51,30 @@ def class_of(name: str) -> str:
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def kernels_of(profiler: torch.profiler.profile, *, on_device: bool) -> list[Kernel]:
-    """What ran, the longest first."""
-    kernels = []
-    for event in profiler.key_averages():
-        is_on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        micros = event.self_device_time_total if on_device else event.self_cpu_time_total
-        if micros > 0 and is_on_device == on_device:
-            kernel = Kernel(name=event.key, kind=class_of(event.key), seconds=micros / 1e6, count=event.count)
-            kernels.append(kernel)
-    return sorted(kernels, key=lambda kernel: -kernel.seconds)
+def device_kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """What ran on a GPU, the longest first, from the profiler's events."""
+    micros: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in DEVICE_CATEGORIES:
+            micros[event["name"]] += event["dur"]
+            counts[event["name"]] += 1
+    return [
+        Kernel(name=name, kind=class_of(name), seconds=total / 1e6, count=counts[name])
+        for name, total in micros.most_common()
+    ]
 
 
-def busy_s(events: Iterable[dict[str, Any]]) -> float:
+def host_operators(profiler: torch.profiler.profile) -> list[Kernel]:
+    """What ran on the CPU, the longest first, each without what it called."""
+    operators = [
+        Kernel(name=event.key, kind=class_of(event.key), seconds=event.self_cpu_time_total / 1e6, count=event.count)
+        for event in profiler.key_averages()
+    ]
+    return sorted(operators, key=lambda operator: -operator.seconds)
+
+
+def busy_s(events: Iterable[Mapping[str, Any]]) -> float:
     """How long the device ran at least one kernel: the union of their intervals, copies left out."""
     intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel")
     total, end = 0.0, float("-inf")
@@ -81,7 +94,7 @@ def trace_events(profiler: torch.profiler.profile) -> tuple[list[dict[str, Any]]
 
 
 def write_trace(
-    file: Path, trace: Trace, events: Sequence[dict[str, Any]], *, epoch_minus_clock_s: float, zero_us: float
+    file: Path, trace: Trace, events: Sequence[Mapping[str, Any]], *, epoch_minus_clock_s: float, zero_us: float
 ) -> None:
     """One compressed trace for Perfetto: the engine's queues, and below them what the profiler saw, on one time line.
 
@@ -97,6 +110,7 @@ def write_trace(
         event["pid"] = "engine queues"
         if "ts" in event:
             event["ts"] += shift_us
-    kept = [event for event in events if event.get("ph") != "X" or event.get("cat") in (*_DEVICE_CATEGORIES, "cpu_op")]
+    # Without the calls to the driver and the arrows from them, which are most of the file.
+    kept = [event for event in events if event["ph"] == "M" or event.get("cat") in (*DEVICE_CATEGORIES, "cpu_op")]
     with gzip.open(file, "wt", encoding="utf-8", compresslevel=6) as out:
         json.dump({"displayTimeUnit": "ms", "traceEvents": [*own, *kept]}, out)

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench.gpu.kernels import CLASSES, Kernel, busy_s, kernels_of, trace_events, write_trace
+from bench.gpu.kernels import CLASSES, Kernel, busy_s, device_kernels, host_operators, trace_events, write_trace
 from bench.gpu.report import Report
 from bench.gpu.shapes import SIZES
 from bench.gpu.steps import choose_model, opened, plan_of, rows_for, trainer_for
@@ -41,9 +41,9 @@ def run(task: Task, report: Report) -> None:
                 profiled = trainer.train_step(rows)
         finally:
             trainer.close()
-    kernels = kernels_of(profiler, on_device=on_gpu)
-    _classes(kernels, report)
     events, zero_us = trace_events(profiler)
+    kernels = device_kernels(events) if on_gpu else host_operators(profiler)
+    _classes(kernels, report)
     _gaps(plain, profiled, busy_s(events) if on_gpu else sum(kernel.seconds for kernel in kernels), report)
     report.table("The longest", {"kernel": "", "class": "", "s": ".4f", "count": "d", "each us": ".1f"})
     for kernel in kernels[:_NUM_LISTED]:

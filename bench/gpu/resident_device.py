@@ -9,7 +9,7 @@ Shapes: R = rows of a table that are used, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -131,6 +131,9 @@ class ResidentDevice:
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         self._numbers.pending.append((torch.linalg.vector_norm(gradient).double().square(), square_sum))
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        out.copy_(read(self._units[index]).reshape(-1))
 
     def download_rows(
         self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor

@@ -33,7 +33,7 @@ def run(task: Task, report: Report) -> None:
         report.say("Another package named `tests` is installed here and hides the project's, so no test was run.")
         return
     report.table("tests/gpu", {"test": "", "outcome": ""})
-    environment = {**os.environ, **({"HORIZON_REQUIRE_GPU": "1"} if task.device == "cuda" else {})}
+    environment = {**os.environ, "HORIZON_REQUIRE_GPU": "1" if task.device == "cuda" else "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *COMMAND],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
