@@ -3,7 +3,7 @@
     python3 -m bench.gpu_all --out results --minutes 9
 
 Needs g++, torch, transformers, numpy, safetensors and psutil (pytest for the tests); nothing is installed, nothing is downloaded. Each
-stage is a process with a time limit of its own, writes its results as it goes, and does not stop the others when it fails:
+stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
 
 | file | what |
 | --- | --- |
@@ -26,13 +26,13 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.gpu.process import StageProcess
 from bench.gpu.report import RESULTS, Report, without_folders
 from bench.gpu.shapes import QWEN25
 from bench.gpu.summary import Outcome, summary_lines
@@ -49,13 +49,15 @@ _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Exit|Fit|Model|Spec)\b.*", re
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A part of the program. `weight` is its share of the time against the stages after it, what earlier ones left over included;
-    it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run."""
+    it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run. A stage that counts memory is
+    `fresh`: earlier ones leave libraries' workspaces on the device."""
 
     name: str
     module: str
     file: str
     weight: float
     least_s: float
+    fresh: bool = False
 
 
 STAGES = (
@@ -63,7 +65,7 @@ STAGES = (
     Stage(name="compute", module="bench.gpu.compute", file="machine.md", weight=50, least_s=15),
     Stage(name="bandwidth", module="bench.gpu.bandwidth", file="machine.md", weight=50, least_s=20),
     Stage(name="tests", module="bench.gpu.suite", file="tests.md", weight=110, least_s=30),
-    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=210, least_s=60),
+    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=210, least_s=60, fresh=True),
     Stage(name="profile", module="bench.gpu.profile", file="profile.md", weight=50, least_s=30),
     Stage(name="resident", module="bench.gpu.resident", file="resident.md", weight=70, least_s=40),
     Stage(name="lengths", module="bench.gpu.lengths", file="curve.md", weight=60, least_s=40),
@@ -129,13 +131,13 @@ def run(plan: Plan, clock: Clock) -> list[Outcome]:
     for name in (RESULTS, SUMMARY, *{stage.file for stage in plan.stages}):
         (plan.out / name).unlink(missing_ok=True)
     outcomes: list[Outcome] = []
-    with _memory_files() as plane_fds:
+    with _memory_files() as plane_fds, closing(_Runner(plan, plane_fds)) as runner:
         for index, stage in enumerate(plan.stages):
             weights = sum(other.weight for other in plan.stages[index:])
             seconds = max(0.0, clock.left_s - _RESERVE_S) * stage.weight / weights
             print(f"{stage.name}: up to {seconds:.0f} s", flush=True)
-            outcome = _run_stage(stage, plan, seconds, plane_fds)
-            print(f"{stage.name}: {outcome.state} {outcome.why}".rstrip(), flush=True)
+            outcome = runner.run(stage, seconds)
+            print(f"{stage.name}: {outcome.state}{outcome.why and f': {outcome.why}'}", flush=True)
             outcomes.append(outcome)
             used_s = time.perf_counter() - start_s
             lines = summary_lines(plan.out, outcomes, minutes=plan.minutes, used_s=used_s)
@@ -154,51 +156,58 @@ def _memory_files() -> Iterator[dict[str, int]]:
             os.close(fd)
 
 
-def _run_stage(stage: Stage, plan: Plan, seconds: float, plane_fds: Mapping[str, int]) -> Outcome:
-    report = Report(plan.out, stage=stage.name, file=stage.file)
-    least_s = stage.least_s * (1.0 if plan.device == "cuda" else _DRY_RUN_SHARE)
-    if seconds < least_s:
-        why = f"its share of the time left is {seconds:.0f} s, it needs {least_s:.0f} s"
-        report.say(f"{stage.name} was skipped: {why}.")
-        return Outcome(stage=stage.name, state="skipped", why=why, seconds=0.0)
-    task = Task(
-        stage=stage.name,
-        file=stage.file,
-        out=str(plan.out.resolve()),
-        device=plan.device,
-        end_s=time.monotonic() + seconds,
-        shape=plan.shape,
-        tokens=plan.tokens,
-        host_gib=plan.host_gib,
-        plane_fds=plane_fds,
-    )
-    start_s = time.perf_counter()
-    code, log = _run_child([sys.executable, "-m", "bench.gpu.child", stage.module, task.to_json()], plan, task)
-    used_s = time.perf_counter() - start_s
-    if code == 0:
-        return Outcome(stage=stage.name, state="done", why="", seconds=used_s)
-    why = _why(code, log, seconds)
-    tail = "\n".join(without_folders(log).splitlines()[-_LOG_LINES:])
-    report.say(f"\n{stage.name} failed after {used_s:.0f} s: {why}\n\n```\n{tail}\n```")
-    return Outcome(stage=stage.name, state="failed", why=without_folders(why), seconds=used_s)
+class _Runner:
+    """Runs stages in a process that is replaced after a failure, and where a stage wants a fresh one."""
 
+    def __init__(self, plan: Plan, plane_fds: Mapping[str, int]) -> None:
+        self._plan, self._plane_fds = plan, plane_fds
+        self._process: StageProcess | None = None
 
-def _run_child(command: list[str], plan: Plan, task: Task) -> tuple[int | None, str]:
-    """Exit code, or None where it was stopped at its time limit, and what it printed."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(plan), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            pass_fds=list(task.plane_fds.values()), start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(max(0.0, task.end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            # Its own children too, and also where this process is interrupted.
-            _kill_group(process)
-        log.seek(0)
-        return code, log.read().decode("utf-8", errors="replace")
+    def run(self, stage: Stage, seconds: float) -> Outcome:
+        """Run a stage, or skip it, and report what went wrong."""
+        plan = self._plan
+        report = Report(plan.out, stage=stage.name, file=stage.file)
+        least_s = stage.least_s * (1.0 if plan.device == "cuda" else _DRY_RUN_SHARE)
+        if seconds < least_s:
+            why = f"its share of the time left is {seconds:.0f} s, it needs {least_s:.0f} s"
+            report.say(f"{stage.name} was skipped: {why}.")
+            return Outcome(stage=stage.name, state="skipped", why=why, seconds=0.0)
+        start_s, task = time.monotonic(), self._task(stage, seconds)
+        # It may have ended after its last answer too.
+        if stage.fresh or (self._process is not None and self._process.ended_with is not None):
+            self.close()
+        process = self._process = self._process or StageProcess(
+            folder=ROOT, environment=_environment(plan), plane_fds=self._plane_fds
+        )
+        log = process.run(stage.module, task)
+        used_s = time.monotonic() - start_s
+        if log is None:
+            return Outcome(stage=stage.name, state="done", why="", seconds=used_s)
+        why = without_folders(_why(process.ended_with, log, seconds))
+        self.close()
+        tail = "\n".join(without_folders(log).splitlines()[-_LOG_LINES:])
+        report.say(f"\n{stage.name} failed after {used_s:.0f} s: {why}\n\n```\n{tail}\n```")
+        return Outcome(stage=stage.name, state="failed", why=why, seconds=used_s)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+    def _task(self, stage: Stage, seconds: float) -> Task:
+        plan = self._plan
+        return Task(
+            stage=stage.name,
+            file=stage.file,
+            out=str(plan.out.resolve()),
+            device=plan.device,
+            end_s=time.monotonic() + seconds,
+            shape=plan.shape,
+            tokens=plan.tokens,
+            host_gib=plan.host_gib,
+            plane_fds=self._plane_fds,
+        )
 
 
 def _environment(plan: Plan) -> dict[str, str]:
@@ -212,14 +221,6 @@ def _environment(plan: Plan) -> dict[str, str]:
     # Rows of many lengths would fragment the allocator's memory.
     settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if plan.device == "cuda" else {}
     return {**settings, **plan.environment, **CHILD_VARIABLES, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
 
 
 def _why(code: int | None, log: str, seconds: float) -> str:

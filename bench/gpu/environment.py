@@ -65,7 +65,7 @@ def _gpu(task: Task) -> Iterator[tuple[str, str]]:
     yield "GPU", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs"
     yield "compute capability", ".".join(map(str, torch.cuda.get_device_capability(0)))
     yield "CUDA of torch", str(torch.version.cuda)
-    yield "cuDNN", str(torch.backends.cudnn.version())
+    yield "cuDNN", str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     yield "GPUs", str(torch.cuda.device_count())
     program = shutil.which("nvidia-smi")
     if program is None:

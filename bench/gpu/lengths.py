@@ -18,7 +18,7 @@ def run(task: Task, report: Report) -> None:
     step = _STEP_LENGTH if task.device == "cuda" else 1
     lengths = [sizes.shortest_length + step * index for index in range(sizes.num_lengths)]
     vocab_size = model.template.vocab_size
-    kinds = {
+    kinds: dict[str, list[tuple[int, ...]]] = {
         "one document each": [(length,) for length in lengths],
         # Two thirds and one third, each in lengths of its own.
         "packed": [(length - length // 3, length // 3) for length in lengths],

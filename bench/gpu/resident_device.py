@@ -37,7 +37,7 @@ class _Numbers:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Passed:
     """A point that everything submitted before it has reached."""
 
@@ -49,7 +49,7 @@ class _Passed:
         self.numbers.send()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Inline:
     """Runs work where it is submitted, or drops it."""
 

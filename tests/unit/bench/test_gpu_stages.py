@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench.gpu.compute import layer_products
@@ -92,7 +93,7 @@ def test_a_kernels_name_decides_its_class(name: str, kind: str) -> None:
 
 
 def test_kernels_that_overlap_count_once_as_busy_time() -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"cat": "kernel", "name": "a", "ts": 0.0, "dur": 10.0},
         {"cat": "kernel", "name": "b", "ts": 5.0, "dur": 10.0},
         {"cat": "kernel", "name": "a", "ts": 100.0, "dur": 1.0},
