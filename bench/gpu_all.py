@@ -214,7 +214,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     """What a worker of the daemon runs with, and the source tree to import from."""
     folders = [str(ROOT / name) for name in ("", "proto", "server")]
     # Nothing is installed on a bare machine.
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     from horizon_server.process_variables import CHILD_VARIABLES
 
     paths = filter(None, [*folders, plan.environment.get("PYTHONPATH", "")])
