@@ -14,6 +14,8 @@ from typing import Any
 from bench.gpu.task import Task
 
 RESULTS = "results.jsonl"
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = re.compile(r"(?<![\w./])/[^\s\"']*/(?:site|dist)-packages/")
 _FOLDERS = re.compile(r"(?<![\w./])/(?!/)(?:[^\s/:;,\"'()<>]+/)+")
 
 
@@ -56,8 +58,11 @@ class Report:
 
 
 def without_folders(text: str) -> str:
-    """The text with each absolute path cut down to its last part: results are made to be passed on, the machine is not."""
-    return _FOLDERS.sub("", text)
+    """The text with each absolute path cut down to what is below the source tree or the packages, else to its last part.
+
+    Results are made to be passed on, the machine is not.
+    """
+    return _FOLDERS.sub("", _PACKAGES.sub("", text.replace(f"{_ROOT}/", "")))
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
