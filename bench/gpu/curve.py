@@ -43,8 +43,8 @@ MEMORY_COLUMNS = {
     "point": "", "planned GiB": ".2f", "allocated GiB": ".2f", "reserved GiB": ".2f", "allocated/planned": ".3f",
     "host planned GiB": ".2f", "host resident GiB": ".2f",
 }  # fmt: skip
-_NUM_STEPS = ((1 << 15, 4), (1 << 16, 3))
-"""Steps of a point up to this many tokens; two above that."""
+_MANY_TOKENS = 1 << 16
+"""Of a point; up to here it takes three steps, above two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def run(task: Task, report: Report) -> None:
 
 
 def _num_steps(point: Point) -> int:
-    return next((steps for tokens, steps in _NUM_STEPS if point.tokens <= tokens), 2)
+    return 3 if point.tokens <= _MANY_TOKENS else 2
 
 
 def _measure(model: Model, store: HostStore, device: Device, point: Point, sizes: Sizes) -> _Measured:

@@ -1,4 +1,4 @@
-"""What a profiled step spent its time on: device kernels (on the CPU: operators) by class, and how long the device ran any.
+"""What a profiled step spent its time on: device kernels (on the CPU: operators) by class, and how long compute's stream ran any.
 
 Names decide the class, so a multiplication in a norm that is not fused counts as `other`; the longest kernels are listed by name.
 """
@@ -9,7 +9,7 @@ import gzip
 import json
 import re
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +75,17 @@ def host_operators(profiler: torch.profiler.profile) -> list[Kernel]:
 
 
 def busy_s(events: Iterable[Mapping[str, Any]]) -> float:
-    """How long the device ran at least one kernel: the union of their intervals, copies left out."""
-    intervals = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel")
+    """How long the busiest stream, which is compute's, ran kernels. Copies do not count, and what other streams ran meanwhile neither."""
+    intervals: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel":
+            intervals[event.get("args", {}).get("stream")].append((event["ts"], event["ts"] + event["dur"]))
+    return max(map(_union_s, intervals.values()), default=0.0)
+
+
+def _union_s(intervals: list[tuple[float, float]]) -> float:
     total, end = 0.0, float("-inf")
-    for start, stop in intervals:
+    for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6

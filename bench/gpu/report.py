@@ -51,6 +51,10 @@ class Report:
         line = {"stage": self._stage, "table": self._table, **cells, **more}
         self._append(self._results, without_folders(json.dumps(line, default=str)))
 
+    def note(self, **values: Any) -> None:
+        """Values for JSON alone."""
+        self._append(self._results, json.dumps({"stage": self._stage, **values}))
+
     @staticmethod
     def _append(file: Path, text: str) -> None:
         with file.open("a", encoding="utf-8") as out:

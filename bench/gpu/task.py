@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-_ENDING_S = 1.0
-
 DeviceChoice = Literal["cuda", "cpu"]
+_ENDING_S: Mapping[DeviceChoice, float] = {"cuda": 8.0, "cpu": 0.5}
+"""What unpinning and unmapping 100 GB take."""
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq", "grad")
 """Of the host store, in memory files that outlive a stage's process: filling 100 GB once takes long enough."""
 
@@ -63,8 +63,8 @@ class Task:
         return json.dumps(dataclasses.asdict(self))
 
     def clock(self) -> Clock:
-        """The stage's time, less what ending the process takes."""
-        return Clock(self.end_s - time.monotonic() - _ENDING_S)
+        """The stage's time, less what giving its memory back takes."""
+        return Clock(self.end_s - time.monotonic() - _ENDING_S[self.device])
 
     @property
     def folder(self) -> Path:

@@ -92,11 +92,12 @@ def test_a_kernels_name_decides_its_class(name: str, kind: str) -> None:
     assert class_of(name) == kind
 
 
-def test_kernels_that_overlap_count_once_as_busy_time() -> None:
+def test_kernels_that_overlap_count_once_and_other_streams_do_not() -> None:
     events: list[dict[str, Any]] = [
         {"cat": "kernel", "name": "a", "ts": 0.0, "dur": 10.0},
         {"cat": "kernel", "name": "b", "ts": 5.0, "dur": 10.0},
         {"cat": "kernel", "name": "a", "ts": 100.0, "dur": 1.0},
+        {"cat": "kernel", "name": "square sums", "ts": 200.0, "dur": 7.0, "args": {"stream": 9}},
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 50.0, "dur": 9.0},
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 99.0},
         {"ph": "M", "name": "process_name"},
@@ -106,6 +107,7 @@ def test_kernels_that_overlap_count_once_as_busy_time() -> None:
         ("a", 2),
         ("b", 1),
         ("Memcpy HtoD", 1),
+        ("square sums", 1),
     ]
 
 
