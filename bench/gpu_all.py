@@ -139,10 +139,17 @@ def run(plan: Plan, clock: Clock) -> list[Outcome]:
             outcome = runner.run(stage, seconds)
             print(f"{stage.name}: {outcome.state}{outcome.why and f': {outcome.why}'}", flush=True)
             outcomes.append(outcome)
-            used_s = time.perf_counter() - start_s
-            lines = summary_lines(plan.out, outcomes, minutes=plan.minutes, used_s=used_s)
-            (plan.out / SUMMARY).write_text("\n".join(lines) + "\n", "utf-8")
+            _write_summary(plan, outcomes, used_s=time.perf_counter() - start_s)
     return outcomes
+
+
+def _write_summary(plan: Plan, outcomes: Sequence[Outcome], *, used_s: float) -> None:
+    try:
+        lines = summary_lines(plan.out, outcomes, minutes=plan.minutes, used_s=used_s)
+    except (LookupError, TypeError, ValueError) as error:
+        # A row that nobody expected must not cost the stages that are still to come.
+        lines = [f"The summary could not be made ({error!r}); the other files have the results."]
+    (plan.out / SUMMARY).write_text("\n".join(lines) + "\n", "utf-8")
 
 
 @contextmanager

@@ -122,6 +122,8 @@ def test_rows_of_many_lengths_show_their_first_and_second_step(dry_run: Path) ->
 
 
 BROKEN = {
+    "misleads": "from bench.gpu.report import Report\ndef run(task, report):\n"
+    "    report = Report(task.folder, stage='curve', file='c.md')\n    report.table('The curve', {'a': ''})\n    report.row(a=1)\n",
     "raises": 'def run(task, report):\n    raise RuntimeError(f"broken in {__file__}")\n',
     "crashes": "import os, signal\ndef run(task, report):\n    report.say('begun')\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
     "hangs": "import subprocess, sys\ndef run(task, report):\n    report.say('begun')\n"
@@ -183,6 +185,15 @@ def test_what_has_no_time_left_is_skipped_with_a_reason(tmp_path: Path) -> None:
     assert outcomes == [Outcome(stage=name, state="skipped", why=why, seconds=0.0) for name in ("hangs", "works")]
     assert (plan.out / "works.md").read_text() == f"works was skipped: {why}.\n\n"
     assert f"- works skipped: {why}" in (plan.out / "summary.md").read_text()
+
+
+def test_a_row_that_the_summary_cannot_read_does_not_stop_the_stages(tmp_path: Path) -> None:
+    plan = broken_plan(tmp_path, "misleads", "works", minutes=0.5)
+
+    outcomes = run(plan, Clock(60 * plan.minutes))
+
+    assert [outcome.state for outcome in outcomes] == ["done", "done"]
+    assert (plan.out / "summary.md").read_text().startswith("The summary could not be made (KeyError(")
 
 
 def test_without_a_compiler_nothing_is_measured_and_the_reason_is_said(tmp_path: Path) -> None:
