@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from contextlib import closing
+from functools import partial
 
 import torch
 
@@ -12,6 +14,7 @@ from bench.gpu.report import Report
 from bench.gpu.shapes import SIZES
 from bench.gpu.task import Task
 from horizon_server.engine.device import device_for
+from horizon_server.engine.device.protocol import Device
 from horizon_server.planning.bandwidth import measure_bandwidth
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -60,51 +63,55 @@ def _link(task: Task, report: Report) -> None:
     )
     layout = _two_units(SIZES[task.device].link_elements)
     device = device_for("cuda" if task.device == "cuda" else "host", num_threads=available_cpus())
-    # A device unpins what it has pinned when it is closed, so it goes before the memory does.
     start_s = time.perf_counter()
+    # A device unpins what it has pinned when it is closed, so it goes before the memory does.
     with closing(HostStore.allocate(layout, grad_dtype=device.gradient_dtype)) as store, closing(device):
         num_gb = sum(store.host_bytes().values()) / 1e9
-        made_s = time.perf_counter() - start_s
-        report.row(what=f"{num_gb:.1f} GB of planes made", s=made_s)
+        report.row(what=f"{num_gb:.1f} GB of planes made", s=time.perf_counter() - start_s)
         start_s = time.perf_counter()
         device.adopt(store)
-        report.row(what=f"{store.layout.num_elements * 4 / 1e9:.1f} GB registered", s=time.perf_counter() - start_s)
-        unit = next(unit for unit in layout.units if unit.kind == "layer")
-        weights = device.allocate("weights", unit.num_elements, device.compute_dtype)
-        gradient = device.allocate("gradients", unit.num_elements, torch.float32)
-        gradient.zero_()
-        # Of the gradient's dtype, so that nothing is converted: the plain copy that the link can do.
-        values = device.allocate("gradients", unit.num_elements, device.gradient_dtype)
-        numbers = device.allocate_host("staging", 1, torch.float64)
-        target = store.unit(unit.index, "grad")
-
-        def measure(what: str, *, up: bool = False, down: bool = False, as_in_a_step: bool = False) -> None:
-            rates: list[tuple[float, float]] = []
-            for _ in range(_NUM_RUNS):
-                device.take_use()
-                if up:
-                    device.upload_unit(store, unit.index, weights)
-                if down and as_in_a_step:
-                    device.download_unit(gradient, target, numbers[0])
-                elif down:
-                    device.download(values, target)
-                for queue in (device.h2d, device.d2h):
-                    queue.record().wait()
-                device.raise_failure()
-                use = device.take_use()
-                rates.append(tuple(way.bytes / way.busy_s / 1e9 if way.bytes else 0.0 for way in (use.h2d, use.d2h)))  # type: ignore[arg-type]
-            # The first run touches the device's memory.
-            up_gb, down_gb = (statistics.median(rate[way] for rate in rates[1:]) for way in range(2))
-            cells = {"GB/s_up": up_gb} if up else {}
-            report.row(what=what, **cells, **({"GB/s_down": down_gb} if down else {}))
-
-        measure("up alone", up=True)
-        measure("down alone", down=True)
-        measure("both at once", up=True, down=True)
-        measure("both, gradients rounded and their squares summed", up=True, down=True, as_in_a_step=True)
+        report.row(what="what crosses the link registered", s=time.perf_counter() - start_s)
+        _copies(device, store, report)
         for refusal in device.refusals:
             report.say(refusal)
-        device.free_host(numbers)
+
+
+def _copies(device: Device, store: HostStore, report: Report) -> None:
+    unit = next(unit for unit in store.layout.units if unit.kind == "layer")
+    weights = device.allocate("weights", unit.num_elements, device.compute_dtype)
+    gradient = device.allocate("gradients", unit.num_elements, torch.float32)
+    # Uninitialised memory may hold subnormal numbers, which processors compute far more slowly.
+    gradient.zero_()
+    # Of the stored dtype, so that nothing is converted: the plain copy that the link can do.
+    values = device.allocate("gradients", unit.num_elements, device.gradient_dtype)
+    numbers, target = device.allocate_host("staging", 1, torch.float64), store.unit(unit.index, "grad")
+    up = partial(device.upload_unit, store, unit.index, weights)
+    down = partial(device.download, values, target)
+    down_as_in_a_step = partial(device.download_unit, gradient, target, numbers[0])
+    for what, copies in (
+        ("up alone", [up]),
+        ("down alone", [down]),
+        ("both at once", [up, down]),
+        ("both, gradients rounded and their squares summed", [up, down_as_in_a_step]),
+    ):
+        rates = []
+        for _ in range(_NUM_RUNS):
+            for copy in copies:
+                copy()
+            for queue in (device.h2d, device.d2h):
+                queue.record().wait()
+            device.raise_failure()
+            use = device.take_use()
+            rates.append([way.bytes / way.busy_s / 1e9 if way.bytes else None for way in (use.h2d, use.d2h)])
+        # The first run touches the device's memory.
+        up_gb, down_gb = (_median(rate[way] for rate in rates[1:]) for way in range(2))
+        report.row(**{"what": what, "GB/s_up": up_gb, "GB/s_down": down_gb})
+    device.free_host(numbers)
+
+
+def _median(rates: Iterable[float | None]) -> float | str:
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) if known else ""
 
 
 def _two_units(num_elements: int) -> StoreLayout:

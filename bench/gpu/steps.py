@@ -53,7 +53,7 @@ class Model:
     @property
     def grad_dtype(self) -> torch.dtype:
         """What gradients are stored as where they are kept."""
-        return CudaDevice.gradient_dtype if self.kind == "cuda" else HostDevice.gradient_dtype
+        return torch.bfloat16 if self.kind == "cuda" else torch.float32
 
 
 def choose_model(task: Task) -> Model:
