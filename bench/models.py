@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,17 +86,17 @@ def plain_model(template: Template, store: HostStore, config: PretrainedConfig) 
 
 def random_rows(vocab_size: int, *, num_rows: int, row_tokens: int, seed: int = 0) -> list[MicroBatch]:
     """Rows of one document of random tokens each."""
+    return rows_of(vocab_size, [(row_tokens,)] * num_rows, seed=seed)
+
+
+def rows_of(vocab_size: int, document_lengths: Sequence[tuple[int, ...]], *, seed: int = 0) -> list[MicroBatch]:
+    """A row of random tokens for each tuple of document lengths."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
-    for _ in range(num_rows):
-        ids = torch.randint(1, vocab_size, (row_tokens,), generator=generator)
-        labels = torch.cat([ids[1:], torch.tensor([IGNORED_LABEL])])
-        rows.append(
-            MicroBatch(
-                input_ids_T=ids,
-                position_ids_T=torch.arange(row_tokens),
-                labels_T=labels,
-                document_lengths=(row_tokens,),
-            )
-        )
+    for lengths in document_lengths:
+        ids = torch.randint(1, vocab_size, (sum(lengths),), generator=generator)
+        labels = ids.roll(-1)
+        labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORED_LABEL
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        rows.append(MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=lengths))
     return rows
