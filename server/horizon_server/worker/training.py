@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.store.model_load import load_model
@@ -151,12 +153,13 @@ class Training:
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
-        # From the top down: the trainer's last work uses the device, whose copies use the store.
-        self._trainer.close()
-        self._device.close()
-        self._store.close()
-        if self._trace is not None and self._request.trace is not None:
-            self._trace.write(self._request.trace)
+        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose copies use the store.
+        with ExitStack() as parts:
+            if self._trace is not None and self._request.trace is not None:
+                parts.callback(self._trace.write, self._request.trace)
+            parts.callback(self._store.close)
+            parts.callback(self._device.close)
+            parts.callback(self._trainer.close)
 
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
@@ -298,7 +301,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=train.max_skipped_steps,
         seed=train.seed,
-        optimizer_threads=request.num_threads,
+        optimizer_threads=update_threads(request.num_threads, device_kind=request.device),
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
     )
