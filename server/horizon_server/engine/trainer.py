@@ -43,10 +43,10 @@ class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` only
     its rounding).
 
-    `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` leaves of this process's CPUs. `tokens_per_step` makes
-    room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
-    where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it. After `max_skipped_steps` steps
-    in a row that were skipped, training stops; 0 turns that off.
+    `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step.
+    `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
+    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
     """
 
     num_steps: int

@@ -128,8 +128,8 @@ class _Choice:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` says how fast it is,
-    where that is known; `layer_memory` what a model's layers keep, where no formula says it."""
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which jobs use the first;
+    `rates` says how fast it is, where that is known; `layer_memory` what a model's layers keep, where no formula says it."""
 
     def __init__(
         self,
@@ -240,9 +240,8 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # The driver decides which of several is the first, so the smallest is planned with.
-            smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
-            limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+            # The first is the one that the worker is given.
+            limit_bytes = max(0, int(self._accelerators[0].memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
         grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
         return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
 

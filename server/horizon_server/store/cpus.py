@@ -8,7 +8,6 @@ from pathlib import Path
 
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, cpu_quota
 
-
 _LAUNCHING_CPUS = 4
 """Left to the threads that feed a GPU: the driver, compute's, autograd's, and one for the copies."""
 

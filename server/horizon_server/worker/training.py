@@ -29,6 +29,7 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store import numa
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
@@ -60,6 +61,9 @@ class WorkerRequest:
     device: DeviceKind
     device_limit_bytes: int
     activation_placement: ActivationPlacement
+    gpu: str = ""
+    """UUID of the GPU that `device: cuda` means; empty where it is the first that torch finds."""
+    numa_interleave: bool = True
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
@@ -100,6 +104,10 @@ class Training:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
             raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         self._packing_limit = template.packing_limit
+        # Before the planes are touched: pages are taken where the policy of the touching thread says.
+        refusal = numa.interleave() if request.numa_interleave else ""
+        if refusal:
+            self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
         self._resumed = load_checkpoint(self._store, request.resume_from) if request.resume_from else None
@@ -107,7 +115,9 @@ class Training:
             load_model(self._store, request.model)
         self._trace = Trace() if request.trace else None
         limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
-        self._device = device_for(request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace)
+        self._device = device_for(
+            request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace, gpu=request.gpu
+        )
         dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(

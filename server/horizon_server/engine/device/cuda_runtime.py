@@ -77,10 +77,10 @@ class Runtime(Protocol):
 
 
 class TorchCuda:
-    """The real one, for the first CUDA device that the process sees."""
+    """The real one, for one CUDA device of those that the process sees."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
         # With a mask and a row length of 64 beyond a multiple of 128, cuDNN's backward of attention gives NaN on Hopper (pytorch#196678),
         # and it compiles a plan for every new row length. Flash and memory-efficient attention do neither.
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import queue
 import random
 import threading
 import time
@@ -11,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import TypedDict
 
 import torch
@@ -20,7 +20,6 @@ from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
 from horizon_server.engine.device.timeline import Span, Timeline, Trace, summarise
 from horizon_server.figures import QueueFigures
-
 
 Task = Callable[[], object]
 """What a queue's thread calls next."""
@@ -91,7 +90,7 @@ class HostQueue:
         # By name, so that queues of one seed do not pause in step.
         self._random = random.Random(f"{group.delay_seed}-{name}")
         # Not an executor, whose futures make a submission seven times as costly; the driver submits hundreds for each step.
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._tasks, group, num_threads), name=f"horizon-{name}", daemon=True
         )
@@ -248,7 +247,7 @@ def _close_queues() -> None:
         open_queue.close()
 
 
-def _serve(tasks: queue.SimpleQueue[Task | None], group: QueueGroup, num_threads: int) -> None:
+def _serve(tasks: SimpleQueue[Task | None], group: QueueGroup, num_threads: int) -> None:
     """The thread of a queue, which does not hold the queue itself."""
     _start_thread(num_threads)
     while (task := tasks.get()) is not None:

@@ -32,7 +32,7 @@ def attention_choice() -> Iterator[None]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device; tests/gpu has the real case")
 def test_masked_attention_is_never_cudnns() -> None:
     # The choice comes before the driver is started, which fails here.
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         TorchCuda()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -51,7 +51,9 @@ def test_a_device_that_is_full_refuses_to_place_tensors_with_numbers() -> None:
     device = small_device(runtime)
     runtime.is_full = True
 
-    with pytest.raises(DoesNotFit, match=r"device memory: CUDA out of memory. Tried to allocate 64.00 MiB.; lower tokens"):
+    with pytest.raises(
+        DoesNotFit, match=r"device memory: CUDA out of memory. Tried to allocate 64.00 MiB.; lower tokens"
+    ):
         device.place(torch.zeros(4))
     device.close()
 
