@@ -238,7 +238,7 @@ def test_the_driver_is_at_most_two_units_ahead_of_compute(
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("grad_bytes", [2, 0])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "deepseek_v3", "ernie4_5_moe"])
 def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,

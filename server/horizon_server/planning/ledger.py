@@ -12,12 +12,13 @@ Units: bytes, unless a name says elements.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from horizon_server.planning.model_folder import ModelShape
-from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
+from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
@@ -123,7 +124,8 @@ def plan_memory(
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
-        "weights": _slot_elements(layout) * element_bytes,
+        "weights": _slot_elements(layout) * element_bytes
+        + (_exact_bytes(layout, model) if element_bytes == _BF16 else 0),
         "gradients": _slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
@@ -178,6 +180,19 @@ def _slot_elements(layout: StoreLayout) -> int:
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
     return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+
+
+def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
+    """What is at the end of those slots for parameters that stay in fp32 where the others are in bf16."""
+    if not model.kept_in_fp32:
+        return 0
+    kept = re.compile("|".join(model.kept_in_fp32))
+    largest = {"layer": 0, "embedding": 0, "head": 0}
+    for unit in layout.units:
+        sizes = [tensor.num_elements for tensor in unit.tensors if kept.search(tensor.name)]
+        elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
+        largest[unit.kind] = max(largest[unit.kind], elements)
+    return (_NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:

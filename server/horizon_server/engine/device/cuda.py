@@ -10,7 +10,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Unpack
@@ -136,6 +136,14 @@ class CudaDevice(QueuedDevice):
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
         """2 bytes a parameter, no cast."""
         self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        """Through the staging ring: it is small, and both halves of the master are joined on the host."""
+
+        def copy() -> None:
+            self._up.upload(store.exact(index, read).view(-1), out)
+
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)

@@ -6,7 +6,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Unpack
@@ -102,6 +102,13 @@ class HostDevice(QueuedDevice):
                 store.merge_master(index, out)
 
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        def copy() -> None:
+            with self._link(out.nbytes):
+                out.copy_(store.exact(index, read).view(-1))
+
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         num_bytes = out_RD.numel() * 4
