@@ -207,6 +207,31 @@ def test_a_step_that_is_too_large_is_refused_before_its_tokens_take_memory(
         run.trainer.train_step([pack(documents(100, seed=seed)) for seed in range(4)])
 
 
+def test_an_update_that_fails_ends_the_run_and_no_checkpoint_follows(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    store = model.store(grad_dtype=torch.bfloat16)
+    run = start(model, store=store, device=CudaDevice(runtime=CpuRuntime()))
+    rows, unit = [pack(documents(14))], store.unit
+    run.trainer.train_step(rows)
+    run.trainer.flush()
+
+    def lost(index: int, plane: str) -> Tensor:
+        if (index, plane) == (2, "exp_avg"):
+            raise ZeroDivisionError("the update failed")
+        return unit(index, plane)
+
+    store.unit = lost  # type: ignore[method-assign]
+    # The update of this step fails while nobody looks; the next step reads a unit that it has left half updated.
+    run.trainer.train_step(rows)
+    with pytest.raises(ZeroDivisionError, match="the update failed"):
+        run.trainer.train_step(rows)
+    with pytest.raises(ZeroDivisionError, match="the update failed"):
+        run.trainer.state()
+    run.trainer.close()
+
+
 def test_the_driver_is_at_most_two_units_ahead_of_compute(
     tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
 ) -> None:
