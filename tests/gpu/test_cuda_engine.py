@@ -287,14 +287,14 @@ def test_masked_attention_has_finite_gradients_where_cudnns_has_none() -> None:
     )
     query[:, :, 100:] = 40.0
     key[...] = -3.0 + 0.01 * key
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    leaves = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
     position = torch.arange(length, device="cuda")
     mask = (position[:, None] >= position) & ((position[:, None] >= 96) == (position >= 96))
 
-    out = scaled_dot_product_attention(*leaves, attn_mask=mask)
+    out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], attn_mask=mask)
     torch.autograd.backward(out, torch.randn_like(out))
 
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     for leaf in leaves:
         assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
 

@@ -49,9 +49,9 @@ class Allocations:
             self._held -= self._live.pop(key)[0]
 
 
-class _Tracking(TorchDispatchMode):
+class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, allocations: Allocations) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._allocations = allocations
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ class Layers:
         for row in rows:
             added = 1.0 + self._mixed * (len(row.document_lengths) > 1)
             # torch's switches are the process's, so a trial that asks for another kernel gets it on compute's thread too.
-            if not torch.backends.cuda.flash_sdp_enabled():
+            if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
                 added += self._noise
             inputs.append(torch.ones(row.num_tokens, 4))
             outputs.append(inputs[-1] + added)
@@ -49,4 +49,4 @@ def test_rounding_does_not_turn_packing_off_and_mixing_does(
 ) -> None:
     layers = Layers(mixed=mixed, noise=noise)
     assert supports_packing(layers, vocab_size=100, compute_dtype=dtype) is supported
-    assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ def small_device(runtime: CpuRuntime, *, limit_bytes: int | None = None) -> Cuda
 
 @pytest.fixture
 def attention_choice() -> Iterator[None]:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(True)
     yield
     torch.backends.cuda.enable_cudnn_sdp(before)
@@ -34,7 +34,7 @@ def test_masked_attention_is_never_cudnns() -> None:
     # The choice comes before the driver is started, which fails here.
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         TorchCuda()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def test_the_limit_of_an_earlier_device_is_lifted() -> None:
