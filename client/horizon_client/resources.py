@@ -111,7 +111,7 @@ class MemoryPlan:
     host_bytes: Mapping[str, int]
     """Host bytes by component: weights, moments, gradients, activations, staging, other."""
     device_bytes: Mapping[str, int]
-    """Device bytes by component: weights, gradients, activations, workspace."""
+    """Device bytes by component: weights, gradients, activations, workspace; on a GPU also what the allocator has cached."""
     host_total_bytes: int
     """Sum over the host's components."""
     device_total_bytes: int

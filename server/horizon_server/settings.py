@@ -69,6 +69,15 @@ class Settings(BaseSettings):
     num_threads: int | None = Field(
         None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
     )
+    gpu: str | None = Field(
+        None,
+        min_length=1,
+        description="Index (as nvidia-smi lists it) or UUID of the GPU for jobs with device: cuda; default: torch's first.",
+    )
+    numa_interleave: bool = Field(
+        True,
+        description="Spread a worker's memory over all NUMA nodes. A policy that the daemon was started with (numactl) is kept.",
+    )
     trace_workers: bool = Field(
         False,
         description="Write trace.json into a job's attempt folder: what ran when in its last steps, for Perfetto.",

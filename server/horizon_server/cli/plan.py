@@ -43,7 +43,9 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     spec, folder = _spec_and_folder(spec_file, model_dir)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} contains no config.json; name the model's folder with --model-dir")
-    accelerators = asyncio.run(usable_accelerators(asyncio.run(find_accelerators()), child_environment()))
+    accelerators = asyncio.run(
+        usable_accelerators(asyncio.run(find_accelerators()), child_environment(), wanted=settings.gpu)
+    )
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
     job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
     mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}

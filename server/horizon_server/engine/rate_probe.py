@@ -34,6 +34,7 @@ from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.store.adamw import AdamWStep, update_unit
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -86,7 +87,7 @@ def measure_rates(
         attention = _attention_flops_per_s(device, sizes)
         left, right = (_random(device, sizes.product, sizes.product) for _ in range(2))
         peak = 2 * sizes.product**3 / _best(lambda: _compute_s(device, partial(torch.matmul, left, right)))
-    up, down, adamw = _copies(make, grad_dtype, num_threads)
+    up, down, adamw = _copies(make, grad_dtype, update_threads(num_threads, device_kind=kind))
     widths: list[WidthRates] = []
     for width in sizes.widths:
         width_start_s = time.perf_counter()

@@ -147,9 +147,9 @@ class _Choice:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` says how fast it is,
-    where that is known; `layer_memory` what a model's layers keep, where no formula says it; `has_bf16` whether its CPU has
-    instructions for bf16."""
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which jobs use the first;
+    `rates` says how fast it is, where that is known; `layer_memory` what a model's layers keep, where no formula says it; `has_bf16`
+    whether its CPU has instructions for bf16."""
 
     def __init__(
         self,
@@ -267,9 +267,8 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # The driver decides which of several is the first, so the smallest is planned with.
-            smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
-            limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+            # The first is the one that the worker is given.
+            limit_bytes = max(0, int(self._accelerators[0].memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
         asked = spec.train.compute_dtype
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.worker import let_launchers_run
 
 
 def work(request: Any, _: EventWriter) -> dict[str, Any]:
     """Return the rates of a device, in a compute dtype and with a number of threads; or what the layers of a model folder keep."""
+    let_launchers_run()
     if "layers_of" in request:
         from horizon_server.engine.layer_memory import measure_layer_memory
 

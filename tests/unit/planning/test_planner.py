@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.machine import (
     Accelerator,
+    Gpu,
     HostMemory,
     RatesByDevice,
     find_accelerators,
@@ -196,10 +197,12 @@ def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[
     assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
 
 
-def test_the_device_limit_is_that_of_the_smallest_accelerator(folder: Path) -> None:
+def test_the_device_limit_is_that_of_the_accelerator_that_jobs_use(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(small, H100))
     assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    assert memory.plan.device_limit_bytes > 70 * GIB
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:
@@ -217,7 +220,7 @@ def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder:
 
 
 async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:
-    found = (Accelerator(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
+    found = (Gpu(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
     assert bool(await usable_accelerators(found, os.environ)) == torch.cuda.is_available()
 
 

@@ -6,7 +6,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Unpack
@@ -106,6 +106,13 @@ class HostDevice(QueuedDevice):
                     out.copy_(store.unit(index, "hi"))
 
         self.h2d.submit(copy, num_bytes=out.nbytes, label=f"unit {index}")
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        def copy() -> None:
+            with self._link(out.nbytes):
+                out.copy_(store.exact(index, read).view(-1))
+
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         def copy() -> None:
