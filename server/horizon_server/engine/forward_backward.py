@@ -11,8 +11,9 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
-from horizon_server.engine.binding import Place
+from horizon_server.engine.binding import Place, Strided
 from horizon_server.engine.cross_entropy import chunk_loss
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
@@ -34,6 +35,9 @@ from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
+
+# That the driver queues before compute has reached them.
+_UNITS_AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +142,9 @@ class ForwardBackward:
         by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
+        # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
+        self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        self.activations.reserve(tokens.row_ids_N.numel())
         return _Pass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
@@ -152,8 +157,13 @@ class ForwardBackward:
 
     def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
+        done: deque[Event] = deque()
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
             enqueue(flat)
+            done.append(self._device.compute.record())
+            # Not the whole step at once: while it queues, the driver holds the interpreter's lock, which compute needs to launch.
+            if len(done) > _UNITS_AHEAD:
+                done.popleft().wait()
         # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
         self._device.compute.wait(self._device.d2h.record())
         self._device.compute.record().wait()
@@ -230,19 +240,19 @@ class ForwardBackward:
             hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
             leaves, products = _leaves(template.places[unit_index], flat, gradients)
             self._seed(current, unit_index, chunk.start)
+            # Autograd does not keep the logits, so that they are not in what `workspace` counts.
             logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
-            # Autograd does not keep them, so that they are not in what the block below counts.
-            self._device.charge("workspace", logits_bytes)
-            with self._device.workspace(("head", supervised_S.numel())):
+            with self._charged(logits_bytes), self._device.workspace(("head", supervised_S.numel())):
                 with products:
                     logits_SV = template.head(leaves, hidden_1SD)
                 values_SV = logits_SV.detach()
+                # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
+                edge = torch.autograd.graph.get_gradient_edge(logits_SV)
                 # The logits' own memory becomes their gradient, unless the model's backward wants them again.
                 gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
                 targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
                 loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
-                torch.autograd.backward(logits_SV, gradient_SV)
-            self._device.charge("workspace", -logits_bytes)
+                torch.autograd.backward(edge, gradient_SV)
             current.loss += loss
             assert hidden_1SD.grad is not None
             activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
@@ -317,10 +327,20 @@ class ForwardBackward:
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
+    @contextmanager
+    def _charged(self, num_bytes: int) -> Iterator[None]:
+        """Account for working memory of a known size inside the block."""
+        self._device.charge("workspace", num_bytes)
+        try:
+            yield
+        finally:
+            self._device.charge("workspace", -num_bytes)
+
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
         places = self._template.places[layer + 1] if self._matmul == "fp8" else []
-        names = [place.name for place in places if place.trained and is_castable(place.name, place.piece.shape)]
+        views = [place for place in places if place.trained and isinstance(place.piece, Strided)]
+        names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:

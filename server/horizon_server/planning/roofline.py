@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.ledger import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    ActivationPlacement,
+    ComputeDtype,
+    DeviceKind,
+)
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.plan import Bound, StepPrediction
 from horizon_server.store.model_files import text_config
-
-# Of a weight on its way up, and of a hidden state: the host device computes in fp32.
-ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 
 _FLOPS_PER_PARAMETER = 6
 _FLOPS_PER_PAIR_ELEMENT = 12
@@ -163,9 +166,14 @@ def work_of_step(
     device_kind: DeviceKind,
     grad_bytes: int,
     activation_placement: ActivationPlacement,
+    compute_dtype: ComputeDtype | None = None,
 ) -> StepWork:
-    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
-    model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
+    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
+
+    Without a `compute_dtype`, the device's default.
+    """
+    model, layout = folder.shape, folder.layout
+    element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     count = FlopsCount.of_folder(folder)
     num_full, rest = divmod(tokens_per_step, sequence_length)
     attention = count.of_attention([sequence_length] * num_full + [rest])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizon_server.engine.binding import Joined, Place, Strided
+from horizon_server.engine.binding import Joined, Piece, Place, Strided
 from horizon_server.engine.linear import add_product
 from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.layout import TensorLayout, UnitLayout
@@ -32,7 +32,7 @@ def piece(name: str) -> Strided:
 
 def places() -> dict[str, Place]:
     joined = Joined(parts=(piece("first"), piece("second")), dim=0)
-    pieces = {
+    pieces: dict[str, tuple[Piece, tuple[str, ...]]] = {
         # Seen transposed, as some classes store a projection.
         "matrix": (piece("matrix").transposed(0, 1), ("matrix",)),
         "joined": (joined, ("first", "second")),
