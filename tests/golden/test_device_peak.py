@@ -34,7 +34,7 @@ def _the_loss_as_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     row_losses = cross_entropy._row_losses
 
     def untracked(logits: Tensor, targets: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return row_losses(logits, targets, gradient, scale)
 
     monkeypatch.setattr(cross_entropy, "_row_losses", untracked)
