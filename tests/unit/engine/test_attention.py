@@ -113,13 +113,13 @@ def test_a_document_in_a_packed_row_has_the_bits_that_it_has_alone() -> None:
 def test_the_operators_answer_without_storage_as_they_do_with_it(shape: str, has_sinks: bool) -> None:
     boundaries = boundaries_of((30, 10))
     tensors = tensors_of(SHAPES[shape], 40)
-    sinks = torch.randn(tensors[0].shape[1]) if has_sinks else None
+    sinks = torch.randn(tensors[0].shape[1]) if has_sinks else torch.empty(0)
     rest: tuple[Any, ...] = (boundaries, sinks, 0.2, 0, 0.0)
     output, logsumexp = attention(*tensors, *rest)
     real = [output, logsumexp, *attention_backward(output, *tensors, output, logsumexp, *rest)]
     torch.library.opcheck(attention, (*tensors, *rest), test_utils=["test_schema", "test_faketensor"])
     meta = [tensor.to("meta") for tensor in tensors]
-    rest = (boundaries.to("meta"), None if sinks is None else sinks.to("meta"), 0.2, 0, 0.0)
+    rest = (boundaries.to("meta"), sinks.to("meta"), 0.2, 0, 0.0)
     output, logsumexp = attention(*meta, *rest)
     without = [output, logsumexp, *attention_backward(output, *meta, output, logsumexp, *rest)]
     for one, other in zip(real, without, strict=True):

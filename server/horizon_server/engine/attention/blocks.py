@@ -41,7 +41,7 @@ class _Block:
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, first_seen_T: Tensor, sinks: Tensor | None, rule: Scores
+    query: Tensor, key: Tensor, value: Tensor, first_seen_T: Tensor, sinks: Tensor, rule: Scores
 ) -> tuple[Tensor, Tensor]:
     """The output [T, heads, E] and the logarithm of each query's sum of exponentials [heads, T].
 
@@ -56,7 +56,7 @@ def attend_in_blocks(
         key_GKE, value_GKE = key[:, block.keys], value[:, block.keys]
         scores, _ = _scores(query_GRBE, key_GKE, block, rule)
         sums = scores.logsumexp(-1)
-        if sinks is not None:
+        if sinks.numel():
             sums = torch.logaddexp(sums, sinks.float().view(groups, per_group, 1))
         weights = scores.sub_(sums[..., None]).exp_()
         mixed = torch.matmul(weights.to(value.dtype).flatten(1, 2), value_GKE)
@@ -73,7 +73,7 @@ def gradients_in_blocks(
     output: Tensor,
     logsumexp: Tensor,
     first_seen_T: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     rule: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value [heads, T, E], and of the sinks (empty without). `gradient` and `output` are [T, heads, E]."""
@@ -98,8 +98,8 @@ def gradients_in_blocks(
         for_scores = for_scores.mul_(rule.scale).to(query.dtype).flatten(1, 2)
         for_key[:, block.keys] += for_scores.transpose(1, 2).matmul(query_GRBE.flatten(1, 2))
         for_query[:, block.queries] = for_scores.matmul(key_GKE).unflatten(1, (per_group, -1)).flatten(0, 1)
-    for_sinks = query.new_empty(0)
-    if sinks is not None:
+    for_sinks = torch.empty_like(sinks)
+    if sinks.numel():
         # A sink is a key without a value: its weight only takes from the others.
         for_sinks = -((sinks.float()[:, None] - logsumexp).exp() * dot_HT).sum(-1).to(sinks.dtype)
     return for_query, for_key.to(key.dtype), for_value.to(value.dtype), for_sinks

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface
 
 from horizon_server.engine.attention.kernels import attention, attention_backward
@@ -32,6 +31,8 @@ def attend(
     its own included. `sinks` are one score per head to which no value belongs.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # Empty where there are none: torch.compile cannot follow a missing tensor through an autograd.Function.
+    sinks = query.new_empty(0) if sinks is None else sinks
     output: Tensor
     output, _ = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, boundaries, sinks, float(scale), int(window or 0), float(softcap or 0.0)
@@ -65,21 +66,34 @@ AttentionInterface.register(NAME, horizon_attention)
 
 
 class _Attention(torch.autograd.Function):
-    """Differentiates the operator. Not by `register_autograd`, which torch.func.vjp does not go through."""
+    """Differentiates the operator. Not by `register_autograd`, which torch.func.vjp does not go through.
+
+    Written without stars and unpacking, because torch.compile follows no others here.
+    """
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return attention(*inputs)
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        boundaries: Tensor,
+        sinks: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        return attention(query, key, value, boundaries, sinks, scale, window, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, boundaries, sinks, *ctx.rule = inputs
+        query, key, value, boundaries, sinks, ctx.scale, ctx.window, ctx.softcap = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(query, key, value, boundaries, sinks, *output)
+        ctx.save_for_backward(query, key, value, boundaries, sinks, output[0], output[1])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, boundaries, sinks, output, logsumexp = ctx.saved_tensors  # type: ignore[attr-defined]
-        rule = ctx.rule  # type: ignore[attr-defined]
-        *found, for_sinks = attention_backward(gradient, query, key, value, output, logsumexp, boundaries, sinks, *rule)
-        return *found, None, None if sinks is None else for_sinks, None, None, None
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, boundaries, sinks, output, logsumexp = ctx.saved_tensors
+        for_query, for_key, for_value, for_sinks = attention_backward(
+            gradient, query, key, value, output, logsumexp, boundaries, sinks, ctx.scale, ctx.window, ctx.softcap
+        )
+        return for_query, for_key, for_value, None, for_sinks, None, None, None

@@ -30,12 +30,15 @@ def attention(
     key: Tensor,
     value: Tensor,
     boundaries: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T, E]."""
+    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T, E].
+
+    `sinks` are empty where there are none.
+    """
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
     if not _has_kernel(query, ends, sinks, rule):
@@ -67,7 +70,7 @@ def _(
     key: Tensor,
     value: Tensor,
     boundaries: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -86,7 +89,7 @@ def attention_backward(
     output: Tensor,
     logsumexp: Tensor,
     boundaries: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -95,7 +98,7 @@ def attention_backward(
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
     results = tuple(_like(tensor) for tensor in (query, key, value))
-    for_sinks = query.new_empty(0)
+    for_sinks = torch.empty_like(sinks)
     if not _has_kernel(query, ends, sinks, rule):
         *found, for_sinks = gradients_in_blocks(
             gradient[0], query[0], key[0], value[0], output[0], logsumexp, _first_seen(ends, window), sinks, rule
@@ -138,18 +141,17 @@ def _(
     output: Tensor,
     logsumexp: Tensor,
     boundaries: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    for_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return _like(query), _like(key), _like(value), for_sinks
+    return _like(query), _like(key), _like(value), torch.empty_like(sinks)
 
 
-def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor | None, rule: Scores) -> bool:
+def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor, rule: Scores) -> bool:
     """Whether a fused kernel computes this: causal attention within documents, and windows on a GPU."""
-    if sinks is not None or rule.softcap:
+    if sinks.numel() or rule.softcap:
         return False
     if query.is_cuda:
         is_half = query.dtype in (torch.bfloat16, torch.float16)
