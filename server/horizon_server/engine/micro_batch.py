@@ -44,6 +44,16 @@ class MicroBatch:
         assert num_tokens > 0, "a micro-batch holds at least one token"
         assert sum(self.document_lengths) == num_tokens, "document lengths sum to the number of tokens"
 
+    @classmethod
+    def joined(cls, rows: Sequence[MicroBatch]) -> MicroBatch:
+        """The rows laid end to end."""
+        return cls(
+            input_ids_T=torch.cat([row.input_ids_T for row in rows]),
+            position_ids_T=torch.cat([row.position_ids_T for row in rows]),
+            labels_T=torch.cat([row.labels_T for row in rows]),
+            document_lengths=tuple(length for row in rows for length in row.document_lengths),
+        )
+
     @property
     def num_tokens(self) -> int:
         """Real tokens of the row; there is no padding."""

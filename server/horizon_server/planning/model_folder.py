@@ -46,6 +46,13 @@ UNFUSED_ATTENTION = frozenset(
 )  # fmt: skip
 """Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
 
+MASKED_ATTENTION = frozenset(
+    {
+        "bloom", "deepseek_v32", "gptj", "llama4_text",
+    }
+)  # fmt: skip
+"""Model types whose attention takes a mask, because the engine's own is not what the model means (a test compares with its trial)."""
+
 TIED_BY_DEFAULT = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
@@ -106,6 +113,10 @@ class ModelShape:
     max_position_embeddings: int
     softcaps_attention: bool
     tied: bool
+    needs_masks: bool = False
+    """Whether attention takes a mask over all pairs of a packed row's tokens, because the engine's own is not what the model means."""
+    attends_in_blocks: bool = False
+    """Whether the engine's own attention computes scores of a block of queries in memory: for windows, soft caps and sinks."""
     experts: ExpertShape | None = None
     num_score_planes: int = 0
     """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
@@ -130,6 +141,7 @@ class ModelShape:
             text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
         )
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
+        needs_masks, is_capped = _needs_masks(text), text.get("attn_logit_softcapping") is not None
         inner_sizes = text.get("intermediate_size")
         if isinstance(inner_sizes, list) and inner_sizes:
             # One for each layer: the largest decides on memory.
@@ -145,9 +157,11 @@ class ModelShape:
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
             head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
             max_position_embeddings=longest,
-            # A soft cap on the scores rules out fused attention, so that the scores are kept.
-            softcaps_attention=text.get("attn_logit_softcapping") is not None,
+            # A soft cap on the scores rules out fused attention, so that the scores are kept where there are masks.
+            softcaps_attention=needs_masks and is_capped,
             tied=_is_tied(config, names),
+            needs_masks=needs_masks,
+            attends_in_blocks=not needs_masks and (is_capped or bool(text.get("sliding_window"))),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),
             num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
@@ -266,7 +280,14 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     )
 
 
+def _needs_masks(text: Mapping[str, Any]) -> bool:
+    drops = any("att" in n and "drop" in n and isinstance(v, (int, float)) and v > 0 for n, v in text.items())
+    return drops or text.get("model_type") in MASKED_ATTENTION
+
+
 def _score_planes(text: Mapping[str, Any], num_heads: int, *, on_gpu: bool) -> int:
+    if not _needs_masks(text):
+        return 0
     is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
     is_unfused = is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
     if not is_unfused and not on_gpu:

@@ -16,7 +16,7 @@ import structlog
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.roofline import predict_step, work_of_step
@@ -98,6 +98,8 @@ class WorkerMemory:
     """0 where no gradient is kept: each unit is updated as its gradient lands."""
     device_kind: DeviceKind
     activation_placement: ActivationPlacement
+    micro_batch_tokens: int
+    """Rows are laid end to end up to this."""
 
     @contextmanager
     def lent(self) -> Iterator[dict[str, int]]:
@@ -123,6 +125,7 @@ class _Choice:
     device_limit_bytes: int
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
+    micro_batch_tokens: int = 0
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
 
@@ -185,6 +188,7 @@ class Planner:
             grad_dtype_bytes=choice.grad_bytes,
             device_kind=choice.device_kind,
             activation_placement=choice.activation_placement,
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _limit(self) -> int:
@@ -194,7 +198,12 @@ class Planner:
 
     def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
-        choice = dataclasses.replace(self._choice(spec), layer=self._layer_memory(found))
+        choice = self._choice(spec)
+        choice = dataclasses.replace(
+            choice,
+            layer=self._layer_memory(found),
+            micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, choice.device_kind),
+        )
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             field = "train.sequence_length"
@@ -269,6 +278,7 @@ class Planner:
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
             layer=choice.layer,
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:

@@ -58,6 +58,8 @@ class WorkerRequest:
     device: DeviceKind
     device_limit_bytes: int
     activation_placement: ActivationPlacement
+    micro_batch_tokens: int = 0
+    """Rows are laid end to end up to this; 0 computes each by itself."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
@@ -301,6 +303,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         optimizer_threads=request.num_threads,
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
+        micro_batch_tokens=request.micro_batch_tokens,
     )
 
 

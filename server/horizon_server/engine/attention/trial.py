@@ -103,7 +103,7 @@ class _Mark(Tensor):
 
 def _mark(*, mask_function: Callable[..., Tensor], attention_mask: Tensor | None = None, **_: Any) -> _Mark:
     """The mask function registered for trials."""
-    if attention_mask is not None:
+    if attention_mask is not None and not attention_mask.all():
         raise _NotServed("the model makes a mask of padding")
     mark = torch.empty(0).as_subclass(_Mark)
     zero = torch.zeros((), dtype=torch.int64)
@@ -217,8 +217,8 @@ class _LayerTrial:
             options = {name: real.get(id(value), value) for name, value in options.items()}
             if any(isinstance(value, Tensor) and value.is_meta for value in options.values()):
                 raise _NotServed("attention gets a tensor that the layer computes")
-            expected = usual(module, query, key, value, mask, **options)[0]
-            found = horizon_attention(module, query, key, value, boundaries, **options)[0]
+            expected = usual(module, query, key, value, attention_mask=mask, **options)[0]
+            found = horizon_attention(module, query, key, value, attention_mask=boundaries, **options)[0]
         if expected.shape != found.shape or not torch.allclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE):
             raise _NotServed("the numbers are others")
 
