@@ -10,6 +10,7 @@ import torch
 from tests.support.tiny_models import ARCHITECTURES, MIXES_DOCUMENTS
 from torch import Tensor
 
+from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -105,6 +106,39 @@ def test_the_split_into_micro_batches_does_not_matter(
     assert in_parts.h2d.bytes == in_one.h2d.bytes
     one, other = whole.store.plane("grad"), parts.store.plane("grad")
     assert float((one - other).norm() / one.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize(("architecture", "is_joined"), [("qwen3", True), ("gemma2", True), ("bloom", False)])
+def test_rows_are_joined_where_that_changes_nothing(
+    architecture: str,
+    is_joined: bool,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(architecture)
+    rows = [pack([document]) for document in documents(9, 12, 25, 17, 8)]
+    computed: list[list[int]] = []
+    gradients = ForwardBackward.gradients
+
+    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey) -> float:
+        computed.append([micro_batch.num_tokens for micro_batch in micro_batches])
+        return gradients(self, micro_batches, key)
+
+    monkeypatch.setattr(ForwardBackward, "gradients", noted)
+    apart, joined = (start(model, learning_rate=0.0, micro_batch_tokens=tokens) for tokens in (0, 26))
+
+    one, other = apart.trainer.train_step(rows), joined.trainer.train_step(rows)
+
+    assert computed == [[9, 12, 25, 17, 8], [21, 25, 25] if is_joined else [9, 12, 25, 17, 8]]
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert (other.num_tokens, other.model_flops) == (one.num_tokens, one.model_flops)
+    first, second = apart.store.plane("grad"), joined.store.plane("grad")
+    assert float((first - second).norm() / first.norm()) <= 2e-6
+    ours, theirs = joined.trainer.evaluate(rows), apart.trainer.evaluate(rows)
+    assert ours.eval_loss == pytest.approx(theirs.eval_loss, rel=1e-6)
 
 
 def test_untrained_positions_have_no_part_in_the_loss(

@@ -258,7 +258,10 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     key = model.num_key_value_heads * model.head_dim
     per_token = 5 * model.hidden_size + _inner_saved_elements(model)
     if not model.needs_masks:
-        return (per_token + 4 * (query + key) + 2 * model.num_attention_heads + model.num_key_value_heads) * row_tokens
+        # A norm of queries and keys keeps both once more before it and after it, and a number per head.
+        times, num_norms = (4, model.num_attention_heads + model.num_key_value_heads) if model.norms_queries else (2, 0)
+        attention = times * (query + key) + num_norms + model.num_attention_heads + 3 * model.latent_size
+        return (per_token + attention) * row_tokens
     per_token += 6 * query + 2 * key + row_tokens
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens

@@ -48,7 +48,8 @@ UNFUSED_ATTENTION = frozenset(
 
 MASKED_ATTENTION = frozenset(
     {
-        "bloom", "deepseek_v32", "gptj", "llama4_text",
+        "axk2", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "falcon", "gemma4_text", "gemma4_unified_text",
+        "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "llama4_text", "longcat_flash", "mpt", "openai-gpt", "xglm",
     }
 )  # fmt: skip
 """Model types whose attention takes a mask, because the engine's own is not what the model means (a test compares with its trial)."""
@@ -115,6 +116,10 @@ class ModelShape:
     tied: bool
     needs_masks: bool = False
     """Whether attention takes a mask over all pairs of a packed row's tokens, because the engine's own is not what the model means."""
+    norms_queries: bool = True
+    """Whether layers normalise queries and keys; what they keep for that is planned where it is not known."""
+    latent_size: int = 0
+    """Elements of what queries and keys are expanded from, where they are compressed; each is normalised or rotated."""
     attends_in_blocks: bool = False
     """Whether the engine's own attention computes scores of a block of queries in memory: for windows, soft caps and sinks."""
     experts: ExpertShape | None = None
@@ -141,6 +146,7 @@ class ModelShape:
             text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
         )
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
+        query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
         needs_masks, is_capped = _needs_masks(text), text.get("attn_logit_softcapping") is not None
         inner_sizes = text.get("intermediate_size")
         if isinstance(inner_sizes, list) and inner_sizes:
@@ -155,12 +161,17 @@ class ModelShape:
             intermediate_size=inner_size,
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
-            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
+            head_dim=max(query_size, config_size(text, "head_dim", default=max(1, hidden_size // num_heads)))
+            if has_attention
+            else 0,
             max_position_embeddings=longest,
             # A soft cap on the scores rules out fused attention, so that the scores are kept where there are masks.
             softcaps_attention=needs_masks and is_capped,
             tied=_is_tied(config, names),
             needs_masks=needs_masks,
+            norms_queries=(names is None or any("q_norm" in n for n in names)) and not query_size,
+            latent_size=query_size
+            and sum(config_count(text, n) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")),
             attends_in_blocks=not needs_masks and (is_capped or bool(text.get("sliding_window"))),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),

@@ -16,7 +16,14 @@ import structlog
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
+from horizon_server.planning.ledger import (
+    ActivationPlacement,
+    DeviceKind,
+    LayerMemory,
+    MemoryPlan,
+    micro_batch_tokens,
+    plan_memory,
+)
 from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.roofline import predict_step, work_of_step

@@ -18,6 +18,8 @@ from horizon_server.engine.attention import blocks, trial
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.template import Template
+from horizon_server.planning import ledger
+from horizon_server.planning.model_folder import ModelShape
 
 SHAPES = {
     "grouped": (8, 4, 16, 16),
@@ -25,6 +27,7 @@ SHAPES = {
     "wide values": (4, 1, 8, 32),
     "large heads": (2, 1, 256, 256),
 }
+SCORES_ON_CPU = blocks._SCORES["cpu"]
 DOCUMENTS = {"one": (230,), "packed": (1, 100, 34, 95)}
 
 
@@ -155,7 +158,10 @@ def test_a_trace_holds_for_rows_of_any_length_and_number_of_documents() -> None:
     ],
 )
 def test_a_trial_decides_which_models_need_masks(model_type: str, needs_masks: bool) -> None:
-    assert template_of(config_of(model_type)).needs_masks == needs_masks
+    config = config_of(model_type)
+    assert template_of(config).needs_masks == needs_masks
+    # The plan knows without torch. It does not ask for models without attention.
+    assert ModelShape.from_config(config.to_dict()).needs_masks == (needs_masks and model_type != "mamba")
 
 
 @pytest.mark.parametrize("sliding_window", [9, 4096])
@@ -170,9 +176,16 @@ def test_a_window_that_is_off_by_one_is_found_out(
     assert Template.from_config(config).needs_masks
 
 
+def test_the_plan_counts_the_blocks_that_are_computed() -> None:
+    # Not the fixture's, but the module's own.
+    assert ledger._BLOCK_SCORES == 1 << 22 == SCORES_ON_CPU
+    assert ledger._BLOCK_QUERIES == blocks._MIN_BLOCK
+
+
 def test_attention_with_dropout_keeps_its_implementation() -> None:
-    template = Template.from_config(config_of("qwen3", attention_dropout=0.1))
-    assert template.needs_masks
+    config = config_of("qwen3", attention_dropout=0.1)
+    template = Template.from_config(config)
+    assert template.needs_masks and ModelShape.from_config(config.to_dict()).needs_masks
     assert template.config._attn_implementation == "sdpa"
 
 

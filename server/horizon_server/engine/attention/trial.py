@@ -143,10 +143,10 @@ class _LayerTrial:
         unseen = {module for module in layer.modules() if _calls_attention(module)}
 
         def attention(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
         ) -> Any:
             unseen.discard(module)
-            slot = next((slot for slot, mark in self.packed.items() if mark is mask), None)
+            slot = next((slot for slot, mark in self.packed.items() if mark is attention_mask), None)
             if slot is None:
                 raise _NotServed("attention gets no mask, or one that the layer made")
             # What the model computed for the layer (positions) is passed on to attention too.
