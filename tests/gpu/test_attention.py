@@ -1,4 +1,4 @@
-"""Attention without masks on a real CUDA device: the numbers of the formula within bf16, for rows of any length, without a plan for each."""
+"""Attention without masks on a CUDA device: the numbers of the formula within bf16, for rows of any length, at once."""
 
 from __future__ import annotations
 
