@@ -70,7 +70,7 @@ def formula(
     return (weights @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-6), (torch.bfloat16, 2.5e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-6), (torch.bfloat16, 6e-2)])
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks"),
     [(0, 0.0, False), (9, 0.0, False), (99, 0.0, True), (0, 5.0, False), (9, 5.0, True)],

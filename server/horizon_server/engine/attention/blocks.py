@@ -52,7 +52,7 @@ def attend_in_blocks(
     output = query.new_empty(num_tokens, num_heads, value.shape[-1])
     logsumexp = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
     for block in _blocks(first_seen_T, num_heads=num_heads, device=query.device):
-        query_GRBE = query[:, block.queries].unflatten(0, (groups, per_group))
+        query_GRBE = torch.unflatten(query[:, block.queries], 0, (groups, per_group))
         key_GKE, value_GKE = key[:, block.keys], value[:, block.keys]
         scores, _ = _scores(query_GRBE, key_GKE, block, rule)
         sums = scores.logsumexp(-1)
@@ -60,7 +60,7 @@ def attend_in_blocks(
             sums = torch.logaddexp(sums, sinks.float().view(groups, per_group, 1))
         weights = scores.sub_(sums[..., None]).exp_()
         mixed = torch.matmul(weights.to(value.dtype).flatten(1, 2), value_GKE)
-        output[block.queries] = mixed.unflatten(1, (per_group, -1)).flatten(0, 1).transpose(0, 1)
+        output[block.queries] = torch.unflatten(mixed, 1, (per_group, -1)).flatten(0, 1).transpose(0, 1)
         logsumexp[:, block.queries] = sums.flatten(0, 1)
     return output, logsumexp
 
@@ -84,7 +84,7 @@ def gradients_in_blocks(
     for_key, for_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
     dot_HT = (gradient.float() * output.float()).sum(-1).transpose(0, 1)
     for block in _blocks(first_seen_T, num_heads=num_heads, device=query.device):
-        query_GRBE = query[:, block.queries].unflatten(0, (groups, per_group))
+        query_GRBE = torch.unflatten(query[:, block.queries], 0, (groups, per_group))
         key_GKE, value_GKE = key[:, block.keys], value[:, block.keys]
         scores, slope = _scores(query_GRBE, key_GKE, block, rule)
         sums, dots = (t[:, block.queries].view(groups, per_group, -1, 1) for t in (logsumexp, dot_HT.contiguous()))
@@ -97,7 +97,8 @@ def gradients_in_blocks(
             for_scores.mul_(slope)
         for_scores = for_scores.mul_(rule.scale).to(query.dtype).flatten(1, 2)
         for_key[:, block.keys] += for_scores.transpose(1, 2).matmul(query_GRBE.flatten(1, 2))
-        for_query[:, block.queries] = for_scores.matmul(key_GKE).unflatten(1, (per_group, -1)).flatten(0, 1)
+        for_queries = for_scores.matmul(key_GKE)
+        for_query[:, block.queries] = torch.unflatten(for_queries, 1, (per_group, -1)).flatten(0, 1)
     for_sinks = torch.empty_like(sinks)
     if sinks.numel():
         # A sink is a key without a value: its weight only takes from the others.

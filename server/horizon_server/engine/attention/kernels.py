@@ -97,7 +97,7 @@ def attention_backward(
     """The gradients of query, key, value and sinks (empty without), from that of the output."""
     rule = Scores(scale=scale, window=window, softcap=softcap)
     ends = boundaries.tolist()
-    results = tuple(_like(tensor) for tensor in (query, key, value))
+    results = [_like(tensor) for tensor in (query, key, value)]
     for_sinks = torch.empty_like(sinks)
     if not _has_kernel(query, ends, sinks, rule):
         *found, for_sinks = gradients_in_blocks(
@@ -105,7 +105,7 @@ def attention_backward(
         )
         for result, tensor in zip(results, found, strict=True):
             result[0] = tensor
-        return *results, for_sinks
+        return results[0], results[1], results[2], for_sinks
     query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
     if query.is_cuda:
         placed, longest = boundaries.to(query.device, torch.int32), _longest(ends)
@@ -117,11 +117,13 @@ def attention_backward(
         )  # fmt: skip
         for result, tensor in zip(results, found, strict=True):
             result[0] = tensor.transpose(0, 1)[..., : result.shape[-1]]
-        return *results, for_sinks
+        return results[0], results[1], results[2], for_sinks
     groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
-    gradient, output = (tensor.transpose(1, 2)[0].unflatten(0, (groups, per_group)) for tensor in (gradient, output))
+    gradient, output = (
+        torch.unflatten(tensor.transpose(1, 2)[0], 0, (groups, per_group)) for tensor in (gradient, output)
+    )
     query, key, value = _grouped(query, key, value)
-    sums = logsumexp.unflatten(0, (groups, per_group))
+    sums = torch.unflatten(logsumexp, 0, (groups, per_group))
     for start, stop in pairwise(ends):
         document = (tensor[:, :, start:stop] for tensor in (gradient, query, key, value, output, sums))
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=scale)
@@ -129,7 +131,7 @@ def attention_backward(
         for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
         for result, tensor in zip(results, (for_query, for_key, for_value), strict=True):
             result[0, :, start:stop] = tensor[..., : result.shape[-1]]
-    return *results, for_sinks
+    return results[0], results[1], results[2], for_sinks
 
 
 @attention_backward.register_fake
@@ -190,8 +192,8 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[groups, heads of a group, T, E], where keys and values are seen by every head of their group without a copy."""
     groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
-    shared = (tensor[0][:, None].expand(-1, per_group, -1, -1) for tensor in (key, value))
-    return query[0].unflatten(0, (groups, per_group)), *shared
+    key, value = (tensor[0][:, None].expand(-1, per_group, -1, -1) for tensor in (key, value))
+    return torch.unflatten(query[0], 0, (groups, per_group)), key, value
 
 
 def _like(tensor: Tensor) -> Tensor:
