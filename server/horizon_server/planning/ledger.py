@@ -63,7 +63,7 @@ _GATHERED_ROWS = 4096
 # As in engine.attention.blocks (a test compares).
 _BLOCK_SCORES = 1 << 22
 _BLOCK_QUERIES = 32
-# Measured on the 40m shape with bench.joined_rows: what a layer works on stays in the cache of a CPU.
+# Estimated, to be measured with bench.joined_rows: what a layer works on stays near the cache of a CPU.
 _HOST_MICRO_BATCH = 2048
 # Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
 _CUDA_MICRO_BATCH = 16384
