@@ -127,7 +127,7 @@ def test_gradients_are_those_of_autograd_within_bf16(
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         squares += float(parameter.grad.square().sum())
-        error += float((run.store.tensor(name, "grad").float() - parameter.grad).square().sum())
+        error += float((run.gradient(name).float() - parameter.grad).square().sum())
     assert report.grad_norm == pytest.approx(squares**0.5, rel=2e-2)
     assert (error / squares) ** 0.5 <= 5e-2
 
@@ -141,7 +141,7 @@ def test_the_norm_is_that_of_the_gradients_before_rounding(
     for grad_dtype in (torch.float32, torch.bfloat16):
         run = start(model, store=model.store(grad_dtype=grad_dtype), device=CudaDevice(runtime=CpuRuntime()))
         reports.append(run.trainer.train_step(rows))
-        norms.append(float(run.store.plane("grad").double().norm()))
+        norms.append(float(run.gradients().double().norm()))
 
     assert reports[0].grad_norm == reports[1].grad_norm == pytest.approx(norms[0], rel=1e-6)
     assert norms[1] != pytest.approx(norms[0], rel=1e-6)

@@ -37,6 +37,12 @@ THREAD_BYTES = 8 << 20
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
+EMBEDDING_GRADIENT_TOKENS = 1 << 14
+"""Tokens whose gradients are added up into rows of the embedding at once: each time touches all rows in use."""
+
+NUM_SLOTS = 2
+"""Layers whose weights are on the device at a time, and whose gradients are."""
+
 # Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
 
@@ -53,7 +59,6 @@ CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
 
-_NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 # Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
@@ -132,7 +137,7 @@ def plan_memory(
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
+        "staging": _landing_bytes(layout, tokens_per_step, grad_bytes or element_bytes, kept=grad_bytes > 0),
         "other": _process_bytes(layout, model, tokens_per_step, num_threads),
     }
     if device_kind == "cuda":
@@ -177,20 +182,23 @@ def _slot_elements(layout: StoreLayout) -> int:
     """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+    return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:
     return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
 
 
-def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> int:
+def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
-    numbers = 2 * (len(layout.units) + 1) * _FP64
+    num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
+    if layout.has_row_gradients:
+        num_rows, width = edges.pop(0).tensors[0].shape
+        num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
     if kept:
-        return numbers
-    largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
-    return (_NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes + numbers
+        return num_bytes
+    largest_edge = max(unit.num_elements for unit in edges)
+    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
@@ -277,7 +285,8 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name. Estimated, not measured yet.
 
     A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
-    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
+    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient; the embedding's
+    backward some tokens' gradients and those of all rows in use, both in fp32.
     """
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
     largest_weight = _largest_weight_elements(layout, model)
@@ -288,7 +297,8 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     head_bytes = (
         chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16
     )
-    row_bytes = 2 * min(tokens_per_step, model.vocab_size) * model.hidden_size * _BF16
+    added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
+    row_bytes = (min(tokens_per_step, model.vocab_size) + added_tokens) * model.hidden_size * _FP32
     return max(layer_bytes, head_bytes, row_bytes)
 
 
