@@ -117,8 +117,9 @@ class GradientSink:
         elif units[unit_index].kind == "head":
             num_elements = self._template.head_elements
         # Not the whole slot: a table of many rows is far larger than what a step uses of it.
-        self._device.compute.submit(slot.flat[:num_elements].zero_, label=f"zero gradient {unit_index}")
-        return slot.flat
+        flat = slot.flat[:num_elements]
+        self._device.compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
+        return flat
 
     def send_loss(self, loss: Tensor) -> None:
         """Send the loss, ahead of the gradients of the same step."""
