@@ -278,8 +278,9 @@ class ForwardBackward:
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
         template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
-        padding_rows = (tokens.rows_R == template.padding_id).nonzero() if template.padding_id is not None else ()
-        padding_row = int(padding_rows[0]) if len(padding_rows) else -1
+        padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
+        # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
+        padding_row = padding_rows[0][0] if padding_rows else -1
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
         gradient = sink.open(0, tokens.rows_R if by_rows else None)

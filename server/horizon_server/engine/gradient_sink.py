@@ -133,8 +133,7 @@ class GradientSink:
         if rows_R is not None:
             gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
             target = self._row_values[: gradient.numel()]
-            landed: Tensor | RowGradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
-            self.row_gradient = landed
+            self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
             start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
             gradient = slot.flat[start : start + unit.num_elements]
@@ -143,7 +142,6 @@ class GradientSink:
                 target = landing.flat[: unit.num_elements]
             else:
                 target = self._store.unit(unit_index, "grad")
-            landed = target
         if unit_index == 0:
             # Its update may be the only one of the last step that is not over yet: all others were, before their unit's forward.
             self._optimizer.wait_for_update(device.d2h, 0)
@@ -155,7 +153,7 @@ class GradientSink:
         if self._landing is not None:
             self._optimizer.update_landed(
                 unit_index,
-                landed,
+                target if rows_R is None or self.row_gradient is None else self.row_gradient,
                 device.d2h.record(),
                 lambda: math.isfinite(loss) and math.isfinite(square_sum),
                 self.reached,

@@ -188,7 +188,7 @@ def _update_rows_by_reference(
     scalars: Scalars,
 ) -> None:
     size = max(1, reference.CHUNK_ELEMENTS // values_RD.shape[1])
-    for rows, sources in zip(rows_U.split(size), sources_U.split(size), strict=True):
+    for rows, sources in zip(torch.split(rows_U, size), torch.split(sources_U, size), strict=True):
         # Copies: the rows of a list are not one stretch.
         hi, lo, exp_avg, exp_avg_sq = parts = [view[rows].view(-1) for view in views]
         grads = values_RD.new_zeros(rows.numel(), values_RD.shape[1])

@@ -30,7 +30,7 @@ needs_kernel = pytest.mark.skipif(
 
 
 def filled_store(
-    grad_dtype: torch.dtype, *, seed: int = 0, table: tuple[int, int] = SHAPES["model.embed_tokens.weight"]
+    grad_dtype: torch.dtype, *, seed: int = 0, table: tuple[int, ...] = SHAPES["model.embed_tokens.weight"]
 ) -> HostStore:
     shapes = {**SHAPES, "model.embed_tokens.weight": table}
     store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), grad_dtype=grad_dtype, num_threads=1)
