@@ -303,8 +303,8 @@ class ForwardBackward:
 
         def add_up(span: slice) -> None:
             sink.reached.update(template.table_place.stored_names)
-            # In fp32, because a common token is added thousands of times; in an order that does not vary, which torch promises of this
-            # operation on cuda too, but not of index_add_ with repeated rows.
+            # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds in the same order
+            # every time on cuda too; index_add_ with repeated rows does not.
             gradient_RD = torch.ops.aten.embedding_dense_backward(
                 activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
             )
