@@ -229,7 +229,10 @@ class Template:
             args, kwargs = calls[group].without_storage(
                 hidden_size=self.hidden_size, num_tokens=positions_T.numel(), dtype=dtype
             )
-            meta = {p.name: torch.empty(p.piece.shape, dtype=dtype, device="meta") for p in self.places[group + 1]}
+            meta = {
+                place.name: torch.empty(place.piece.shape, dtype=place.dtype_in(dtype), device="meta")
+                for place in self.places[group + 1]
+            }
             try:
                 # On a copy: some layers move what they hold to where they find the hidden state.
                 with _EqualFactors():  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from horizon_server.engine.packing_limit import split_row, supports_packing
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
-from horizon_server.planning.ledger import ActivationPlacement, logits_chunk_tokens
+from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement, logits_chunk_tokens
 from horizon_server.planning.roofline import FlopsCount
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
@@ -61,8 +61,8 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     max_skipped_steps: int = 10
-    num_weight_slots: int = 2
-    num_gradient_slots: int = 2
+    num_weight_slots: int = NUM_SLOTS
+    num_gradient_slots: int = NUM_SLOTS
     optimizer_threads: int | None = None
     head_chunk_tokens: int | None = None
     tokens_per_step: int = 0
@@ -82,12 +82,11 @@ class Trainer:
         device.adopt(store)
         template.place_buffers(device.place)
         num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
-        self._optimizer = Optimizer(store, device, num_threads=num_threads)
+        table = template.embedding_name if template.embeds_by_rows else None
+        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
-        self._stream = LayerStream(
-            template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
-        )
+        self._stream = LayerStream(template, store, device, self._optimizer, num_slots=config.num_weight_slots)
         self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
@@ -99,6 +98,7 @@ class Trainer:
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)
+        self._sink.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
@@ -202,7 +202,7 @@ class Trainer:
         Raises:
             HorizonError: the first error that a queue of the device met.
         """
-        self._optimizer.queue.record().wait()
+        self._optimizer.finish().wait()
         # Only now, because after a failure the queues skip their work but let every event happen.
         self._device.raise_failure()
 
@@ -233,8 +233,9 @@ class Trainer:
         It does not complain about a failure that `train_step` has already raised.
         """
         # Work that is still queued would write into freed memory.
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h, self._optimizer.queue):
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
+        self._optimizer.finish().wait()
         self._stream.close()
         self._sink.close()
         self._forward_backward.activations.close()
@@ -246,7 +247,8 @@ class Trainer:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums)
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            hyper = self._adamw_step(learning_rate, grad_scale=grad_scale)
+            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"

@@ -48,6 +48,12 @@ CUBLAS_BYTES = 2 * (32 << 20)
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
+EMBEDDING_GRADIENT_TOKENS = 1 << 14
+"""Tokens whose gradients are added up into rows of the embedding at once: each time touches all rows in use."""
+
+NUM_SLOTS = 2
+"""Layers whose weights are on the device at a time, and whose gradients are."""
+
 # Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
 
@@ -64,7 +70,6 @@ CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
 
-_NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 # Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
@@ -148,7 +153,7 @@ def plan_memory(
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
+        "staging": _landing_bytes(layout, tokens_per_step, grad_bytes or element_bytes, kept=grad_bytes > 0),
         "other": _process_bytes(layout, model, tokens_per_step, num_threads),
     }
     if device_kind == "cuda":
@@ -193,7 +198,7 @@ def _slot_elements(layout: StoreLayout) -> int:
     """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+    return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
@@ -206,20 +211,23 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
         sizes = [tensor.num_elements for tensor in unit.tensors if kept.search(tensor.name)]
         elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
         largest[unit.kind] = max(largest[unit.kind], elements)
-    return (_NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
+    return (NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:
     return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
 
 
-def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> int:
+def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
-    numbers = 2 * (len(layout.units) + 1) * _FP64
+    num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
+    if layout.has_row_gradients:
+        num_rows, width = edges.pop(0).tensors[0].shape
+        num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
     if kept:
-        return numbers
-    largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
-    return (_NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes + numbers
+        return num_bytes
+    largest_edge = max(unit.num_elements for unit in edges)
+    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
@@ -322,7 +330,9 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     # gradient of the logits, in fp32 and in bf16, and that of the projection.
     at_softmax = chunk_tokens * (vocabulary * (_BF16 + 3 * _FP32) + hidden * (3 * _BF16 + _FP32))
     at_projection = chunk_tokens * vocabulary * (_BF16 + _FP32) + vocabulary * hidden * _BF16
-    row_bytes = 2 * min(tokens_per_step, vocabulary) * hidden * _BF16
+    # Some tokens' gradients and those of all rows in use.
+    added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
+    row_bytes = (min(tokens_per_step, vocabulary) + added_tokens) * hidden * _FP32
     return max(layer_bytes, at_softmax, at_projection, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
 
 

@@ -20,6 +20,7 @@ from horizon_server.planning.machine import (
     find_accelerators,
     usable_accelerators,
 )
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -114,7 +115,10 @@ def test_auto_means_cuda_where_there_is_one(
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device), accelerators=accelerators)
     assert memory.device_kind == memory.plan.device == wanted
-    assert bytes_per_parameter(memory) == (14 if wanted == "cuda" else 16)
+    # The table of an untied model has no stored gradient; its rows land in a buffer of their own.
+    grad_bytes, table = memory.plane_bytes["grad"], open_model_folder(folder).layout.units[0].num_elements
+    assert (memory.plane_bytes["hi"] / 2 - table) * (2 if wanted == "cuda" else 4) == grad_bytes
+    assert bytes_per_parameter(memory) == 12 + grad_bytes / (memory.plane_bytes["hi"] / 2)
     assert memory.plan.fits
 
 
