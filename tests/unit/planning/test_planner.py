@@ -123,21 +123,21 @@ def test_auto_means_cuda_where_there_is_one(
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "wanted", "num_bytes"),
+    ("device", "asked", "wanted", "grad_bytes"),
     [
-        ("auto", "auto", "float32", 16),
-        ("host", "float32", "float32", 16),
-        ("host", "bfloat16", "bfloat16", 14),
-        ("cuda", "auto", "bfloat16", 14),
-        ("cuda", "bfloat16", "bfloat16", 14),
+        ("auto", "auto", "float32", 4),
+        ("host", "float32", "float32", 4),
+        ("host", "bfloat16", "bfloat16", 2),
+        ("cuda", "auto", "bfloat16", 2),
+        ("cuda", "bfloat16", "bfloat16", 2),
     ],
 )
 def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
-    folder: Path, device: str, asked: str, wanted: str, num_bytes: int
+    folder: Path, device: str, asked: str, wanted: str, grad_bytes: int
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device, compute_dtype=asked), accelerators=(H100,))
     assert memory.compute_dtype == memory.plan.compute_dtype == wanted
-    assert bytes_per_parameter(memory) == num_bytes
+    assert memory.grad_dtype_bytes == grad_bytes
 
 
 def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:
