@@ -161,7 +161,7 @@ def test_the_ledger_knows_what_device_and_host_will_hold(
     rows = [pack(documents(60, 50)), pack(documents(100, 10))]
     plan = plan_memory(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict()),
+        model=ModelShape.from_config(model.config.to_dict(), names=model.weights),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",
@@ -210,7 +210,7 @@ def test_the_ledger_knows_what_experts_keep_whatever_their_number_and_size(
     model = tiny_model(architecture, hidden_size=64, **changes)
     plan = plan_memory(
         model.template.layout,
-        model=ModelShape.from_config(model.config.to_dict()),
+        model=ModelShape.from_config(model.config.to_dict(), names=model.weights),
         tokens_per_step=220,
         sequence_length=110,
         device_kind="host",

@@ -185,7 +185,9 @@ class ForwardBackward:
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             self._seed(current, 0, index)
             with torch.no_grad():
-                hidden_1TD, calls = template.embed(parameters, tokens.row_ids_N[span], tokens.position_ids_N[span])
+                hidden_1TD, calls = template.embed(
+                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index]
+                )
             self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
             # All layers of a kind get the same masks and tables, which count once.

@@ -42,11 +42,12 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` only
-    its rounding).
+    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
+    `micro_batch_tokens` only its rounding, and what dropout draws).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
-    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are
+    laid end to end up to `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself.
     `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
     After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
     """
@@ -66,6 +67,7 @@ class TrainConfig:
     optimizer_threads: int | None = None
     head_chunk_tokens: int | None = None
     tokens_per_step: int = 0
+    micro_batch_tokens: int = 0
     activation_placement: ActivationPlacement = "device"
 
 
@@ -148,7 +150,7 @@ class Trainer:
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self.step))
+        loss = self._forward_backward.gradients(self._joined(rows), StepKey(seed=config.seed, step=self.step))
         grad_norm = global_norm(self._sink.square_sums)
         skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
@@ -185,7 +187,7 @@ class Trainer:
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
-                total += self._forward_backward.loss(group) * group_targets
+                total += self._forward_backward.loss(self._joined(group)) * group_targets
                 num_targets += group_targets
         use = self._device.take_use()
         return EvalFigures(
@@ -277,6 +279,17 @@ class Trainer:
             return list(micro_batches)
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
+
+    def _joined(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        """The rows as micro-batches of up to `micro_batch_tokens`: as many products of small matrices take longer."""
+        template, limit = self._template, self.config.micro_batch_tokens
+        if template.packing_limit is not None:
+            limit = min(limit, template.packing_limit)
+        groups = grouped(rows, (row.num_tokens for row in rows), limit)
+        # A mask over all pairs would cost more than larger products save. The trial on the weights comes last, it costs a forward.
+        if len(groups) == len(rows) or template.needs_masks or not self.supports_packing:
+            return rows
+        return [MicroBatch.joined(group) for group in groups]
 
     def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
         beta1, beta2 = self.config.betas

@@ -76,6 +76,14 @@ _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 _MIN_CHUNK_TOKENS = 256
 _MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
+# As in engine.attention.blocks (a test compares).
+_BLOCK_SCORES = 1 << 22
+_BLOCK_QUERIES = 32
+# Measured on the 40m shape with bench.joined_rows: what a layer works on stays in the cache of a CPU.
+_HOST_MICRO_BATCH = 2048
+# Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
+_CUDA_MICRO_BATCH = 16384
+_WIDE_MODEL = 6144
 _ROUTING_ELEMENTS = 10
 """Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
 
@@ -129,12 +137,15 @@ def plan_memory(
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
+    micro_batch_tokens: int = 0,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. Rows are
+    joined up to `micro_batch_tokens`, but for models with masks and recurrent ones.
     """
-    row_tokens = min(sequence_length, tokens_per_step)
+    joins_rows = layer is None and not model.needs_masks
+    row_tokens = min(max(sequence_length, micro_batch_tokens if joins_rows else 0), tokens_per_step)
     element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
@@ -183,6 +194,16 @@ def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> in
     On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
     """
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
+
+
+def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
+    """Tokens up to which the engine lays rows end to end and computes them at once.
+
+    Of the model and the kind of device alone, so that a job that is resumed rounds as before, whatever else runs.
+    """
+    if device_kind == "host":
+        return _HOST_MICRO_BATCH
+    return _CUDA_MICRO_BATCH if hidden_size <= _WIDE_MODEL else _CUDA_MICRO_BATCH // 2
 
 
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
@@ -257,8 +278,8 @@ def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
-    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row."""
-    mask_bytes = 2 * element_bytes if model.softcaps_attention else 1
+    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row where it needs one."""
+    mask_bytes = (2 * element_bytes if model.softcaps_attention else 1) if model.needs_masks else 0
     per_token = 2 * model.head_dim * element_bytes + 8 + row_tokens * mask_bytes
     return tokens_per_step * per_token
 
@@ -266,11 +287,18 @@ def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, elemen
 def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its kind).
 
-    Packed rows make attention see a mask of T per token; a soft cap makes it keep its scores, twice.
+    Attention without masks keeps queries, keys, values, its output and a number per head. With a mask it sees T bytes more per token,
+    and repeats the keys for every head; a soft cap then makes it keep its scores, twice.
     """
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
-    per_token = 5 * model.hidden_size + _inner_saved_elements(model) + 6 * query + 2 * key + row_tokens
+    per_token = 5 * model.hidden_size + _inner_saved_elements(model)
+    if not model.needs_masks:
+        # A norm of queries and keys keeps both once more before it and after it, and a number per head.
+        times, num_norms = (4, model.num_attention_heads + model.num_key_value_heads) if model.norms_queries else (2, 0)
+        attention = times * (query + key) + num_norms + model.num_attention_heads + 3 * model.latent_size
+        return (per_token + attention) * row_tokens
+    per_token += 6 * query + 2 * key + row_tokens
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
     return per_token * row_tokens
@@ -367,12 +395,12 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
     # When the gradient of the down projection is made, one plane less is there.
     widest_weight = _largest_weight_elements(layout, model) * _BF16
     weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
-    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(row_tokens)
+    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(model, row_tokens)
 
 
-def _cuda_mask_bytes(row_tokens: int) -> int:
+def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:
     """The bias that attention makes of a packed row's mask."""
-    return row_tokens * row_tokens * _BF16
+    return row_tokens * row_tokens * _BF16 if model.needs_masks else 0
 
 
 def _heap_bytes(
@@ -400,4 +428,12 @@ def _heap_bytes(
     calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
     if element_bytes == _BF16:
         layer_elements += _norm_input_elements(model, row_tokens)
-    return layer_elements * element_bytes + head_bytes + row_bytes + calls
+    blocks_bytes = _block_elements(model, row_tokens) * _FP32
+    return layer_elements * element_bytes + head_bytes + row_bytes + calls + blocks_bytes
+
+
+def _block_elements(model: ModelShape, row_tokens: int) -> int:
+    """Scores of a block of queries in attention without masks that no kernel fuses, and what is computed of them in a backward."""
+    if not model.attends_in_blocks:
+        return 0
+    return 5 * max(_BLOCK_SCORES, _BLOCK_QUERIES * model.num_attention_heads * row_tokens)
