@@ -111,7 +111,7 @@ class MemoryPlan:
     host_bytes: Mapping[str, int]
     """Host bytes by component: weights, moments, gradients, activations, staging, other."""
     device_bytes: Mapping[str, int]
-    """Device bytes by component: weights, gradients, activations, workspace."""
+    """Device bytes by component: weights, gradients, activations, workspace; on a GPU also what the allocator has cached."""
     host_total_bytes: int
     """Sum over the host's components."""
     device_total_bytes: int
@@ -130,6 +130,10 @@ class MemoryPlan:
     """The device kind that was planned for: host or cuda."""
     prediction: StepPrediction | None
     """How fast it is expected to be; None while the node's speed has not been measured."""
+    compute_dtype: str
+    """What layers are computed in: float32 or bfloat16."""
+    hint: str
+    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def worst_error(run: Run, reference: torch.nn.Module) -> tuple[float, str]:
     """The largest relative error of any parameter's gradient, and whose it is; a gradient that is nothing but rounding counts as 0."""
     errors = []
     for name, parameter in reference.named_parameters():
-        got = run.store.tensor(name, "grad")
+        got = run.gradient(name)
         wanted = torch.zeros_like(got) if parameter.grad is None else parameter.grad
         norm = float(wanted.norm())
         error = float((got - wanted).norm())
@@ -104,7 +104,7 @@ def test_the_split_into_micro_batches_does_not_matter(
     assert in_parts.loss == pytest.approx(in_one.loss, rel=1e-6)
     assert in_parts.grad_norm == pytest.approx(in_one.grad_norm, rel=1e-6)
     assert in_parts.h2d.bytes == in_one.h2d.bytes
-    one, other = whole.store.plane("grad"), parts.store.plane("grad")
+    one, other = whole.gradients(), parts.gradients()
     assert float((one - other).norm() / one.norm()) <= 1e-6
 
 
@@ -184,5 +184,5 @@ def test_the_embedding_of_the_padding_token_gets_the_gradient_of_plain_autograd(
     error, name = worst_error(run, reference)
     assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
     # Where the table is not the projection too, nothing else can give the row a gradient.
-    row_of_padding = run.store.tensor("model.embed_tokens.weight", "grad")[model.config.pad_token_id]
+    row_of_padding = run.gradient("model.embed_tokens.weight")[model.config.pad_token_id]
     assert bool(row_of_padding.any()) == model.template.tied

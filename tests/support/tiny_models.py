@@ -257,6 +257,20 @@ class Run:
     store: HostStore
     device: HostDevice | CudaDevice
 
+    def gradient(self, name: str) -> Tensor:
+        """A parameter's gradient of the last step, in its own shape."""
+        rows = self.trainer._sink.row_gradient
+        unit, place = self.store.layout.find(name)
+        if rows is None or unit.kind != "embedding":
+            return self.store.tensor(name, "grad")
+        table_VD = rows.values_RD.new_zeros(place.shape)
+        table_VD[rows.rows_R] = rows.values_RD
+        return table_VD
+
+    def gradients(self) -> Tensor:
+        """All of the last step, one after the other."""
+        return torch.cat([self.gradient(tensor.name).reshape(-1) for _, tensor in self.store.layout.tensors()])
+
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Run]]:

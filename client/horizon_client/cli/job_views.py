@@ -88,13 +88,16 @@ def plan_page(plan: MemoryPlan) -> str:
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message else ""
     where = clean(plan.device) or "the node"
+    if plan.compute_dtype:
+        where += f" in {clean(plan.compute_dtype)}"
     fits = f"{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
     if plan.prediction is None:
         return f"{amounts}\n\n{fits}\nno prediction yet: the node measures its speed when no job is running"
     step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
     total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
-    return f"{amounts}\n\n{fits}\npredicted: {speed_text(plan)}, {step} per step{total}"
+    hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
+    return f"{amounts}\n\n{fits}\npredicted: {speed_text(plan)}, {step} per step{total}{hint}"
 
 
 def _steps(job: Job) -> str:

@@ -11,6 +11,7 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,15 +22,18 @@ from torch.nn import functional
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Place
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
+
+# That the driver queues before compute has reached them.
+_UNITS_AHEAD = 2
 
 
 def chunk_loss(logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int) -> Tensor:
@@ -98,6 +102,7 @@ class ForwardBackward:
     def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
         """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
         current = self._start(micro_batches, key)
+        self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         forward = [(unit, partial(self._enqueue_layer, current, i, i, i + 1)) for i, unit in enumerate(self._layers)]
         backward = [(unit, partial(self._enqueue_layer_backward, current, i)) for i, unit in enumerate(self._layers)]
@@ -143,8 +148,9 @@ class ForwardBackward:
         by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
+        # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
+        self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        self.activations.reserve(tokens.row_ids_N.numel())
         return _Pass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
@@ -157,8 +163,13 @@ class ForwardBackward:
 
     def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
+        done: deque[Event] = deque()
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
             enqueue(flat)
+            done.append(self._device.compute.record())
+            # Not the whole step at once: while it queues, the driver holds the interpreter's lock, which compute needs to launch.
+            if len(done) > _UNITS_AHEAD:
+                done.popleft().wait()
         # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
         self._device.compute.wait(self._device.d2h.record())
         self._device.compute.record().wait()
@@ -278,36 +289,49 @@ class ForwardBackward:
         self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
-        template, sink, tokens = self._template, self._sink, current.tokens
-        padding_id = template.padding_id
-        padding_rows = [] if padding_id is None else (tokens.rows_R == padding_id).nonzero().flatten().tolist()
-        gradient = sink.open(0)
+        template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
+        padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
+        # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
+        padding_row = padding_rows[0][0] if padding_rows else -1
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
+        gradient = sink.open(0, tokens.rows_R if by_rows else None)
         table = self._table(current, gradient, by_rows=by_rows)
-
-        def accumulate(gradient_RD: Tensor) -> None:
-            # As nn.Embedding does, whose padding_idx the template removed.
-            for row in padding_rows:
-                gradient_RD[row].zero_()
-            if by_rows:
-                table.add_(gradient_RD)
-            else:
-                # Rows are distinct, so that no two additions meet and the result is the same in any order.
-                table.index_add_(0, tokens.placed_rows_R, gradient_RD.to(table.dtype))
 
         def backward(index: int, span: slice) -> None:
             leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
-            sink.reached.update(template.table_place.stored_names)
-            weight = self._table(current, flat, by_rows=template.embeds_by_rows)
-            leaves[template.table_place.name] = _leaf(weight, accumulate)
+            row_ids_T = tokens.row_ids_N[span]
+            # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
+            weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_()
+            leaves[template.table_place.name] = weight_TD
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
-                hidden_1TD, _ = template.embed(leaves, tokens.row_ids_N[span], tokens.position_ids_N[span])
-                torch.autograd.backward(hidden_1TD, self.activations.gradient[span][None])
+                own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
+                hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
+                torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
+            assert weight_TD.grad is not None
+            # Not by a hook: other parameters of the unit may still read what came in.
+            activations.gradient[span].copy_(weight_TD.grad)
+
+        def add_up(span: slice) -> None:
+            sink.reached.update(template.table_place.stored_names)
+            # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds in the same order
+            # every time on cuda too; index_add_ with repeated rows does not.
+            gradient_RD = torch.ops.aten.embedding_dense_backward(
+                activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
+            )
+            if by_rows or not template.embeds_by_rows:
+                table.add_(gradient_RD)
+            else:
+                # Rows are distinct, so that no two additions meet and the result is the same in any order.
+                table.index_add_(0, tokens.placed_rows_R, gradient_RD)
 
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
+        num_tokens = tokens.row_ids_N.numel()
+        for start in range(0, num_tokens, EMBEDDING_GRADIENT_TOKENS):
+            span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, num_tokens))
+            self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:

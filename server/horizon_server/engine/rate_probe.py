@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
-from horizon_server.engine.device import device_for
+from horizon_server.engine.device import TORCH_DTYPE, device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.forward_backward import chunk_loss
@@ -31,9 +31,10 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.store.adamw import AdamWStep, update_unit
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -68,20 +69,25 @@ _SIZES: Mapping[DeviceKind, _Sizes] = {
 }
 
 
-def measure_rates(kind: DeviceKind, *, num_threads: int, budget_s: float = 10.0) -> DeviceRates:
+def measure_rates(
+    kind: DeviceKind, *, num_threads: int, compute_dtype: ComputeDtype | None = None, budget_s: float = 10.0
+) -> DeviceRates:
     """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the budget.
+
+    Without a `compute_dtype`, the device's default.
 
     Raises:
         InvalidSpec: the kind is cuda and torch finds no CUDA device.
     """
     sizes, start_s = _SIZES[kind], time.perf_counter()
-    make = partial(device_for, kind, num_threads=num_threads)
-    grad_dtype = CudaDevice.gradient_dtype if kind == "cuda" else HostDevice.gradient_dtype
+    compute_dtype = compute_dtype or DEFAULT_COMPUTE_DTYPE[kind]
+    make = partial(device_for, kind, compute_dtype=compute_dtype, num_threads=num_threads)
+    grad_dtype = TORCH_DTYPE[compute_dtype]
     with closing(make()) as device:
         attention = _attention_flops_per_s(device, sizes)
         left, right = (_random(device, sizes.product, sizes.product) for _ in range(2))
         peak = 2 * sizes.product**3 / _best(lambda: _compute_s(device, partial(torch.matmul, left, right)))
-    up, down, adamw = _copies(make, grad_dtype, num_threads)
+    up, down, adamw = _copies(make, grad_dtype, update_threads(num_threads, device_kind=kind))
     widths: list[WidthRates] = []
     for width in sizes.widths:
         width_start_s = time.perf_counter()

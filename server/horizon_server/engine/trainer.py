@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.gradient_sink import GradientSink
@@ -29,10 +31,10 @@ from horizon_server.engine.packing_limit import split_row, supports_packing
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
-from horizon_server.planning.ledger import ActivationPlacement, logits_chunk_tokens
+from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement, logits_chunk_tokens
 from horizon_server.planning.roofline import FlopsCount
 from horizon_server.store.adamw import AdamWStep
-from horizon_server.store.cpus import available_cpus
+from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
@@ -43,11 +45,11 @@ class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
     `micro_batch_tokens` only its rounding, and what dropout draws).
 
-    `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
-    room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are laid end to end up to
-    `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself. `activation_placement` says
-    where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it. After `max_skipped_steps` steps
-    in a row that were skipped, training stops; 0 turns that off.
+    `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are
+    laid end to end up to `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself.
+    `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
+    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
     """
 
     num_steps: int
@@ -60,8 +62,8 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     max_skipped_steps: int = 10
-    num_weight_slots: int = 2
-    num_gradient_slots: int = 2
+    num_weight_slots: int = NUM_SLOTS
+    num_gradient_slots: int = NUM_SLOTS
     optimizer_threads: int | None = None
     head_chunk_tokens: int | None = None
     tokens_per_step: int = 0
@@ -76,15 +78,17 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        if device.compute_dtype is not torch.float32:
+            template.check_dtype(device.compute_dtype)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
-        self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
+        num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
+        table = template.embedding_name if template.embeds_by_rows else None
+        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
-        self._stream = LayerStream(
-            template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
-        )
+        self._stream = LayerStream(template, store, device, self._optimizer, num_slots=config.num_weight_slots)
         self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
@@ -96,6 +100,7 @@ class Trainer:
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)
+        self._sink.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
@@ -199,7 +204,7 @@ class Trainer:
         Raises:
             HorizonError: the first error that a queue of the device met.
         """
-        self._optimizer.queue.record().wait()
+        self._optimizer.finish().wait()
         # Only now, because after a failure the queues skip their work but let every event happen.
         self._device.raise_failure()
 
@@ -230,8 +235,9 @@ class Trainer:
         It does not complain about a failure that `train_step` has already raised.
         """
         # Work that is still queued would write into freed memory.
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h, self._optimizer.queue):
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
+        self._optimizer.finish().wait()
         self._stream.close()
         self._sink.close()
         self._forward_backward.activations.close()
@@ -243,7 +249,8 @@ class Trainer:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums)
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            hyper = self._adamw_step(learning_rate, grad_scale=grad_scale)
+            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"

@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.ledger import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    NUM_SLOTS,
+    ActivationPlacement,
+    ComputeDtype,
+    DeviceKind,
+)
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.records.plan import Bound, StepPrediction
 from horizon_server.store.model_files import text_config
-
-# Of a weight on its way up, and of a hidden state: the host device computes in fp32.
-ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 
 _FLOPS_PER_PARAMETER = 6
 _FLOPS_PER_PAIR_ELEMENT = 12
@@ -163,15 +167,22 @@ def work_of_step(
     device_kind: DeviceKind,
     grad_bytes: int,
     activation_placement: ActivationPlacement,
+    compute_dtype: ComputeDtype | None = None,
 ) -> StepWork:
-    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
-    model, layout, element = folder.shape, folder.layout, ELEMENT_BYTES[device_kind]
+    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
+
+    Without a `compute_dtype`, the device's default.
+    """
+    model, layout = folder.shape, folder.layout
+    element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     count = FlopsCount.of_folder(folder)
     num_full, rest = divmod(tokens_per_step, sequence_length)
     attention = count.of_attention([sequence_length] * num_full + [rest])
     head_flops = _FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = _FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    # Where forward turns into backward, the last layers are still in their slots.
+    kept = sum(unit.num_elements for unit in [unit for unit in layout.units if unit.kind == "layer"][-NUM_SLOTS:])
     embedded = min(tokens_per_step, model.vocab_size) * model.hidden_size
     # The projection of a tied model is the embedding's table.
     head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
@@ -190,7 +201,7 @@ def work_of_step(
         layer_flops=layer_flops,
         head_flops=head_flops,
         attention_flops=attention,
-        h2d_bytes=(layers + embedded) * element + offloaded_bytes,
+        h2d_bytes=(layers - kept + embedded) * element + offloaded_bytes,
         d2h_bytes=(layers + head + (0 if layout.tied else embedded)) * element,
         host_bytes=0 if grad_bytes else optimizer_bytes,
     )

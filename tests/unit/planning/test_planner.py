@@ -12,8 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.machine import Accelerator, HostMemory, find_accelerators, usable_accelerators
+from horizon_server.planning.machine import (
+    Accelerator,
+    Gpu,
+    HostMemory,
+    RatesByDevice,
+    find_accelerators,
+    usable_accelerators,
+)
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner, WorkerMemory
+from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.spec import JobSpec, parse_job_spec
 
 GIB = 1 << 30
@@ -49,7 +58,13 @@ def spec_of(*, device: str = "auto", **train: Any) -> JobSpec:
 
 
 def worker_memory(
-    folder: Path, spec: JobSpec, *, accelerators: tuple[Accelerator, ...] = (), arena_bytes: int = GIB
+    folder: Path,
+    spec: JobSpec,
+    *,
+    accelerators: tuple[Accelerator, ...] = (),
+    arena_bytes: int = GIB,
+    rates: RatesByDevice | None = None,
+    has_bf16: bool = True,
 ) -> WorkerMemory:
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
@@ -58,6 +73,8 @@ def worker_memory(
         arena_limit_bytes=arena_bytes,
         num_threads=1,
         accelerators=accelerators,
+        rates=lambda: rates or {},
+        has_bf16=has_bf16,
     )
     return planner.worker_memory(spec, folder)
 
@@ -98,8 +115,78 @@ def test_auto_means_cuda_where_there_is_one(
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device), accelerators=accelerators)
     assert memory.device_kind == memory.plan.device == wanted
-    assert bytes_per_parameter(memory) == (14 if wanted == "cuda" else 16)
+    # The table of an untied model has no stored gradient; its rows land in a buffer of their own.
+    grad_bytes, table = memory.plane_bytes["grad"], open_model_folder(folder).layout.units[0].num_elements
+    assert (memory.plane_bytes["hi"] / 2 - table) * (2 if wanted == "cuda" else 4) == grad_bytes
+    assert bytes_per_parameter(memory) == 12 + grad_bytes / (memory.plane_bytes["hi"] / 2)
     assert memory.plan.fits
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "wanted", "grad_bytes"),
+    [
+        ("auto", "auto", "float32", 4),
+        ("host", "float32", "float32", 4),
+        ("host", "bfloat16", "bfloat16", 2),
+        ("cuda", "auto", "bfloat16", 2),
+        ("cuda", "bfloat16", "bfloat16", 2),
+    ],
+)
+def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
+    folder: Path, device: str, asked: str, wanted: str, grad_bytes: int
+) -> None:
+    memory = worker_memory(folder, spec_of(device=device, compute_dtype=asked), accelerators=(H100,))
+    assert memory.compute_dtype == memory.plan.compute_dtype == wanted
+    assert memory.grad_dtype_bytes == grad_bytes
+
+
+def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.compute_dtype is float32.*use bfloat16 or auto, or device: host"
+    ) as caught:
+        worker_memory(folder, spec_of(device="cuda", compute_dtype="float32"), accelerators=(H100,))
+    assert [violation.field for violation in caught.value.violations] == ["train.compute_dtype"]
+
+
+def test_bf16_halves_what_the_device_holds_and_streams(folder: Path) -> None:
+    exact, rounded = (worker_memory(folder, spec_of(compute_dtype=dtype)).plan for dtype in ("float32", "bfloat16"))
+    for component in ("weights", "activations"):
+        assert exact.device_bytes[component] == 2 * rounded.device_bytes[component]
+    # Gradients add up in fp32 in either.
+    assert exact.device_bytes["gradients"] == rounded.device_bytes["gradients"]
+
+
+def test_a_cpu_without_bf16_instructions_is_warned_of(folder: Path) -> None:
+    spec = spec_of(compute_dtype="bfloat16", warmup_steps=0)
+    assert "no bf16 instructions" in worker_memory(folder, spec, has_bf16=False).plan.message
+    assert worker_memory(folder, spec).plan.message == ""
+    exact = spec_of(compute_dtype="float32", warmup_steps=0)
+    assert worker_memory(folder, exact, has_bf16=False).plan.message == ""
+
+
+def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) -> None:
+    def rates(flops_per_s: float) -> DeviceRates:
+        width = WidthRates(hidden_size=32, layer_flops_per_s=flops_per_s, head_flops_per_s=flops_per_s)
+        return DeviceRates(
+            name="host", num_threads=1, peak_flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s, widths=(width,),
+            h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, adamw_bytes_per_s=1e12,
+        )  # fmt: skip
+
+    both = {"host": rates(1e9), "host_bfloat16": rates(3e9)}
+    exact, rounded = (
+        worker_memory(folder, spec_of(compute_dtype=dtype), rates=both).plan for dtype in ("auto", "bfloat16")
+    )
+    assert exact.prediction is not None and rounded.prediction is not None
+    assert exact.prediction.step_s == pytest.approx(3 * rounded.prediction.step_s, rel=0.05)
+    assert (
+        exact.hint
+        == "train.compute_dtype: bfloat16 is predicted to be 3.0 times as fast on this CPU, at the precision of bf16"
+    )
+    assert rounded.hint == ""
+    # Who has chosen, or would gain nothing, needs no hint; without rates there is no number to give.
+    assert worker_memory(folder, spec_of(compute_dtype="float32"), rates=both).plan.hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9), "host_bfloat16": rates(1e9)}).plan.hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).plan.hint == ""
 
 
 def test_cuda_is_refused_in_one_sentence_where_there_is_none(folder: Path) -> None:
@@ -114,10 +201,12 @@ def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[
     assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
 
 
-def test_the_device_limit_is_that_of_the_smallest_accelerator(folder: Path) -> None:
+def test_the_device_limit_is_that_of_the_accelerator_that_jobs_use(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(small, H100))
     assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    assert memory.plan.device_limit_bytes > 70 * GIB
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:
@@ -135,7 +224,7 @@ def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder:
 
 
 async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:
-    found = (Accelerator(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
+    found = (Gpu(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
     assert bool(await usable_accelerators(found, os.environ)) == torch.cuda.is_available()
 
 

@@ -141,9 +141,11 @@ class PinnedRanges:
             if code == 0:
                 self._pieces.append((address, address + num_bytes, memory))
             else:
+                # Which of the reasons it is, the driver does not say: cudaHostRegister reports most of them as one code.
                 self.refusals.append(
-                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to "
-                    "it take a detour and are slower; raise the memory lock limit (ulimit -l), if there is one"
+                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to it "
+                    "take a detour and are slower; the usual reasons are too little free host memory (free some, or lower "
+                    "tokens_per_step), WSL, which pins only part of it, or a container or unit with a memory lock limit (ulimit -l)"
                 )
 
     def remove(self, memory: Tensor) -> None:
@@ -205,9 +207,7 @@ class StagingRing:
             out[start : start + view.numel()].copy_(view, non_blocking=True)
             mark.record(self._stream)
 
-    def download(
-        self, source: Tensor, dtype: torch.dtype, land: Callable[[int, Tensor], None], *, multiple_of: int = 1
-    ) -> None:
+    def download(self, source: Tensor, dtype: torch.dtype, land: Callable[[int, Tensor], None]) -> None:
         """Copy flat device memory to the host as `dtype` and hand it over, piece by piece: first element, values."""
         waiting: tuple[int, Tensor, Mark] | None = None
 
@@ -217,7 +217,7 @@ class StagingRing:
                 mark.synchronize()
                 land(start, values)
 
-        for start, view, mark in self._pieces(source, dtype=dtype, multiple_of=multiple_of):
+        for start, view, mark in self._pieces(source, dtype=dtype):
             view.copy_(source[start : start + view.numel()].to(dtype), non_blocking=True)
             mark.record(self._stream)
             # One piece late, so that the host empties one buffer while the next copy is under way.
