@@ -24,6 +24,7 @@ from horizon_server.planning.ledger import (
     DeviceKind,
     LayerMemory,
     MemoryPlan,
+    micro_batch_tokens,
     plan_memory,
 )
 from horizon_server.planning.machine import (
@@ -116,6 +117,8 @@ class WorkerMemory:
     device_kind: DeviceKind
     compute_dtype: ComputeDtype
     activation_placement: ActivationPlacement
+    micro_batch_tokens: int
+    """Rows are laid end to end up to this."""
 
     @contextmanager
     def lent(self) -> Iterator[dict[str, int]]:
@@ -142,6 +145,7 @@ class _Choice:
     device_limit_bytes: int
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
+    micro_batch_tokens: int = 0
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
 
@@ -209,6 +213,7 @@ class Planner:
             device_kind=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             activation_placement=choice.activation_placement,
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _limit(self) -> int:
@@ -218,7 +223,12 @@ class Planner:
 
     def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
-        choice = dataclasses.replace(self._choice(spec), layer=self._layer_memory(found))
+        choice = self._choice(spec)
+        choice = dataclasses.replace(
+            choice,
+            layer=self._layer_memory(found),
+            micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, choice.device_kind),
+        )
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             field = "train.sequence_length"
@@ -309,6 +319,7 @@ class Planner:
             activation_placement=choice.activation_placement,
             layer=choice.layer,
             in_fp8=spec.train.matmul == "fp8",
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:

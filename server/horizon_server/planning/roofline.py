@@ -23,6 +23,7 @@ from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.ledger import (
     DEFAULT_COMPUTE_DTYPE,
     ELEMENT_BYTES,
+    NUM_SLOTS,
     ActivationPlacement,
     ComputeDtype,
     DeviceKind,
@@ -180,6 +181,8 @@ def work_of_step(
     head_flops = _FLOPS_PER_PARAMETER * tokens_per_step * model.vocab_size * model.hidden_size
     layer_flops = _FLOPS_PER_PARAMETER * tokens_per_step * count.active_parameters - head_flops
     layers = sum(unit.num_elements for unit in layout.units if unit.kind == "layer")
+    # Where forward turns into backward, the last layers are still in their slots.
+    kept = sum(unit.num_elements for unit in [unit for unit in layout.units if unit.kind == "layer"][-NUM_SLOTS:])
     embedded = min(tokens_per_step, model.vocab_size) * model.hidden_size
     # The projection of a tied model is the embedding's table.
     head = layout.units[-1].num_elements + (layout.units[0].num_elements if layout.tied else 0)
@@ -198,7 +201,7 @@ def work_of_step(
         layer_flops=layer_flops,
         head_flops=head_flops,
         attention_flops=attention,
-        h2d_bytes=(layers + embedded) * element + offloaded_bytes,
+        h2d_bytes=(layers - kept + embedded) * element + offloaded_bytes,
         d2h_bytes=(layers + head + (0 if layout.tied else embedded)) * element,
         host_bytes=0 if grad_bytes else optimizer_bytes,
     )
