@@ -24,7 +24,7 @@ from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
 from horizon_server.errors import HorizonError, WorkerFailed
 from horizon_server.planning.ledger import DeviceKind
-from horizon_server.planning.roofline import DeviceRates
+from horizon_server.planning.rates import DeviceRates
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -40,7 +40,7 @@ IDLE_S = 30.0
 # More than the child takes at its peak.
 MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 
-_FILE_VERSION = 1
+_FILE_VERSION = 2
 _CPU_INFO = Path("/proc/cpuinfo")
 _PROBE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _PROBE_TIMEOUT_S = 120.0

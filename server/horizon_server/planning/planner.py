@@ -19,7 +19,8 @@ from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, In
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.roofline import predict_step, work_of_step
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.records.plan import JobPlan, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
@@ -229,7 +230,8 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
         )
-        return predict_step(work, rates, device_kind=choice.device_kind, max_steps=spec.train.max_steps)
+        shares = choice.device_kind == "host"
+        return predict_step(work, rates, shares_processors=shares, max_steps=spec.train.max_steps)
 
     def _choice(self, spec: JobSpec) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
