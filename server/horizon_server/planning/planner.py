@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ import structlog
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
+from horizon_server.planning.gpus import gpu_named, rates_of_machine
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
 from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import work_of_step
-from horizon_server.records.plan import JobPlan, StepPrediction, size_text
+from horizon_server.records.plan import JobPlan, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
@@ -41,6 +44,7 @@ _CUDA_RESERVE_BYTES = 1 << 30
 # What the CUDA context and fragmentation take of an accelerator is not planned with.
 _CUDA_USABLE = 0.96
 
+_GIGA = 1e9
 _MAX_REMEMBERED = 256
 _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
 """Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
@@ -126,6 +130,8 @@ class _Choice:
     activation_placement: ActivationPlacement = "device"
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
+    rates: DeviceRates | None = None
+    """How fast the device is, where that is known."""
 
 
 class Planner:
@@ -174,12 +180,39 @@ class Planner:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._against(self._limit(), spec, folder)[0]
+        return self._against(self._limit(), spec, folder, self._choice(spec))[0]
+
+    def plan_elsewhere(self, spec: JobSpec, folder: Path, machine: PlannedMachine) -> JobPlan:
+        """Return the ledger and the predicted step on a machine that is asked about. What this node has measured on the same GPU counts.
+
+        Raises:
+            InvalidModel: as `plan`.
+            InvalidSpec: as `plan`, and when the machine's GPU is unknown or a number of it cannot be.
+        """
+        for name, value in (("host_gbps", machine.host_gbps), ("link_gbps", machine.link_gbps)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidSpec.of(
+                    f"machine.{name}", f"{name} is {value:g}; it must be above 0, in GB (10^9 bytes) per second"
+                )
+        rates = rates_of_machine(
+            machine.gpu,
+            host_bytes_per_s=machine.host_gbps * _GIGA,
+            link_bytes_per_s=None if machine.link_gbps is None else machine.link_gbps * _GIGA,
+            measured=self._rates().get("cuda"),
+        )
+        choice = _Choice(
+            device_kind="cuda",
+            device_limit_bytes=_usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
+            grad_bytes=_grad_bytes(spec, "cuda"),
+            rates=rates,
+        )
+        limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
+        return self._against(limit_bytes, spec, folder, choice)[0]
 
     def worker_memory(self, spec: JobSpec, folder: Path) -> WorkerMemory:
         """Return the ledger against what is free now, with the planes to lend."""
         free = max(0, self._memory().available_bytes - self._reserve_bytes)
-        plan, layout, choice = self._against(min(self._limit(), free), spec, folder)
+        plan, layout, choice = self._against(min(self._limit(), free), spec, folder, self._choice(spec))
         return WorkerMemory(
             plan=plan,
             plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
@@ -193,9 +226,11 @@ class Planner:
         limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
         return max(0, limit - self._reserve_bytes)
 
-    def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
+    def _against(
+        self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
+    ) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
-        choice = dataclasses.replace(self._choice(spec), layer=self._layer_memory(found))
+        choice = dataclasses.replace(choice, layer=self._layer_memory(found))
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             field = "train.sequence_length"
@@ -219,8 +254,7 @@ class Planner:
         return plan, found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
-        rates = self._rates().get(choice.device_kind)
-        if rates is None:
+        if choice.rates is None:
             return None
         work = work_of_step(
             found,
@@ -231,7 +265,7 @@ class Planner:
             activation_placement=choice.activation_placement,
         )
         shares = choice.device_kind == "host"
-        return predict_step(work, rates, shares_processors=shares, max_steps=spec.train.max_steps)
+        return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.train.max_steps)
 
     def _choice(self, spec: JobSpec) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
@@ -244,9 +278,13 @@ class Planner:
         if device_kind == "cuda":
             # The driver decides which of several is the first, so the smallest is planned with.
             smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
-            limit_bytes = max(0, int(smallest * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
-        grad_bytes = 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
-        return _Choice(device_kind=device_kind, device_limit_bytes=limit_bytes, grad_bytes=grad_bytes)
+            limit_bytes = _usable_device_bytes(smallest)
+        return _Choice(
+            device_kind=device_kind,
+            device_limit_bytes=limit_bytes,
+            grad_bytes=_grad_bytes(spec, device_kind),
+            rates=self._rates().get(device_kind),
+        )
 
     def _placed(
         self, spec: JobSpec, found: ModelFolder, choice: _Choice, limit_bytes: int
@@ -301,6 +339,15 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _usable_device_bytes(memory_bytes: int) -> int:
+    return max(0, int(memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+
+
+def _grad_bytes(spec: JobSpec, device_kind: DeviceKind) -> int:
+    """Of one stored gradient; none is stored where no clipping waits for the norm."""
+    return 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
 
 
 def _warning(spec: JobSpec) -> str:

@@ -15,8 +15,19 @@ def size_text(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory and link. None leaves the link to
+    the GPU's data sheet, and host memory without a limit."""
+
+    gpu: str
+    host_gbps: float
+    link_gbps: float | None = None
+    host_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """What a step is expected to take. `bound` is what takes the most of it; `total_s` is the whole job, where its steps are known.
+    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps are known.
 
     `peak_flops_per_s` is the device's matrix product, which model FLOPs utilisation refers to; `model_flops_per_s` is what a step is
     worth in its time. `parts_s` are seconds by kind of work, which overlap; `ramp` and `tail`, in which compute waits at a step's ends,
