@@ -1,4 +1,4 @@
-"""What a GPU that nobody has measured is expected to reach, by the step-time model: a 7B model on an H100, now and with each planned change.
+"""What an H100 is expected to reach with a 7B model, by the step-time model: now, and with each planned change.
 
 A forecast, not a measurement: the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the table, and a
 test keeps it equal to what this prints.

@@ -65,10 +65,11 @@ _STEP = AdamWStep(step=1, learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class Sizes:
     """What is worth timing on a device: large enough to be typical, small enough to be quick."""
 
     widths: tuple[int, ...]
+    attention_width: int
     row_tokens: int
     gemm_tokens: tuple[int, ...]
     document_tokens: tuple[int, ...]
@@ -77,14 +78,14 @@ class _Sizes:
     vocabulary: int
 
 
-_SIZES: Mapping[DeviceKind, _Sizes] = {
-    "host": _Sizes(
-        widths=(256, 512, 1024, 2048), row_tokens=512, gemm_tokens=(16, 128, 512), document_tokens=(128, 512, 2048),
-        product=1024, chunk_tokens=256, vocabulary=8192,
+SIZES: Mapping[DeviceKind, Sizes] = {
+    "host": Sizes(
+        widths=(256, 512, 1024, 2048), attention_width=512, row_tokens=512, gemm_tokens=(16, 128, 512),
+        document_tokens=(128, 512, 2048), product=1024, chunk_tokens=256, vocabulary=8192,
     ),
-    "cuda": _Sizes(
-        widths=(1024, 2048, 4096), row_tokens=4096, gemm_tokens=(1024, 4096, 16384), document_tokens=(1024, 4096, 16384),
-        product=8192, chunk_tokens=4096, vocabulary=32768,
+    "cuda": Sizes(
+        widths=(1024, 2048, 4096), attention_width=2048, row_tokens=4096, gemm_tokens=(1024, 4096, 16384),
+        document_tokens=(1024, 4096, 16384), product=8192, chunk_tokens=4096, vocabulary=32768,
     ),
 }  # fmt: skip
 
@@ -94,18 +95,19 @@ def measure_rates(
     *,
     num_threads: int,
     budget_s: float = 10.0,
+    sizes: Sizes | None = None,
     make: MakeDevice | None = None,
     choose: Choose = min,
 ) -> DeviceRates:
     """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the budget.
 
-    `make` is another way to make the device, with a link for example. `choose` takes one of several equal runs: the quickest, unless
-    a caller compares with steps that a busy machine takes.
+    `sizes` are others than those that a plan wants. `make` is another way to make the device, with a link for example. `choose` takes
+    one of several equal runs: the quickest, unless a caller compares with steps that a busy machine takes.
 
     Raises:
         InvalidSpec: the kind is cuda and torch finds no CUDA device.
     """
-    sizes, start_s = _SIZES[kind], time.perf_counter()
+    sizes, start_s = sizes or SIZES[kind], time.perf_counter()
     make = make or partial(device_for, kind, num_threads=num_threads)
     with closing(make()) as device:
         probe = _Probe(device=device, sizes=sizes, choose=choose)
@@ -120,23 +122,23 @@ def measure_rates(
             widths=(),
             **_copies(make, device.gradient_dtype, num_threads, choose),
         )
-    widths: list[WidthRates] = []
+    found: list[WidthRates] = []
     for hidden_size in sizes.widths:
         width_start_s = time.perf_counter()
         width, launch_s = _measured_width(make, hidden_size, sizes, rates, choose)
-        if not widths:
+        if not found:
             # Of the narrowest layer, whose work on a few tokens is nothing. Backward starts three times as many kernels.
             rates = dataclasses.replace(rates, forward_launch_s=launch_s / 4, backward_launch_s=launch_s * 3 / 4)
-        widths.append(width)
+        found.append(width)
         now_s = time.perf_counter()
         # Twice the width is four times the work.
         if now_s - start_s + 4 * (now_s - width_start_s) > budget_s:
             break
-    return dataclasses.replace(rates, widths=tuple(widths))
+    return dataclasses.replace(rates, widths=tuple(found))
 
 
 def _measured_width(
-    make: MakeDevice, hidden_size: int, sizes: _Sizes, rates: DeviceRates, choose: Choose
+    make: MakeDevice, hidden_size: int, sizes: Sizes, rates: DeviceRates, choose: Choose
 ) -> tuple[WidthRates, float]:
     """The rates of one width, and the seconds that a layer takes to start."""
     with closing(make()) as device:
@@ -173,7 +175,7 @@ def _rest(whole_s: float, known_s: float) -> float:
 class _OneLayer:
     """A llama of one layer in a store, with its trainer."""
 
-    def __init__(self, make: MakeDevice, hidden_size: int, sizes: _Sizes) -> None:
+    def __init__(self, make: MakeDevice, hidden_size: int, sizes: Sizes) -> None:
         num_heads = hidden_size // _HEAD_SIZE
         config = AutoConfig.for_model(
             "llama",
@@ -235,7 +237,7 @@ class _Probe:
     """Times single operations on a device."""
 
     device: AnyDevice
-    sizes: _Sizes
+    sizes: Sizes
     choose: Choose
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -271,7 +273,7 @@ class _Probe:
         """Document length, operations per second forward, and backward with 2.5 times as many."""
         found = []
         for num_tokens in self.sizes.document_tokens:
-            width = self.sizes.widths[1]
+            width = self.sizes.attention_width
             query, key, value = (
                 _random(self.device, 1, width // _HEAD_SIZE, num_tokens, _HEAD_SIZE).requires_grad_() for _ in range(3)
             )

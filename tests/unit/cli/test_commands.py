@@ -217,7 +217,7 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert {check["verdict"] for check in facts["checks"]} <= {"ok", "warn"}
     found = {check["name"]: check["found"] for check in facts["checks"]}
     assert "times the STREAM triad of" in found["AdamW kernel"] or found["AdamW kernel"] == "missing"
-    assert "GFLOP/s in layers, copies" in found["speed"]
+    assert "GFLOP/s in products, copies" in found["speed"]
     assert ", writes " in found["disk"]
     assert all(bool(check["advice"]) == (check["verdict"] != "ok") for check in facts["checks"])
     assert facts["max_parameters"] > 0

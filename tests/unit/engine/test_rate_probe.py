@@ -17,8 +17,9 @@ from horizon_server.planning.ledger import DeviceKind
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds
 
-SMALL = rate_probe._Sizes(
+SMALL = rate_probe.Sizes(
     widths=(64, 128, 256),
+    attention_width=128,
     row_tokens=32,
     gemm_tokens=(8, 32),
     document_tokens=(16, 32),
@@ -30,7 +31,7 @@ SMALL = rate_probe._Sizes(
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_probe, "_SIZES", {"host": SMALL, "cuda": SMALL})
+    monkeypatch.setattr(rate_probe, "SIZES", {"host": SMALL, "cuda": SMALL})
     monkeypatch.setattr(rate_probe, "_COPY_ELEMENTS", 1 << 16)
 
 
