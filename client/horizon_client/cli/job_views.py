@@ -126,7 +126,9 @@ def prediction_page(planned: PlannedJob, machine: str) -> str:
     ]
     # They overlap, so they do not add up to the step
     parts = sorted(prediction.parts_s.items(), key=lambda part: part[1], reverse=True)
-    seconds = table(["SECONDS PER STEP", "OF WORK"], [[f"{s:.3f}", clean(name)] for name, s in parts if s >= 0.0005])
+    seconds = table(
+        ["SECONDS PER STEP", "OF WORK"], [[f"{part_s:.3g}", clean(name)] for name, part_s in parts if part_s > 0]
+    )
     return f"PREDICTION\n{details(facts)}\n\n{seconds}\n\n{_memory_page(plan)}"
 
 

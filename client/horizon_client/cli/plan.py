@@ -34,7 +34,10 @@ Exit code 0 when the job fits that machine, 1 when it does not."""
     "--host-gbps", required=True, type=_RATE, metavar="GB/S", help="Bandwidth of its host memory, in GB per second."
 )
 @click.option(
-    "--link-gbps", type=_RATE, metavar="GB/S", help="Bandwidth of its link, each way. [default: what such a GPU reaches]"
+    "--link-gbps",
+    type=_RATE,
+    metavar="GB/S",
+    help="Bandwidth of its link, each way. [default: what such a GPU reaches]",
 )
 @click.option("--host-gib", type=_RATE, metavar="GIB", help="Its host memory. [default: as much as the job needs]")
 @click.option("--model", metavar="NAME", shell_complete=model_names, help="Model, instead of a job file.")
@@ -69,7 +72,9 @@ def plan(
     such a GPU. A model folder on your disk is pushed first; data is not looked at.
     """
     if spec is None and model is None:
-        raise click.UsageError("give a job file or --model; for example: horizon plan --model NAME --gpu h100 --host-gbps 200")
+        raise click.UsageError(
+            "give a job file or --model; for example: horizon plan --model NAME --gpu h100 --host-gbps 200"
+        )
     job: SpecLike = spec if spec is not None else {"name": "plan"}
     given = {"model": model, "train.tokens_per_step": tokens_per_step, "train.sequence_length": sequence_length}
     settings = [f"{field}={value}" for field, value in given.items() if value is not None]
