@@ -53,8 +53,8 @@ _VOCABULARY = 256
 
 _COPY_ELEMENTS = 1 << 24
 _ROW_ELEMENTS = 512
-# A row on which a layer does next to nothing, so that its time is what starting it takes.
-_FEW_TOKENS = 4
+# A layer and a row that are next to no work, so that their time is what starting it takes.
+_LAUNCH_WIDTH, _FEW_TOKENS = 128, 4
 # Of a measured time, for the part that is not timed alone.
 _SMALLEST_REST = 0.05
 
@@ -120,16 +120,17 @@ def measure_rates(
             attention_backward_flops_per_s=tuple((tokens, backward) for tokens, _, backward in attention),
             accumulate_bytes_per_s=probe.sums(),
             widths=(),
+            launches_add=kind == "host",
             **_copies(make, device.gradient_dtype, num_threads, choose),
         )
+    with closing(_OneLayer(make, _LAUNCH_WIDTH, sizes)) as model:
+        launch_s = model.step_s(_FEW_TOKENS, choose)
+    # Backward starts three times as many kernels as forward.
+    rates = dataclasses.replace(rates, forward_launch_s=launch_s / 4, backward_launch_s=launch_s * 3 / 4)
     found: list[WidthRates] = []
     for hidden_size in sizes.widths:
         width_start_s = time.perf_counter()
-        width, launch_s = _measured_width(make, hidden_size, sizes, rates, choose)
-        if not found:
-            # Of the narrowest layer, whose work on a few tokens is nothing. Backward starts three times as many kernels.
-            rates = dataclasses.replace(rates, forward_launch_s=launch_s / 4, backward_launch_s=launch_s * 3 / 4)
-        found.append(width)
+        found.append(_measured_width(make, hidden_size, sizes, rates, choose))
         now_s = time.perf_counter()
         # Twice the width is four times the work.
         if now_s - start_s + 4 * (now_s - width_start_s) > budget_s:
@@ -137,16 +138,13 @@ def measure_rates(
     return dataclasses.replace(rates, widths=tuple(found))
 
 
-def _measured_width(
-    make: MakeDevice, hidden_size: int, sizes: Sizes, rates: DeviceRates, choose: Choose
-) -> tuple[WidthRates, float]:
-    """The rates of one width, and the seconds that a layer takes to start."""
+def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: DeviceRates, choose: Choose) -> WidthRates:
+    """The rates of one width; `rates` are those that all widths share."""
     with closing(make()) as device:
         probe = _Probe(device=device, sizes=sizes, choose=choose)
         gemm = tuple((tokens, probe.product(tokens, hidden_size, 3 * hidden_size)) for tokens in sizes.gemm_tokens)
         head_s = probe.head(hidden_size)
     with closing(_OneLayer(make, hidden_size, sizes)) as model:
-        launch_s = model.step_s(_FEW_TOKENS, choose)
         step_s = model.step_s(sizes.row_tokens, choose)
         work = model.work(sizes.row_tokens)
     # With rates of one byte per second, seconds are bytes.
@@ -158,13 +156,10 @@ def _measured_width(
     sums_s = _sum_bytes(device) * sizes.vocabulary * hidden_size / rates.accumulate_bytes_per_s
     head_bytes = LOGIT_BYTES * device.compute_dtype.itemsize / 2 * logits
     width = dataclasses.replace(width, head_bytes_per_s=head_bytes / _rest(head_s, head_gemm_s + sums_s))
-    parts = Seconds.of(work, dataclasses.replace(rates, widths=(width,)), shares_processors=True).compute()
+    parts = Seconds.of(work, dataclasses.replace(rates, widths=(width,))).compute()
     traffic = parts.pop("elementwise") + parts.pop("embedding")
-    parts.pop("launches")
-    # A device of its own works while the host starts the next kernels.
-    known_s = sum(parts.values()) + (launch_s if device.name == "host" else 0.0)
-    elementwise = traffic / _rest(step_s, known_s)
-    return dataclasses.replace(width, elementwise_bytes_per_s=elementwise), launch_s
+    elementwise = traffic / _rest(step_s, sum(parts.values()))
+    return dataclasses.replace(width, elementwise_bytes_per_s=elementwise)
 
 
 def _rest(whole_s: float, known_s: float) -> float:

@@ -136,5 +136,7 @@ def rates_of_machine(
     gpu = gpu_named(name)
     if measured is None or gpu.device_name not in measured.name:
         return estimated_rates(name, host_bytes_per_s=host_bytes_per_s, link_bytes_per_s=link_bytes_per_s)
-    link = {} if link_bytes_per_s is None else dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), link_bytes_per_s)
-    return dataclasses.replace(measured, adamw_bytes_per_s=host_bytes_per_s, **link)
+    found = dataclasses.replace(measured, adamw_bytes_per_s=host_bytes_per_s)
+    if link_bytes_per_s is None:
+        return found
+    return dataclasses.replace(found, h2d_bytes_per_s=link_bytes_per_s, d2h_bytes_per_s=link_bytes_per_s)

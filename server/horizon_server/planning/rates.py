@@ -22,7 +22,7 @@ def rate_at(curve: Curve, tokens: float) -> float:
         return curve[0][1]
     for (few, low), (many, high) in pairwise(curve):
         if tokens <= many:
-            return low * (high / low) ** (math.log(tokens / few) / math.log(many / few))
+            return low * math.exp(math.log(high / low) * math.log(tokens / few) / math.log(many / few))
     return curve[-1][1]
 
 
@@ -48,7 +48,8 @@ class DeviceRates:
     Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a gradient's squares too.
     `gather` and `scatter` are embedding rows on their way to the device and back into the table, `zero` clears that table's gradient.
     `adamw_bytes_per_s` is what the optimizer's kernel moves through host memory. `*_launch_s` is what the host needs to start one layer
-    on one micro-batch, and `submit_s` to queue one piece of work.
+    on one micro-batch; a device of its own hides it under its work, but where `launches_add`, the processors that start a layer compute it
+    too. `submit_s` is to queue one piece of work.
     """
 
     name: str
@@ -65,6 +66,7 @@ class DeviceRates:
     scatter_bytes_per_s: float
     zero_bytes_per_s: float
     adamw_bytes_per_s: float
+    launches_add: bool = False
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
     submit_s: float = 0.0

@@ -137,7 +137,7 @@ class Seconds:
     updates: tuple[tuple[int, float], ...]
 
     @classmethod
-    def of(cls, work: StepWork, rates: DeviceRates, *, shares_processors: bool) -> Seconds:
+    def of(cls, work: StepWork, rates: DeviceRates) -> Seconds:
         """Divide the work by the rates."""
         layer, width, clear = work.layer, rates.at(work.hidden_size), rates.accumulate_bytes_per_s
         gemm = rate_at(width.gemm_flops_per_s, work.micro_batch_tokens)
@@ -158,7 +158,7 @@ class Seconds:
         for parts, launch_s in ((forward, rates.forward_launch_s), (backward, rates.backward_launch_s)):
             launches_s = launch_s * work.num_micro_batches
             # A device of its own works while the host starts what comes next.
-            hidden_s = 0.0 if shares_processors else sum(parts.values())
+            hidden_s = 0.0 if rates.launches_add else sum(parts.values())
             parts["launches"] = max(0.0, launches_s - hidden_s)
         head = {
             "gemm": work.head.flops / gemm,
@@ -252,7 +252,7 @@ def predict_step(
 
     `shares_processors`: all queues run on the processors that compute, as on the host device without an emulated link.
     """
-    seconds = Seconds.of(work, rates, shares_processors=shares_processors)
+    seconds = Seconds.of(work, rates)
     queues = seconds.busy()
     parts = seconds.compute() | {
         "upload": queues["h2d"], "download": queues["d2h"], "adamw": queues["host memory"],

@@ -74,4 +74,4 @@ def test_the_parts_of_a_layer_add_up_to_the_whole_that_was_measured(monkeypatch:
     rates = measure_rates("host", num_threads=1, budget_s=0.0)
     with closing(rate_probe._OneLayer(partial(device_for, "host"), 64, SMALL)) as model:
         work = model.work(SMALL.row_tokens)
-    assert sum(Seconds.of(work, rates, shares_processors=True).compute().values()) == pytest.approx(0.5)
+    assert sum(Seconds.of(work, rates).compute().values()) == pytest.approx(0.5)

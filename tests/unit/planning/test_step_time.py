@@ -96,7 +96,7 @@ def test_a_unit_that_is_updated_in_two_parts_is_read_after_the_first() -> None:
 
 def test_the_seconds_of_each_part_are_its_work_over_its_rate(folder: ModelFolder) -> None:
     work = work_of(folder)
-    parts = Seconds.of(work, RATES, shares_processors=False).compute()
+    parts = Seconds.of(work, RATES).compute()
     layer, head = work.layer, work.head
     products = 3 * (layer.forward_flops + layer.recompute_flops + layer.backward_flops) + head.flops
     assert parts["gemm"] == pytest.approx(products / 1e9)
@@ -112,8 +112,8 @@ def test_the_seconds_of_each_part_are_its_work_over_its_rate(folder: ModelFolder
 
 def test_launches_are_hidden_on_a_device_of_its_own_and_add_up_on_the_host(folder: ModelFolder) -> None:
     work, slow = work_of(folder), dataclasses.replace(RATES, forward_launch_s=1.0, backward_launch_s=2.0)
-    quiet = Seconds.of(work, RATES, shares_processors=False)
-    hidden, added = (Seconds.of(work, slow, shares_processors=shares) for shares in (False, True))
+    quiet = Seconds.of(work, RATES)
+    hidden, added = (Seconds.of(work, dataclasses.replace(slow, launches_add=adds)) for adds in (False, True))
     assert added.compute()["launches"] == pytest.approx(3 * 3 * (1 + 2))
     layer_s = sum(quiet.layer_forward.values()) + sum(quiet.layer_backward.values())
     assert hidden.compute()["launches"] == pytest.approx(3 * (3 * (1 + 2) - layer_s))
@@ -122,7 +122,7 @@ def test_launches_are_hidden_on_a_device_of_its_own_and_add_up_on_the_host(folde
 def test_on_the_host_everything_adds_up(folder: ModelFolder) -> None:
     work = work_of(folder, "host", grad_bytes=4)
     found = predict_step(work, RATES, shares_processors=True, max_steps=10)
-    seconds = Seconds.of(work, RATES, shares_processors=True)
+    seconds = Seconds.of(work, RATES)
     assert found.step_s == pytest.approx(sum(seconds.busy().values()))
     assert found.tokens_per_second == pytest.approx(TOKENS / found.step_s)
     assert found.model_flops_per_s == pytest.approx(work.model_flops / found.step_s)
