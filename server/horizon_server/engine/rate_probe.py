@@ -112,6 +112,7 @@ def measure_rates(
     with closing(make()) as device:
         probe = _Probe(device=device, sizes=sizes, choose=choose)
         attention = probe.attention()
+        copies = _copies(make, device.gradient_dtype, num_threads, choose)
         rates = DeviceRates(
             name=torch.cuda.get_device_name() if kind == "cuda" else "host",
             num_threads=num_threads,
@@ -121,7 +122,12 @@ def measure_rates(
             accumulate_bytes_per_s=probe.sums(),
             widths=(),
             launches_add=kind == "host",
-            **_copies(make, device.gradient_dtype, num_threads, choose),
+            h2d_bytes_per_s=copies.up,
+            d2h_bytes_per_s=copies.down,
+            gather_bytes_per_s=copies.gather,
+            scatter_bytes_per_s=copies.scatter,
+            zero_bytes_per_s=copies.zero,
+            adamw_bytes_per_s=copies.adamw,
         )
     with closing(_OneLayer(make, _LAUNCH_WIDTH, sizes)) as model:
         launch_s = model.step_s(_FEW_TOKENS, choose)
@@ -313,7 +319,19 @@ def _sum_bytes(device: AnyDevice) -> int:
     return device.compute_dtype.itemsize + 8
 
 
-def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose: Choose) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """Bytes per second: units up and down, embedding rows up and back, clearing their table's gradient, the optimizer."""
+
+    up: float
+    down: float
+    gather: float
+    scatter: float
+    zero: float
+    adamw: float
+
+
+def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose: Choose) -> _Copies:
     """Bytes per second up, down and through the optimizer, over units in memory files, as in a job; and of embedding rows."""
     num_units = 4
     num_rows = _COPY_ELEMENTS // num_units // _ROW_ELEMENTS
@@ -364,14 +382,14 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose:
             update_unit(store, next(turn).index, _STEP, num_threads=num_threads)
 
         update_bytes = layers[0].num_elements * adamw_bytes_per_parameter(grad_dtype.itemsize)
-        rates = {
-            "h2d_bytes_per_s": 1 / _chosen(up, choose),
-            "d2h_bytes_per_s": 1 / _chosen(down, choose),
-            "gather_bytes_per_s": 1 / _chosen(rows_up, choose),
-            "scatter_bytes_per_s": landed_RD.nbytes / _chosen(partial(_timed, scatter), choose),
-            "zero_bytes_per_s": table_VD.nbytes / _chosen(partial(_timed, clear), choose),
-            "adamw_bytes_per_s": update_bytes / _chosen(partial(_timed, update), choose),
-        }
+        rates = _Copies(
+            up=1 / _chosen(up, choose),
+            down=1 / _chosen(down, choose),
+            gather=1 / _chosen(rows_up, choose),
+            scatter=landed_RD.nbytes / _chosen(partial(_timed, scatter), choose),
+            zero=table_VD.nbytes / _chosen(partial(_timed, clear), choose),
+            adamw=update_bytes / _chosen(partial(_timed, update), choose),
+        )
         device.free_host(numbers)
     return rates
 

@@ -283,8 +283,15 @@ def _bound(seconds: Seconds, *, updates_in_backward: bool) -> Bound:
     """The queue without which the step would be the shortest."""
 
     def without(queue: Bound) -> float:
-        name = {"compute": "compute_s", "h2d": "upload_s", "d2h": "download_s"}.get(queue)
-        visits = [dataclasses.replace(visit, **{name: 0.0}) if name else visit for visit in seconds.visits]
+        visits = [
+            dataclasses.replace(
+                visit,
+                upload_s=0.0 if queue == "h2d" else visit.upload_s,
+                compute_s=0.0 if queue == "compute" else visit.compute_s,
+                download_s=0.0 if queue == "d2h" else visit.download_s,
+            )
+            for visit in seconds.visits
+        ]
         updates = [(unit, 0.0 if queue == "host memory" else update_s) for unit, update_s in seconds.updates]
         return play(visits, updates, updates_in_backward=updates_in_backward).step_s
 

@@ -173,8 +173,8 @@ def test_a_machine_that_is_asked_about_is_planned_with_its_own_gpu_and_memory(fo
 
 
 def test_more_host_bandwidth_and_a_faster_link_never_make_it_slower(folder: Path) -> None:
-    def step_s(**numbers: float) -> float:
-        machine = PlannedMachine(gpu="h100", **{"host_gbps": 200, "link_gbps": 50, **numbers})
+    def step_s(*, host_gbps: float = 200, link_gbps: float = 50) -> float:
+        machine = PlannedMachine(gpu="h100", host_gbps=host_gbps, link_gbps=link_gbps)
         prediction = planned_elsewhere(folder, machine).prediction
         assert prediction is not None
         return prediction.step_s
