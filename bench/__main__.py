@@ -11,10 +11,9 @@ import datetime
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
+from bench.gpu.machine import processor_line
 from horizon_server.settings import child_environment
-from horizon_server.store.cpus import available_cpus
 
 BENCHES: dict[str, tuple[str, list[str]]] = {
     "adamw": ("The optimizer kernel against STREAM triad", []),
@@ -28,17 +27,6 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def machine() -> str:
-    """One line about this machine."""
-    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    return f"{models[0] if models else platform.machine()}, {available_cpus()} cores, {memory_kib / 2**20:.0f} GiB"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text("utf-8").splitlines() if Path(path).is_file() else []
-
-
 def main() -> int:
     """Run the benches asked for."""
     parser = argparse.ArgumentParser(
@@ -50,7 +38,8 @@ def main() -> int:
     names = parser.parse_args().names or list(BENCHES)
     today = datetime.datetime.now(datetime.UTC).date()
     print(
-        f"{today}, {machine()}, Python {platform.python_version()}; `python -m bench {' '.join(names)}`\n", flush=True
+        f"{today}, {processor_line()}, Python {platform.python_version()}; `python -m bench {' '.join(names)}`\n",
+        flush=True,
     )
     code = 0
     for name in names:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.ledger import ELEMENT_BYTES, ComputeDtype, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.settings import child_environment
 
@@ -35,24 +35,22 @@ def write_model(folder: Path, shape: str) -> None:
     model.save_pretrained(folder / "model")
 
 
-def train(folder: Path, *, clip: bool, num_threads: int) -> None:
+def train(folder: Path, *, clip: bool, num_threads: int, compute_dtype: ComputeDtype) -> None:
     """The measured process: load, two steps, and a JSON line."""
-    import torch
-
     from bench.models import random_rows
-    from horizon_server.engine.device.host import HostDevice
+    from horizon_server.engine.device import TORCH_DTYPE, device_for
     from horizon_server.engine.template import Template
     from horizon_server.engine.trainer import TrainConfig, Trainer
     from horizon_server.store.host_store import HostStore
     from horizon_server.store.model_load import load_model
 
     template = Template.from_folder(folder)
-    store = HostStore.allocate(template.layout, grad_dtype=torch.float32 if clip else None)
+    store = HostStore.allocate(template.layout, grad_dtype=TORCH_DTYPE[compute_dtype] if clip else None)
     started_s = time.perf_counter()
     load_model(store, folder)
     load_s = time.perf_counter() - started_s
     loaded_bytes = _peak_bytes()
-    device = HostDevice(num_threads=num_threads)
+    device = device_for("host", compute_dtype=compute_dtype, num_threads=num_threads)
     config = TrainConfig(
         num_steps=2, learning_rate=1e-5, max_grad_norm=1.0 if clip else None, optimizer_threads=num_threads
     )
@@ -91,11 +89,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, nargs="*", default=["40m", "0.6b"])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     parser.add_argument("--measured", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--no-clip", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measured is not None:
-        train(arguments.measured, clip=not arguments.no_clip, num_threads=arguments.threads)
+        clip, dtype = not arguments.no_clip, arguments.dtype
+        train(arguments.measured, clip=clip, num_threads=arguments.threads, compute_dtype=dtype)
         return
     columns = (
         "shape",
@@ -114,10 +114,12 @@ def main() -> None:
             code = "import sys, pathlib, bench.host_memory as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2])"
             subprocess.run([sys.executable, "-c", code, name, shape], check=True, env=child_environment())
             for clip in (True, False):
-                _print_line(Path(name) / "model", shape, clip=clip, num_threads=arguments.threads)
+                _print_line(
+                    Path(name) / "model", shape, clip=clip, num_threads=arguments.threads, dtype=arguments.dtype
+                )
 
 
-def _print_line(folder: Path, shape: str, *, clip: bool, num_threads: int) -> None:
+def _print_line(folder: Path, shape: str, *, clip: bool, num_threads: int, dtype: ComputeDtype) -> None:
     found = open_model_folder(folder)
     plan = plan_memory(
         found.layout,
@@ -125,10 +127,12 @@ def _print_line(folder: Path, shape: str, *, clip: bool, num_threads: int) -> No
         tokens_per_step=ROW_TOKENS,
         sequence_length=ROW_TOKENS,
         device_kind="host",
-        grad_bytes=4 if clip else 0,
+        compute_dtype=dtype,
+        grad_bytes=ELEMENT_BYTES[dtype] if clip else 0,
         num_threads=num_threads,
     )
-    flags = ["--measured", str(folder), "--threads", str(num_threads), *([] if clip else ["--no-clip"])]
+    flags = ["--measured", str(folder), "--threads", str(num_threads), "--dtype", dtype]
+    flags += [] if clip else ["--no-clip"]
     read_s = _read_seconds(folder)
     command = [sys.executable, "-m", "bench.host_memory", *flags]
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ SHAPES = {
              "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 4096},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    # The same with 6 of its layers and that share of its vocabulary, for machines without room for several copies of it.
+    "0.6b-short": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
+                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768},
 }  # fmt: skip
 MOE_SHAPES: dict[str, dict[str, Any]] = {
     "mixtral-56m": {"model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -82,17 +86,17 @@ def plain_model(template: Template, store: HostStore, config: PretrainedConfig) 
 
 def random_rows(vocab_size: int, *, num_rows: int, row_tokens: int, seed: int = 0) -> list[MicroBatch]:
     """Rows of one document of random tokens each."""
+    return rows_of(vocab_size, [(row_tokens,)] * num_rows, seed=seed)
+
+
+def rows_of(vocab_size: int, document_lengths: Sequence[tuple[int, ...]], *, seed: int = 0) -> list[MicroBatch]:
+    """A row of random tokens for each tuple of document lengths."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
-    for _ in range(num_rows):
-        ids = torch.randint(1, vocab_size, (row_tokens,), generator=generator)
-        labels = torch.cat([ids[1:], torch.tensor([IGNORED_LABEL])])
-        rows.append(
-            MicroBatch(
-                input_ids_T=ids,
-                position_ids_T=torch.arange(row_tokens),
-                labels_T=labels,
-                document_lengths=(row_tokens,),
-            )
-        )
+    for lengths in document_lengths:
+        ids = torch.randint(1, vocab_size, (sum(lengths),), generator=generator)
+        labels = ids.roll(-1)
+        labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORED_LABEL
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        rows.append(MicroBatch(input_ids_T=ids, position_ids_T=positions, labels_T=labels, document_lengths=lengths))
     return rows

@@ -1,7 +1,8 @@
 """Tokens per second of the streaming engine against a plain PyTorch loop: same model, batch and threads, steps in turn.
 
 The plain loop is what one would write for a model that fits: gradient checkpointing, clip 1.0, fused AdamW. Both run a few steps at a
-time; the engine's last update of each turn is flushed and counted, although a longer run would hide it in the next step.
+time; the engine's update of each step is flushed and counted, although a longer run would hide it in the next step. With `--dtype
+bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from bench.models import plain_model, qwen3_config, random_rows, random_store
+from horizon_server.engine.device import TORCH_DTYPE
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
@@ -22,89 +24,139 @@ from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.store.cpus import available_cpus
 
 
-def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[MicroBatch]) -> float:
-    """One step of the plain loop, row by row, the loss scaled by the step's targets; returns the loss."""
-    num_targets = sum(row.num_targets for row in rows)
-    total = 0.0
-    for row in rows:
-        logits = model(input_ids=row.input_ids_T[None], use_cache=False).logits[0]
-        loss = functional.cross_entropy(logits, row.labels_T, reduction="sum", ignore_index=-100) / num_targets
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total
+class PlainLoop:
+    """The loop that one would write for a model that fits. In bf16 its weights are rounded from fp32 masters after each step, and the
+    gradients of rows add up in fp32."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._model = model
+        self._weights: list[torch.Tensor] = list(model.parameters())
+        self._masters = self._weights
+        if dtype is not torch.float32:
+            self._masters = [weight.detach().clone() for weight in self._weights]
+            model.to(dtype)
+            for master in self._masters:
+                master.grad = torch.zeros_like(master)
+        self._optimizer = torch.optim.AdamW(self._masters, lr=1e-4, weight_decay=0.0, fused=True)
+
+    def step(self, rows: list[MicroBatch]) -> float:
+        """One step, row by row, the loss scaled by the step's targets; returns the loss."""
+        num_targets = sum(row.num_targets for row in rows)
+        rounded, total = self._masters is not self._weights, 0.0
+        for row in rows:
+            logits = self._model(input_ids=row.input_ids_T[None], use_cache=False).logits[0]
+            loss = functional.cross_entropy(logits.float(), row.labels_T, reduction="sum", ignore_index=-100)
+            torch.autograd.backward(loss / num_targets)
+            total += float(loss.detach()) / num_targets
+            if rounded:
+                for weight, master in zip(self._weights, self._masters, strict=True):
+                    assert weight.grad is not None and master.grad is not None
+                    master.grad += weight.grad
+                    weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=not rounded)
+        if rounded:
+            with torch.no_grad():
+                for weight, master in zip(self._weights, self._masters, strict=True):
+                    weight.copy_(master)
+        return total
+
+
+class Engine:
+    """A trainer on the host device with a store of its own."""
+
+    def __init__(self, template: Template, dtype: torch.dtype, *, num_threads: int) -> None:
+        self.store = random_store(template, grad_dtype=dtype)
+        self.device = HostDevice(num_threads=num_threads, compute_dtype=dtype)
+        settings = TrainConfig(
+            num_steps=10_000,
+            learning_rate=1e-4,
+            lr_schedule="constant",
+            max_grad_norm=1.0,
+            optimizer_threads=num_threads,
+        )
+        self._trainer = Trainer(template, self.store, self.device, settings)
+
+    def step(self, rows: list[MicroBatch]) -> float:
+        """One step with its update; returns the loss."""
+        loss = self._trainer.train_step(rows).loss
+        self._trainer.flush()
+        return loss
+
+    def close(self) -> None:
+        """Free everything."""
+        self._trainer.close()
+        self.device.close()
+        self.store.close()
 
 
 def measure(
-    shape: str, *, num_rows: int, row_tokens: int, num_pairs: int, num_steps: int, num_threads: int
+    shape: str,
+    *,
+    num_rows: int,
+    row_tokens: int,
+    num_pairs: int,
+    num_steps: int,
+    num_threads: int,
+    dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return tokens per second of both, the median ratio of pairs, and the largest relative difference of losses."""
+    """Return tokens per second of engine and loop, the median ratio of their turns, and the largest relative difference of losses.
+
+    In bf16 also the median ratio of the engine's turns to those of an engine in fp32.
+    """
     config = qwen3_config(shape)
     template = Template.from_config(config)
-    store = random_store(template)
-    model = plain_model(template, store, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    device = HostDevice(num_threads=num_threads)
-    settings = TrainConfig(
-        num_steps=10_000, learning_rate=1e-4, lr_schedule="constant", max_grad_norm=1.0, optimizer_threads=num_threads
-    )
-    trainer = Trainer(template, store, device, settings)
-    batches = [
-        random_rows(config.vocab_size, num_rows=num_rows, row_tokens=row_tokens, seed=i) for i in range(num_pairs + 1)
-    ]
-
-    def ours(rows: list[MicroBatch]) -> float:
-        losses = [trainer.train_step(rows).loss for _ in range(num_steps)]
-        trainer.flush()
-        return losses[-1]
-
-    def theirs(rows: list[MicroBatch]) -> float:
-        torch.set_num_threads(num_threads)
-        return [plain_step(model, optimizer, rows) for _ in range(num_steps)][-1]
-
-    pairs, worst = [], 0.0
-    for i, rows in enumerate(batches):
-        # Who goes first alternates, so that neither always finds the caches of the other.
-        order = (ours, theirs) if i % 2 else (theirs, ours)
-        timed = {step: _timed(step, rows) for step in order}
-        worst = max(worst, abs(timed[ours][1] - timed[theirs][1]) / timed[theirs][1])
+    engines = {"ours": Engine(template, dtype, num_threads=num_threads)}
+    plain = PlainLoop(plain_model(template, engines["ours"].store, config), dtype)
+    if dtype is not torch.float32:
+        engines["exact"] = Engine(template, torch.float32, num_threads=num_threads)
+    steps: dict[str, Callable[[list[MicroBatch]], float]] = {name: engine.step for name, engine in engines.items()}
+    steps["plain"] = plain.step
+    turns, worst = [], 0.0
+    for i in range(num_pairs + 1):
+        rows = random_rows(config.vocab_size, num_rows=num_rows, row_tokens=row_tokens, seed=i)
+        timed = {}
+        # Who goes first changes, so that nobody always finds the caches of the same other one.
+        for name in sorted(steps, reverse=i % 2 == 1):
+            torch.set_num_threads(num_threads)
+            timed[name] = _timed(steps[name], rows, num_steps)
+        worst = max(worst, abs(timed["ours"][1] - timed["plain"][1]) / timed["plain"][1])
         if i:
-            pairs.append((timed[ours][0], timed[theirs][0]))
+            turns.append({name: seconds for name, (seconds, _) in timed.items()})
     tokens = num_steps * num_rows * row_tokens
-    result = {
-        "ours_tokens_per_s": tokens / statistics.median(a for a, _ in pairs),
-        "plain_tokens_per_s": tokens / statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(b / a for a, b in pairs),
-        "loss_difference": worst,
-    }
-    trainer.close()
-    device.close()
-    store.close()
+    result = {f"{name}_tokens_per_s": tokens / statistics.median(turn[name] for turn in turns) for name in steps}
+    result["ratio"] = statistics.median(turn["plain"] / turn["ours"] for turn in turns)
+    result["loss_difference"] = worst
+    if "exact" in steps:
+        result["of_exact"] = statistics.median(turn["exact"] / turn["ours"] for turn in turns)
+    for engine in engines.values():
+        engine.close()
     return result
 
 
-def _timed(step: Callable[[list[MicroBatch]], float], rows: list[MicroBatch]) -> tuple[float, float]:
+def _timed(step: Callable[[list[MicroBatch]], float], rows: list[MicroBatch], num_steps: int) -> tuple[float, float]:
     started_s = time.perf_counter()
-    loss = step(rows)
-    return time.perf_counter() - started_s, loss
+    losses = [step(rows) for _ in range(num_steps)]
+    return time.perf_counter() - started_s, losses[-1]
 
 
 def main() -> None:
     """Print one line per shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["6m", "40m", "0.6b"], nargs="*", default=["6m", "40m"])
+    parser.add_argument("--shape", choices=["6m", "40m", "0.6b", "0.6b-short"], nargs="*", default=["6m", "40m"])
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--row-tokens", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=5, help="turns of each")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of both computations")
     arguments = parser.parse_args()
     print(
-        "| shape | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of pairs) | loss differs by |"
+        "| shape | dtype | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of pairs) "
+        "| engine / its own fp32 | loss differs by |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
         found = measure(
             shape,
@@ -113,10 +165,13 @@ def main() -> None:
             num_pairs=arguments.pairs,
             num_steps=arguments.steps,
             num_threads=arguments.threads,
+            dtype=TORCH_DTYPE[arguments.dtype],
         )
+        of_exact = f"{found['of_exact']:.2f}" if "of_exact" in found else "-"
         print(
-            f"| {shape} | {arguments.rows} x {arguments.row_tokens} | {arguments.threads} | {found['ours_tokens_per_s']:,.0f} "
-            f"| {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {found['loss_difference']:.1e} |",
+            f"| {shape} | {arguments.dtype} | {arguments.rows} x {arguments.row_tokens} | {arguments.threads} "
+            f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {of_exact} "
+            f"| {found['loss_difference']:.1e} |",
             flush=True,
         )
 

@@ -37,7 +37,10 @@ class CpuMark:
 
 
 class CpuRuntime:
-    """See the module. `pinnable_bytes` is how much the driver agrees to register; `memory_bytes` what it was limited to."""
+    """See the module. `pinnable_bytes` is how much the driver agrees to register; `memory_bytes` what it was limited to.
+
+    From `broken` on, every call that waits for the device fails, as after an illegal access. `is_full` makes it refuse to place tensors.
+    """
 
     device = torch.device("cpu")
 
@@ -45,7 +48,9 @@ class CpuRuntime:
         self.pinnable_bytes = pinnable_bytes
         self.registered: dict[int, int] = {}
         self.memory_bytes: int | None = None
-        self.peak_bytes = 0
+        self.peak_bytes = self.reserved_bytes = 0
+        self.broken: str | None = None
+        self.is_full = False
 
     def new_stream(self) -> object:
         return object()
@@ -61,6 +66,8 @@ class CpuRuntime:
 
     def synchronize(self) -> None:
         """Nothing is left to do when a call returns."""
+        if self.broken:
+            raise RuntimeError(self.broken)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -75,11 +82,19 @@ class CpuRuntime:
     def unregister(self, address: int) -> None:
         del self.registered[address]
 
-    def limit_memory(self, num_bytes: int) -> None:
+    def place(self, tensor: Tensor) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.\nMore.")
+        return tensor.to(self.device)
+
+    def limit_memory(self, num_bytes: int | None) -> None:
         self.memory_bytes = num_bytes
 
     def peak_allocated_bytes(self) -> int:
         return self.peak_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        return max(self.peak_bytes, self.reserved_bytes)
 
     def generator(self) -> torch.Generator:
         return torch.default_generator

@@ -130,6 +130,10 @@ class MemoryPlan:
     """The device kind that was planned for: host or cuda."""
     prediction: StepPrediction | None
     """How fast it is expected to be; None while the node's speed has not been measured."""
+    compute_dtype: str
+    """What layers are computed in: float32 or bfloat16."""
+    hint: str
+    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,9 @@ class TransferFigures:
 class QueueFigures:
     """What the device's queues did over a period, from their own clocks. Units: seconds.
 
+    `compute_s` is from the first to the last operation of each piece of work. On a GPU it counts the gaps in between, where the device
+    waits for the next launch.
+
     The optimizer's seconds are those since the previous figures were taken: the update of a step runs during the next one, or
     during the evaluation that follows it. `optimizer_exposed_s` is the part that nothing else hid.
     """

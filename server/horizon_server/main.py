@@ -112,7 +112,7 @@ async def _serve(settings: Settings) -> None:
     certificate = _certificate(settings, *addresses)
     found = await find_accelerators()
     async with Database.opened(settings.database_path) as database:
-        usable = await usable_accelerators(found, child_environment())
+        usable = await usable_accelerators(found, child_environment(), wanted=settings.gpu)
         parts = await wire(settings, database, found=found, usable=usable)
         grpc_server, http_server = await _listen(settings, parts, *addresses, certificate)
         queue = asyncio.create_task(run_queue(parts), name="queue")
@@ -147,7 +147,7 @@ async def wire(
 
     Args:
         found: the GPUs of this machine.
-        usable: those that a worker's torch can use.
+        usable: those that a worker's torch can use; jobs use the first.
         worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
         more_environment: variables of child processes besides the usual ones.
     """
@@ -217,12 +217,13 @@ def _wire_jobs(
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner.of_node(settings, rates, usable)
     folders = JobFolders(settings.state_dir)
+    gpu = next(iter(usable), None)
 
     def make_attempt(job: JobRecord) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
             preparation=Preparation(settings.state_dir / _PREPARED), num_threads=num_threads, environment=environment,
-            trace=settings.trace_workers, worker_module=worker_module,
+            trace=settings.trace_workers, worker_module=worker_module, gpu=gpu, numa_interleave=settings.numa_interleave,
         )  # fmt: skip
 
     scheduler = Scheduler(
@@ -233,7 +234,7 @@ def _wire_jobs(
         make_attempt=make_attempt,
         max_attempts=settings.max_attempts,
         orphan_grace_s=settings.drain_timeout_s,
-        when_idle=IdleMeasurement(rates, environment=environment),
+        when_idle=IdleMeasurement(rates, environment=environment, gpu=gpu),
     )
     jobs = JobService(
         journal=journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner,

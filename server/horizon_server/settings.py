@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from horizon_server.errors import BadSetting, FieldViolation
+from horizon_server.process_variables import CHILD_VARIABLES
 
 
 def _split_list(value: object) -> object:
@@ -67,6 +68,15 @@ class Settings(BaseSettings):
     )
     num_threads: int | None = Field(
         None, ge=1, description="Threads of a worker; default: all processors of the daemon's affinity mask."
+    )
+    gpu: str | None = Field(
+        None,
+        min_length=1,
+        description="Index (as nvidia-smi lists it) or UUID of the GPU for jobs with device: cuda; default: torch's first.",
+    )
+    numa_interleave: bool = Field(
+        True,
+        description="Spread a worker's memory over all NUMA nodes. A policy that the daemon was started with (numactl) is kept.",
     )
     trace_workers: bool = Field(
         False,
@@ -145,28 +155,7 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     return settings
 
 
-_CHILD_ENVIRONMENT = {
-    # No hub is ever asked: what is not on this node is refused.
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    # The preparation spreads over processes; pools of threads in each would compete for the same processors.
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-    # Threads that wait must sleep, not spin: on a box that others use too, spinning ones starve those they wait for.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "KMP_BLOCKTIME": "0",
-    # Attention multiplies inside OpenMP's threads, and MKL's thread count chooses the order of a product's sum. A new OpenMP thread has
-    # this count until torch gives it one, which is 1 too: without it the first step of a process has other bits than the same step later.
-    # The compute thread sets its own count, so products outside such threads still use all of them.
-    "MKL_NUM_THREADS": "1",
-    # A layer's intermediates are freed and asked for again all the time. glibc would give them back to the kernel in between, which then
-    # clears every page again: 200,000 page faults a step of a 40 M model, 5 % of its time.
-    "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
-}
-
-
 def child_environment() -> dict[str, str]:
     """Return the environment of child processes: the daemon's own, without the daemon's settings, and with hubs switched off."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HORIZOND_")}
-    return kept | _CHILD_ENVIRONMENT
+    return kept | CHILD_VARIABLES

@@ -37,6 +37,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 # Named, because a preview takes the same two choices without being a job.
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
+ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
 
 # YAML reads `packing: true` as a boolean; the field's values are words.
 _boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
@@ -106,6 +107,12 @@ class TrainSpec(_Section):
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
         default="assistant", description="Which tokens of a chat carry loss."
+    )
+    compute_dtype: ComputeDtypeChoice = Field(
+        default="auto",
+        description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. auto: float32 on "
+        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is several "
+        "times faster on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
     )
     max_skipped_steps: int = Field(
         default=10,

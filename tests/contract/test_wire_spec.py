@@ -48,6 +48,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         seed=draw(st.integers(0, 2**63 - 1)),
         train_on=draw(st.sampled_from(["assistant", "last-assistant", "all"])),
         max_skipped_steps=draw(st.integers(1, 100_000_000)),
+        compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
     )
 
 

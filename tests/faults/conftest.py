@@ -21,7 +21,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("faults")
     (folder / "state").mkdir()
     # Else the daemon would measure the machine once its queue had been empty for half a minute, on every processor, beside the cases.
-    RateBook(folder / "state", Machine.of((), num_threads=available_cpus())).write({"host": RATES})
+    machine = Machine.of((), num_threads=available_cpus())
+    RateBook(folder / "state", machine).write(dict.fromkeys(machine.measured, RATES))
     daemon = DaemonProcess(folder / "state")
     try:
         yield node_of(daemon.start(), folder / "files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -191,9 +192,78 @@ def test_a_device_that_is_full_in_the_middle_of_a_step_fails_it_with_numbers_and
     }
 
 
+def test_a_step_that_is_too_large_is_refused_before_its_tokens_take_memory(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, runtime = tiny_model("llama"), CpuRuntime()
+    roomy = start(model, store=model.store(grad_dtype=torch.bfloat16), device=CudaDevice(runtime=runtime))
+    limit_bytes = sum(roomy.device.arena.held_bytes().values()) + 4096
+    tight = CudaDevice(runtime=runtime, limit_bytes=limit_bytes)
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=tight)
+    # If tokens came first, the driver's refusal without the account would be what the user sees.
+    runtime.is_full = True
+
+    with pytest.raises(DoesNotFit, match=r"device memory: activations needs [\d,]+ bytes more, but"):
+        run.trainer.train_step([pack(documents(100, seed=seed)) for seed in range(4)])
+
+
+def test_an_update_that_fails_ends_the_run_and_no_checkpoint_follows(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama")
+    store = model.store(grad_dtype=torch.bfloat16)
+    run = start(model, store=store, device=CudaDevice(runtime=CpuRuntime()))
+    rows, unit = [pack(documents(14))], store.unit
+    run.trainer.train_step(rows)
+    run.trainer.flush()
+
+    def lost(index: int, plane: str) -> Tensor:
+        if (index, plane) == (2, "exp_avg"):
+            raise ZeroDivisionError("the update failed")
+        return unit(index, plane)
+
+    store.unit = lost  # type: ignore[method-assign]
+    # The update of this step fails while nobody looks; the next step reads a unit that it has left half updated.
+    run.trainer.train_step(rows)
+    with pytest.raises(ZeroDivisionError, match="the update failed"):
+        run.trainer.train_step(rows)
+    with pytest.raises(ZeroDivisionError, match="the update failed"):
+        run.trainer.state()
+    run.trainer.close()
+
+
+def test_the_driver_is_at_most_two_units_ahead_of_compute(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    device = CudaDevice(runtime=CpuRuntime())
+    waiting, most = 0, 0
+    submit, lock = device.compute.submit, threading.Lock()
+
+    def counted(work: Callable[[], object], *, num_bytes: int = 0, label: str = "") -> None:
+        nonlocal waiting, most
+
+        def run_it() -> None:
+            nonlocal waiting
+            work()
+            with lock:
+                waiting -= 1
+
+        with lock:
+            waiting += 1
+            most = max(most, waiting)
+        submit(run_it, num_bytes=num_bytes, label=label)
+
+    device.compute.submit = counted  # type: ignore[method-assign]
+    run = start(tiny_model("llama", num_hidden_layers=12), device=device)
+    run.trainer.train_step([pack(documents(9))])
+
+    # A unit is one piece of work or two (its gradient's zeroing), and three of them may be queued: the one that runs, and two.
+    assert most <= 8, f"{most} pieces of work were queued at once"
+
+
 @pytest.mark.parametrize("placement", ["device", "host"])
 @pytest.mark.parametrize("grad_bytes", [2, 0])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "deepseek_v3", "ernie4_5_moe"])
 def test_the_ledger_knows_what_device_and_host_will_hold(
     architecture: str,
     grad_bytes: int,

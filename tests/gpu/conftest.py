@@ -42,6 +42,8 @@ def make_device() -> Iterator[Callable[..., CudaDevice]]:
 def whole_device() -> Iterator[None]:
     """Nothing cached by earlier tests, and no limit left behind for later ones."""
     gc.collect()
+    # Each handle keeps one for every stream that it has worked on, and streams of earlier devices come from a pool.
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)

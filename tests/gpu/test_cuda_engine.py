@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
@@ -272,6 +275,82 @@ def test_the_plan_knows_the_device_peak_within_five_percent(
 
     peak = torch.cuda.max_memory_allocated() - held_before
     assert peak == pytest.approx(plan.device_total_bytes, rel=0.05), f"planned {dict(plan.device)}"
+
+
+@pytest.mark.usefixtures("whole_device")
+def test_masked_attention_has_finite_gradients_where_cudnns_has_none() -> None:
+    # pytorch#196678: a mask, a row of 64 beyond a multiple of 128, and a query whose scores are all far below zero.
+    TorchCuda()
+    length, generator = 192, torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)
+    )
+    query[:, :, 100:] = 40.0
+    key[...] = -3.0 + 0.01 * key
+    leaves = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    position = torch.arange(length, device="cuda")
+    mask = (position[:, None] >= position) & ((position[:, None] >= 96) == (position >= 96))
+
+    out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], attn_mask=mask)
+    torch.autograd.backward(out, torch.randn_like(out))
+
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    for leaf in leaves:
+        assert leaf.grad is not None and bool(leaf.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("length", [64, 192, 320])
+def test_packed_rows_of_any_length_train(
+    length: int,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model("qwen2", head_dim=64, max_position_embeddings=512)
+    # As large as the biases that make some models' scores extreme.
+    weights = {n: 40 * w if "q_proj.bias" in n or "k_proj.bias" in n else w for n, w in model.weights.items()}
+    store = dataclasses.replace(model, weights=weights).store(grad_dtype=torch.bfloat16)
+    run = start(model, store=store, device=CudaDevice())
+
+    report = run.trainer.train_step([pack(documents(length // 2 + 5, length // 2 - 5))])
+
+    assert report.skipped == "" and math.isfinite(report.grad_norm)
+
+
+@pytest.mark.usefixtures("whole_device")
+def test_the_limit_of_an_earlier_device_does_not_bind_a_later_one() -> None:
+    CudaDevice(limit_bytes=torch.cuda.memory_reserved() + (64 << 20)).close()
+    device = CudaDevice()
+    device.free(device.allocate("weights", 1 << 28, torch.bfloat16))
+    device.close()
+
+
+def test_the_device_is_the_one_with_the_uuid() -> None:
+    last = torch.cuda.device_count() - 1
+    device = device_for("cuda", gpu=f"GPU-{torch.cuda.get_device_properties(last).uuid}")
+    weights = device.allocate("weights", 8, torch.bfloat16)
+    assert weights.device == torch.device("cuda", last)
+    device.free(weights)
+    device.close()
+
+
+@pytest.mark.usefixtures("whole_device")
+def test_a_step_that_does_not_fit_leaves_its_memory_to_the_next_device(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model = tiny_model("llama", vocab_size=32768, max_position_embeddings=4096)
+    device = CudaDevice()
+    run = start(model, store=model.store(grad_dtype=torch.bfloat16), device=device)
+    held_before = torch.cuda.memory_allocated()
+    TorchCuda().limit_memory(torch.cuda.memory_reserved() + (640 << 20))
+
+    with pytest.raises(DoesNotFit, match="device memory: ") as kept:
+        run.trainer.train_step([pack(documents(4096))])
+
+    # The error is still held, as it is by whoever reports it; the half GiB of logits is not.
+    assert kept.value is not None
+    assert torch.cuda.memory_allocated() - held_before < 128 << 20
 
 
 def test_pinned_planes_cross_the_link_at_the_speed_of_a_bus(

@@ -92,6 +92,8 @@ def _memory_page(plan: MemoryPlan) -> str:
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message else ""
     where = clean(plan.device) or "the node"
+    if plan.compute_dtype:
+        where += f" in {clean(plan.compute_dtype)}"
     return f"{amounts}\n\n{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
 
 
@@ -103,7 +105,8 @@ def plan_page(plan: MemoryPlan) -> str:
     step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
     total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
-    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}"
+    hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
+    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}{hint}"
 
 
 def prediction_page(planned: PlannedJob, machine: str) -> str:

@@ -209,6 +209,34 @@ DECAY_ALL: Decay.ValueType  # 3
 """Every parameter."""
 global___Decay = Decay
 
+class _ComputeDtype:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ComputeDtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ComputeDtype.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COMPUTE_DTYPE_UNSPECIFIED: _ComputeDtype.ValueType  # 0
+    """Not set: auto."""
+    COMPUTE_DTYPE_AUTO: _ComputeDtype.ValueType  # 1
+    """The device's default: float32 on the host, bfloat16 on cuda."""
+    COMPUTE_DTYPE_FLOAT32: _ComputeDtype.ValueType  # 2
+    """Exact; on the host only."""
+    COMPUTE_DTYPE_BFLOAT16: _ComputeDtype.ValueType  # 3
+    """On the host, several times faster where the processors have AMX."""
+
+class ComputeDtype(_ComputeDtype, metaclass=_ComputeDtypeEnumTypeWrapper):
+    """ComputeDtype is what layers are computed in; the master weights are in fp32 whatever it is."""
+
+COMPUTE_DTYPE_UNSPECIFIED: ComputeDtype.ValueType  # 0
+"""Not set: auto."""
+COMPUTE_DTYPE_AUTO: ComputeDtype.ValueType  # 1
+"""The device's default: float32 on the host, bfloat16 on cuda."""
+COMPUTE_DTYPE_FLOAT32: ComputeDtype.ValueType  # 2
+"""Exact; on the host only."""
+COMPUTE_DTYPE_BFLOAT16: ComputeDtype.ValueType  # 3
+"""On the host, several times faster where the processors have AMX."""
+global___ComputeDtype = ComputeDtype
+
 class _CheckpointDtype:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -367,6 +395,7 @@ class TrainSpec(google.protobuf.message.Message):
     TRAIN_ON_FIELD_NUMBER: builtins.int
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     DECAY_FIELD_NUMBER: builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -399,6 +428,8 @@ class TrainSpec(google.protobuf.message.Message):
     """The job fails with reason DIVERGED after this number of skipped steps in a row; at least 1; default 10."""
     decay: global___Decay.ValueType
     """Which parameters weight_decay applies to; default trainer."""
+    compute_dtype: global___ComputeDtype.ValueType
+    """What layers are computed in; default auto."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -423,9 +454,10 @@ class TrainSpec(google.protobuf.message.Message):
         train_on: global___TrainOn.ValueType = ...,
         max_skipped_steps: builtins.int | None = ...,
         decay: global___Decay.ValueType = ...,
+        compute_dtype: global___ComputeDtype.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -662,6 +694,8 @@ class MemoryPlan(google.protobuf.message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     PREDICTION_FIELD_NUMBER: builtins.int
+    COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
+    HINT_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -678,6 +712,10 @@ class MemoryPlan(google.protobuf.message.Message):
     """Parameters of the model."""
     device: builtins.str
     """The device kind that was planned for: host or cuda."""
+    compute_dtype: builtins.str
+    """What layers are computed in: float32 or bfloat16."""
+    hint: builtins.str
+    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -704,9 +742,11 @@ class MemoryPlan(google.protobuf.message.Message):
         num_parameters: builtins.int = ...,
         device: builtins.str = ...,
         prediction: global___StepPrediction | None = ...,
+        compute_dtype: builtins.str = ...,
+        hint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prediction", b"prediction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
 

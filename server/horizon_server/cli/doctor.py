@@ -17,9 +17,9 @@ import click
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
-from horizon_server.planning.ledger import max_parameters
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, max_parameters
 from horizon_server.planning.machine import (
-    Accelerator,
+    Gpu,
     Machine,
     RateBook,
     find_accelerators,
@@ -27,9 +27,9 @@ from horizon_server.planning.machine import (
     measure_rates,
     usable_accelerators,
 )
-from horizon_server.planning.planner import GRAD_BYTES
 from horizon_server.records.plan import size_text
 from horizon_server.settings import Settings, child_environment, load_settings
+from horizon_server.store import numa
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.native import kernel_info
 from horizon_server.version import VERSION
@@ -77,7 +77,7 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
     settings = load_settings(config, state_dir=state_dir)
     click.echo("measuring memory, compute and disk, about 20 seconds ...", err=True)
     listed = asyncio.run(find_accelerators())
-    usable = asyncio.run(usable_accelerators(listed, child_environment()))
+    usable = asyncio.run(usable_accelerators(listed, child_environment(), wanted=settings.gpu))
     parts = [
         _memory(settings),
         _accelerators(listed, usable),
@@ -104,12 +104,16 @@ def doctor(output: str, config: Path | None, state_dir: Path | None) -> int:
 
 def _memory(settings: Settings) -> Part:
     memory = host_memory()
-    facts = {
+    facts: dict[str, Any] = {
         "host_memory_limit_bytes": memory.limit_bytes,
         "host_memory_available_bytes": memory.available_bytes,
         "num_cpus": available_cpus(),
     }
+    nodes = [{"node": n.index, "memory_bytes": n.memory_bytes, "cpus": n.cpus} for n in numa.nodes()]
+    facts["numa_nodes"] = nodes
     found = f"{size_text(memory.available_bytes)} free of {size_text(memory.limit_bytes)}, {available_cpus()} CPUs"
+    if len(nodes) > 1:
+        found += f", {len(nodes)} NUMA nodes ({'; '.join(f'{n.index}: CPUs {n.cpus}' for n in numa.nodes())})"
     part = Part("host memory", found, facts)
     needed = _LEAST_MEMORY_BYTES + settings.host_memory_reserve_bytes
     if memory.limit_bytes < needed:
@@ -121,8 +125,13 @@ def _memory(settings: Settings) -> Part:
     return part
 
 
-def _accelerators(listed: tuple[Accelerator, ...], usable: tuple[Accelerator, ...]) -> Part:
-    gpus = [f"{a.index}: {a.name}, {size_text(a.memory_bytes)}" for a in listed]
+def _accelerators(listed: tuple[Gpu, ...], usable: tuple[Gpu, ...]) -> Part:
+    gpus = []
+    for gpu in listed:
+        node = numa.node_of_pci_device(gpu.pci_bus_id)
+        at = "" if node is None else f", NUMA node {node}"
+        used = ", jobs use it" if len(listed) > 1 and gpu in usable[:1] else ""
+        gpus.append(f"{gpu.index}: {gpu.name}, {size_text(gpu.memory_bytes)}{at}{used}")
     facts = {"gpus": gpus, "device": "cuda" if usable else "host"}
     part = Part("GPU", "; ".join(gpus) or "none; jobs are computed on the host", facts)
     if gpus and not usable:
@@ -132,7 +141,7 @@ def _accelerators(listed: tuple[Accelerator, ...], usable: tuple[Accelerator, ..
     return part
 
 
-def _pinning(usable: tuple[Accelerator, ...]) -> Part:
+def _pinning(usable: tuple[Gpu, ...]) -> Part:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit_bytes = None if locked == resource.RLIM_INFINITY else locked
     found = "unlimited" if limit_bytes is None else f"limited to {size_text(limit_bytes)}"
@@ -173,28 +182,29 @@ def _kernel() -> Part:
     return part
 
 
-def _speed(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
+def _speed(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
     """Measure what predictions are made from and keep it."""
     machine = Machine.of(usable, num_threads=settings.num_threads or available_cpus())
     try:
-        measured = asyncio.run(measure_rates(machine, environment=child_environment()))
+        gpu = next(iter(usable), None)
+        measured = asyncio.run(measure_rates(machine, environment=child_environment(), gpu=gpu))
     except (HorizonError, OSError) as error:
         return Part("speed", f"not measured: {error}", {"rates": "not measured"}).fail(
             "jobs would fail in the same way; is the installation complete (pip install '.[server]')?"
         )
     facts: dict[str, Any] = {}
     speeds = []
-    for kind, rates in measured.items():
+    for device, rates in measured.items():
         plain = {name: value for name, value in vars(rates).items() if isinstance(value, float)}
-        facts |= {f"{kind}_{name}": round(value) for name, value in plain.items() if name.endswith("_per_s")}
+        facts |= {f"{device}_{name}": round(value) for name, value in plain.items() if name.endswith("_per_s")}
         for width in rates.widths:
-            facts[f"{kind}_products_of_{width.hidden_size}_flops_per_s"] = round(width.gemm_flops_per_s[-1][1])
-            facts[f"{kind}_elementwise_of_{width.hidden_size}_bytes_per_s"] = round(width.elementwise_bytes_per_s)
+            facts[f"{device}_products_of_{width.hidden_size}_flops_per_s"] = round(width.gemm_flops_per_s[-1][1])
+            facts[f"{device}_elementwise_of_{width.hidden_size}_bytes_per_s"] = round(width.elementwise_bytes_per_s)
         # The slowest and the fastest width, once where they print alike.
         ends = (rates.widths[0], rates.widths[-1])
         layers = dict.fromkeys(f"{width.gemm_flops_per_s[-1][1] / 1e9:,.0f}" for width in ends)
         copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
-        speeds.append(f"{kind} {' to '.join(layers)} GFLOP/s in products, copies {copies}")
+        speeds.append(f"{device.replace('_', ' in ')} {' to '.join(layers)} GFLOP/s in products, copies {copies}")
     found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)
     try:
@@ -233,12 +243,12 @@ def _disk(state_dir: Path) -> Part:
     return part
 
 
-def _largest_model(settings: Settings, usable: tuple[Accelerator, ...]) -> Part:
+def _largest_model(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
     machine_bytes = host_memory().limit_bytes
     limit_bytes = (
         min(machine_bytes, settings.host_memory_limit_bytes or machine_bytes) - settings.host_memory_reserve_bytes
     )
-    largest = max_parameters(limit_bytes, grad_bytes=GRAD_BYTES["cuda" if usable else "host"])
+    largest = max_parameters(limit_bytes, grad_bytes=ELEMENT_BYTES[DEFAULT_COMPUTE_DTYPE["cuda" if usable else "host"]])
     found = f"this machine can train models of up to about {largest / 1e9:.1f} B parameters"
     part = Part("largest model", found, {"max_parameters": largest})
     if largest < _GOOD_PARAMETERS:

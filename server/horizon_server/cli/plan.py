@@ -22,8 +22,8 @@ from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import available_cpus
 
 _SHOWN = (
-    *("num_parameters", "device", "host_bytes", "host_total_bytes", "host_limit_bytes"),
-    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message"),
+    *("num_parameters", "device", "compute_dtype", "host_bytes", "host_total_bytes", "host_limit_bytes"),
+    *("device_bytes", "device_total_bytes", "device_limit_bytes", "fits", "message", "hint"),
 )
 
 
@@ -43,7 +43,9 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     spec, folder = _spec_and_folder(spec_file, model_dir)
     if not (folder / "config.json").is_file():
         raise NotFound(f"{folder} contains no config.json; name the model's folder with --model-dir")
-    accelerators = asyncio.run(usable_accelerators(asyncio.run(find_accelerators()), child_environment()))
+    accelerators = asyncio.run(
+        usable_accelerators(asyncio.run(find_accelerators()), child_environment(), wanted=settings.gpu)
+    )
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
     job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
     mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}

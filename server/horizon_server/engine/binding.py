@@ -149,6 +149,37 @@ def concatenate(pieces: Sequence[Piece], dim: int) -> Piece:
     return replace(first, shape=(*first.shape[:dim], total, *first.shape[dim + 1 :]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """A piece that is always read in fp32: in a bf16 buffer from its end, where the layer stream puts both halves of the master.
+
+    `before_end` counts fp32 elements from its first one to the buffer's end. Its gradient is where every other piece has it.
+    """
+
+    piece: Piece
+    before_end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the piece."""
+        return self.piece.shape
+
+    def read(self, flat: Tensor) -> Tensor:
+        """The view into the end of the buffer, or the piece where the buffer is in fp32 itself."""
+        if flat.dtype == torch.float32:
+            return self.piece.read(flat)
+        return self.end_of(flat).view(self.shape)
+
+    def end_of(self, flat: Tensor) -> Tensor:
+        """Where its values are put in a bf16 buffer. Shapes: one-dimensional, fp32."""
+        start = flat.numel() - 2 * self.before_end
+        return flat[start : start + 2 * math.prod(self.shape)].view(torch.float32)
+
+    def add(self, flat: Tensor, values: Tensor) -> None:
+        """Add to the values of the piece."""
+        self.piece.add(flat, values)
+
+
 Pieces = dict[str, list[Piece]]
 
 
@@ -161,7 +192,7 @@ class Place:
 
     name: str
     unit_index: int
-    piece: Piece
+    piece: Piece | Exact
     stored_names: tuple[str, ...]
     trained: bool
 

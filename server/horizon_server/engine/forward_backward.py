@@ -11,6 +11,7 @@ Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local g
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Place
-from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
@@ -30,6 +31,9 @@ from horizon_server.engine.template import Template
 from horizon_server.planning.ledger import ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
+
+# That the driver queues before compute has reached them.
+_UNITS_AHEAD = 2
 
 
 def chunk_loss(logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int) -> Tensor:
@@ -143,8 +147,9 @@ class ForwardBackward:
         by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
+        # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
+        self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        self.activations.reserve(tokens.row_ids_N.numel())
         return _Pass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
@@ -157,8 +162,13 @@ class ForwardBackward:
 
     def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
+        done: deque[Event] = deque()
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
             enqueue(flat)
+            done.append(self._device.compute.record())
+            # Not the whole step at once: while it queues, the driver holds the interpreter's lock, which compute needs to launch.
+            if len(done) > _UNITS_AHEAD:
+                done.popleft().wait()
         # Compute waits for the last gradients too, so that a tail of copies shows as exposed time.
         self._device.compute.wait(self._device.d2h.record())
         self._device.compute.record().wait()

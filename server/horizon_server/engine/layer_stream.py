@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
@@ -42,13 +43,16 @@ class LayerStream:
         assert num_slots >= 1
         self._template, self._store, self._device, self._updated = template, store, device, updated
         units = template.layout.units
+        # Where compute is in fp32, all weights come exact.
+        exact = template.exact_elements if device.compute_dtype != torch.float32 else lambda *, in_layers: 0
         self._rings = SlotRings(
             device,
             units,
             allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
             give_back=device.free,
             num_slots=num_slots,
-            edge_elements=max(units[0].num_elements, template.head_elements),
+            edge_elements=max(units[0].num_elements, template.head_elements) + exact(in_layers=False),
+            more_layer_elements=exact(in_layers=True),
         )
 
     def walk(self, requests: Sequence[UnitRequest]) -> Iterator[tuple[UnitRequest, Tensor]]:
@@ -91,4 +95,7 @@ class LayerStream:
                 end = start + units[index].num_elements
                 device.upload_unit(self._store, index, slot.flat[start:end])
                 start = end
+        if device.compute_dtype != torch.float32:
+            for piece in template.exact_pieces(request.unit_index):
+                device.upload_exact(self._store, request.unit_index, piece.piece.read, piece.end_of(slot.flat))
         return slot, device.h2d.record()

@@ -54,9 +54,11 @@ class LayerCall:
             return (hidden, *self.args), dict(self.kwargs)
         return self.args, {**self.kwargs, self.keyword: hidden}
 
-    def without_storage(self, *, hidden_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def without_storage(
+        self, *, hidden_size: int, num_tokens: int = NUM_TRIAL_TOKENS, dtype: torch.dtype = torch.float32
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the same call on the meta device, with a hidden state of a few tokens."""
-        hidden_1TD = torch.empty(1, NUM_TRIAL_TOKENS, hidden_size, device="meta", requires_grad=True)
+        hidden_1TD = torch.empty(1, num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs).with_hidden(hidden_1TD)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map_only
 
@@ -37,6 +38,8 @@ _DOCUMENT_TOKENS = 16
 _TOLERANCE = 1e-5
 _PROBE_LENGTHS = (13, 19)
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Documents that are mixed differ by about as much as they add; what is far below that is rounding.
+_TIMES_NOISE, _MOST_NOISE = 2.0, 0.25
 
 
 def find_packing_limit(
@@ -77,11 +80,23 @@ def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dt
 
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(vocab_size, (n,), generator=generator) for n in _PROBE_LENGTHS]
-    inputs_ND, outputs_ND = hidden_states([row(documents), *(row([d]) for d in documents)])
-    added_ND = (outputs_ND - inputs_ND).float()
+    apart = [row([document]) for document in documents]
+
+    def added_by(rows: list[MicroBatch]) -> Tensor:
+        inputs_ND, outputs_ND = hidden_states(rows)
+        return (outputs_ND - inputs_ND).float()
+
     # The first half is the packed row, the second the same documents in rows of their own.
-    packed_ND, apart_ND = added_ND.chunk(2)
-    return float((packed_ND - apart_ND).norm()) <= _PROBE_TOLERANCE[compute_dtype] * float(apart_ND.norm())
+    packed_ND, apart_ND = added_by([row(documents), *apart]).chunk(2)
+    size = float(apart_ND.norm())
+    error, tolerance = float((packed_ND - apart_ND).norm()) / size, _PROBE_TOLERANCE[compute_dtype]
+    if error <= tolerance or compute_dtype == torch.float32:
+        return error <= tolerance
+    # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up to more than that:
+    # two kernels on the same rows, which cannot mix documents, show how much.
+    with sdpa_kernel(SDPBackend.MATH):
+        noise = float((added_by(apart) - apart_ND).norm()) / size
+    return error <= min(_TIMES_NOISE * noise, _MOST_NOISE)
 
 
 def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroBatch]:

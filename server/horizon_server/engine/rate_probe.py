@@ -34,12 +34,13 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
 from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds
 from horizon_server.planning.step_work import LOGIT_BYTES, StepWork, work_of_step
 from horizon_server.store.adamw import AdamWStep, update_unit
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -94,6 +95,7 @@ def measure_rates(
     kind: DeviceKind,
     *,
     num_threads: int,
+    compute_dtype: ComputeDtype | None = None,
     budget_s: float = 10.0,
     sizes: Sizes | None = None,
     make: MakeDevice | None = None,
@@ -101,18 +103,20 @@ def measure_rates(
 ) -> DeviceRates:
     """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the budget.
 
-    `sizes` are others than those that a plan wants. `make` is another way to make the device, with a link for example. `choose` takes
-    one of several equal runs: the quickest, unless a caller compares with steps that a busy machine takes.
+    Without a `compute_dtype`, the device's default. `sizes` are others than those that a plan wants. `make` is another way to make the
+    device, with a link for example. `choose` takes one of several equal runs: the quickest, unless a caller compares with steps that
+    a busy machine takes.
 
     Raises:
         InvalidSpec: the kind is cuda and torch finds no CUDA device.
     """
     sizes, start_s = sizes or SIZES[kind], time.perf_counter()
-    make = make or partial(device_for, kind, num_threads=num_threads)
+    compute_dtype = compute_dtype or DEFAULT_COMPUTE_DTYPE[kind]
+    make = make or partial(device_for, kind, compute_dtype=compute_dtype, num_threads=num_threads)
     with closing(make()) as device:
         probe = _Probe(device=device, sizes=sizes, choose=choose)
         attention = probe.attention()
-        copies = _copies(make, device.gradient_dtype, num_threads, choose)
+        copies = _copies(make, device.gradient_dtype, update_threads(num_threads, device_kind=kind), choose)
         rates = DeviceRates(
             name=torch.cuda.get_device_name() if kind == "cuda" else "host",
             num_threads=num_threads,
@@ -196,6 +200,7 @@ class _OneLayer:
         self._store.plane("hi").normal_(std=0.02)
         settings = TrainConfig(num_steps=1000, learning_rate=0.0)
         self._trainer = Trainer(template, self._store, self._device, settings)
+        self._compute_dtype: ComputeDtype = "bfloat16" if self._device.compute_dtype == torch.bfloat16 else "float32"
         plain = config.to_dict()
         self._folder = ModelFolder(
             path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
@@ -208,6 +213,7 @@ class _OneLayer:
             tokens_per_step=num_tokens,
             sequence_length=num_tokens,
             device_kind=self._device.name,
+            compute_dtype=self._compute_dtype,
             grad_bytes=self._device.gradient_dtype.itemsize,
             activation_placement="device",
         )

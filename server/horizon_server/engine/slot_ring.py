@@ -24,7 +24,7 @@ class Slot:
 class SlotRings:
     """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
 
-    `allocate` makes a piece of a number of elements, `give_back` frees one.
+    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot has `more_layer_elements` beyond the layer.
     """
 
     def __init__(
@@ -36,9 +36,10 @@ class SlotRings:
         give_back: Callable[[Tensor], None],
         num_slots: int,
         edge_elements: int,
+        more_layer_elements: int = 0,
     ) -> None:
         self._device, self._give_back = device, give_back
-        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer")
+        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer") + more_layer_elements
         layers = deque(Slot(flat=allocate(layer_elements)) for _ in range(num_slots))
         # Only one: embedding and head can be far larger than a layer, and are needed once or twice a step.
         edges = deque([Slot(flat=allocate(edge_elements))])

@@ -11,7 +11,10 @@ Source: Horizon-LM (arXiv 2602.04816), CPU-master GPU-template execution.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,10 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from horizon_server.engine.binding import Place, Strided, bind
-from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape, try_embedding
+from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
+from horizon_server.engine.layer_stubs import (
+    RUN_ERRORS,
+    LayerCall,
+    Stub,
+    Tape,
+    try_embedding,
+)
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
@@ -39,7 +49,11 @@ from horizon_server.engine.packing_limit import find_packing_limit
 from horizon_server.engine.skipped_projection import find_skipped_projection
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.store.layout import StoreLayout, UnitLayout, build_layout
+from horizon_server.store.layout import TENSOR_ALIGN_ELEMENTS, StoreLayout, UnitLayout, build_layout
+
+# More than recurrent layers compute at once: shorter rows take another way through their code.
+_DTYPE_TRIAL_TOKENS = 512
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
 class Template:
@@ -67,6 +81,9 @@ class Template:
         # The head's buffer is laid out by `tied`, so both must mean the same.
         if self.layout.tied != self.tied:
             raise InvalidModel("config and checkpoint disagree on whether embedding and output projection are tied")
+        # As in transformers: names or parts of them, where a star stands for anything; of the other list only fp16 is raised.
+        kept = sorted(model._keep_in_fp32_modules_strict or ())
+        self._kept_names = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
         self._bind(model, table, projection)
         self.vocab_size, self.hidden_size = table.weight.shape
         self.max_document_tokens = max_positions(model.config)
@@ -120,12 +137,35 @@ class Template:
     def _unit_places(self, unit: UnitLayout, bound: Sequence[Place]) -> list[Place]:
         layers = self._prefixes["layer"]
         prefix = f"{layers}{unit.index - 1}." if unit.kind == "layer" else self._prefixes[unit.kind]
-        places = [place for place in bound if place.unit_index == unit.index]
+        places = self._kept_exact([place for place in bound if place.unit_index == unit.index])
         for place in places:
             in_a_layer = place.name.startswith(layers)
             if not place.name.startswith(prefix) or in_a_layer != (unit.kind == "layer"):
                 raise InvalidModel(f"tensor {place.name} is stored with {unit.name}, where the model does not have it")
         return [replace(place, name=place.name.removeprefix(prefix)) for place in places]
+
+    def _kept_exact(self, places: list[Place]) -> list[Place]:
+        """With the parameters that transformers keeps in fp32 where it loads a model in bf16 (a router's correction bias) as exact."""
+        if self._kept_names is None:
+            return places
+        found, before_end = [], 0
+        for place in places:
+            # Of the table only some rows are on the device.
+            is_table = place.name == self.embedding_parameter
+            if isinstance(place.piece, (Strided, Joined)) and not is_table and self._kept_names.search(place.name):
+                before_end += -(-math.prod(place.piece.shape) // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
+                place = replace(place, piece=Exact(piece=place.piece, before_end=before_end))
+            found.append(place)
+        return found
+
+    def exact_pieces(self, unit_index: int) -> list[Exact]:
+        """The pieces of a unit that are computed with in fp32."""
+        return [place.piece for place in self.places[unit_index] if isinstance(place.piece, Exact)]
+
+    def exact_elements(self, *, in_layers: bool) -> int:
+        """Elements of bf16 that exact pieces take at the end of a buffer for layers, or of one for embedding and head."""
+        units = [unit for unit in self.layout.units if (unit.kind == "layer") == in_layers]
+        return max((2 * piece.before_end for unit in units for piece in self.exact_pieces(unit.index)), default=0)
 
     def _try(self) -> None:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
@@ -164,6 +204,40 @@ class Template:
             # The layers too: the model has only stubs in their place.
             for module in (self._model, *self._layers):
                 module.train(mode)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that the code of the model's layers does not run in: some mixes what it is given with fp32 of its own.
+
+        Raises:
+            InvalidModel: it runs in fp32 and fails in `dtype`.
+        """
+        for index, error in enumerate(self._layer_errors(dtype)):
+            if error is not None and self._layer_errors(torch.float32)[index] is None:
+                raise InvalidModel(
+                    f"model_type {self.config.model_type!r} cannot be computed in {str(dtype).removeprefix('torch.')}, as its code in "
+                    f"transformers fails ({str(error).splitlines()[0]}); use device: host and train.compute_dtype: float32"
+                ) from error
+
+    def _layer_errors(self, dtype: torch.dtype) -> list[Exception | None]:
+        """What running each kind of layer without storage raises."""
+        zeros = {place.name: torch.zeros((), dtype=dtype).expand(place.piece.shape) for place in self.places[0]}
+        positions_T = torch.arange(min(_DTYPE_TRIAL_TOKENS, self.max_document_tokens or _DTYPE_TRIAL_TOKENS))
+        with torch.no_grad():
+            calls = self.embed(zeros, torch.zeros_like(positions_T), positions_T)[1]
+        errors: list[Exception | None] = []
+        for group in sorted(set(self.layer_groups)):
+            args, kwargs = calls[group].without_storage(
+                hidden_size=self.hidden_size, num_tokens=positions_T.numel(), dtype=dtype
+            )
+            meta = {p.name: torch.empty(p.piece.shape, dtype=dtype, device="meta") for p in self.places[group + 1]}
+            try:
+                # On a copy: some layers move what they hold to where they find the hidden state.
+                with _EqualFactors():  # type: ignore[no-untyped-call]
+                    functional_call(copy.deepcopy(self._layers[group]), meta, args, kwargs)
+                errors.append(None)
+            except RUN_ERRORS as error:
+                errors.append(error)
+        return errors
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
@@ -230,6 +304,15 @@ class Template:
         if logits_CV.shape != (num_tokens, self.vocab_size):
             raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV
+
+
+class _EqualFactors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where matrices of two dtypes are multiplied, which only some kernels without storage refuse, and all with it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _PRODUCTS and args[-1].dtype is not args[-2].dtype:
+            raise RuntimeError(f"a product of {args[-2].dtype} and {args[-1].dtype}")
+        return func(*args, **(kwargs or {}))
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:

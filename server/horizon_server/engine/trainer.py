@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.gradient_sink import GradientSink
@@ -32,7 +34,7 @@ from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.ledger import ActivationPlacement, logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
-from horizon_server.store.cpus import available_cpus
+from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
 
 _STATE_VERSION = 1
@@ -43,10 +45,10 @@ class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` only
     its rounding).
 
-    `max_grad_norm` None turns clipping off. `optimizer_threads` None means every CPU this process may use. `tokens_per_step` makes
-    room for steps of that size at once; without it, or beyond it, memory grows with the largest step. `activation_placement` says
-    where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it. After `max_skipped_steps` steps
-    in a row that were skipped, training stops; 0 turns that off.
+    `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step.
+    `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
+    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
     """
 
     num_steps: int
@@ -74,10 +76,13 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        if device.compute_dtype is not torch.float32:
+            template.check_dtype(device.compute_dtype)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
-        self._optimizer = Optimizer(store, device, num_threads=config.optimizer_threads or available_cpus())
+        num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
+        self._optimizer = Optimizer(store, device, num_threads=num_threads)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
         self._stream = LayerStream(

@@ -26,6 +26,7 @@ from horizon_server.events import AttemptReady, Message, StepDone, WorkerLine
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
 from horizon_server.jobs.preparation import FindInputs, Preparation
+from horizon_server.planning.machine import Accelerator, Gpu, worker_environment
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.records.job import ORDERED, JobRecord, JobState, Wanted
 
@@ -62,6 +63,8 @@ class Attempt:
     num_threads: int
     environment: Mapping[str, str]
     trace: bool
+    gpu: Accelerator | None = None
+    numa_interleave: bool = True
     worker_module: str = WORKER_MODULE
     _child: Child | None = field(init=False, default=None)
     _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
@@ -178,6 +181,9 @@ class Attempt:
             "grad_dtype_bytes": memory.grad_dtype_bytes,
             "num_threads": self.num_threads,
             "device": memory.device_kind,
+            "compute_dtype": memory.compute_dtype,
+            "gpu": self.gpu.uuid if memory.device_kind == "cuda" and isinstance(self.gpu, Gpu) else "",
+            "numa_interleave": self.numa_interleave,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
             "trace": str(self._log.with_name("trace.json")) if self.trace else None,
@@ -186,7 +192,8 @@ class Attempt:
     async def _run_worker(self, request: dict[str, Any], fds: tuple[int, ...]) -> str:
         """Return how the worker ended. Afterwards it is gone, however that came: the planes can be given back."""
         child = await Child.start(
-            self.worker_module, request, who="the worker", environment=self.environment,
+            self.worker_module, request, who="the worker",
+            environment=worker_environment(self.environment, request["device"], self.gpu),
             request_file=self._log.with_name("request.json"), log_file=self._log, pass_fds=fds,
         )  # fmt: skip
         try:

@@ -12,15 +12,23 @@ Units: bytes, unless a name says elements.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from horizon_server.planning.model_folder import ModelShape
-from horizon_server.store.layout import PLANE_BYTES, StoreLayout, plane_sizes
+from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
+ComputeDtype = Literal["float32", "bfloat16"]
+"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
+
+# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
+DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
+ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
+"""Of a weight on its way up, a hidden state, and a gradient that has left the device."""
 
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
@@ -33,6 +41,9 @@ CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
 
 # Calibrated: stacks and matrix-packing buffers per compute thread.
 THREAD_BYTES = 8 << 20
+
+CUBLAS_BYTES = 2 * (32 << 20)
+"""cuBLAS's workspace, 32 MiB on Hopper for each handle: compute's thread and autograd's have one each. It is in torch's allocator."""
 
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
@@ -109,26 +120,31 @@ def plan_memory(
     sequence_length: int,
     device_kind: DeviceKind,
     grad_bytes: int,
+    compute_dtype: ComputeDtype | None = None,
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    `layer` was counted on the model where no formula covers its layers.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers.
     """
-    row_tokens, element_bytes = min(sequence_length, tokens_per_step), _FP32 if device_kind == "host" else _BF16
+    row_tokens = min(sequence_length, tokens_per_step)
+    element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
-        "weights": _slot_elements(layout) * element_bytes,
+        "weights": _slot_elements(layout) * element_bytes
+        + (_exact_bytes(layout, model) if element_bytes == _BF16 else 0),
         "gradients": _slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
     layer_bytes = formula_elements * element_bytes + uncovered_bytes
+    if element_bytes == _BF16:
+        layer_bytes += _norm_input_elements(model, row_tokens) * element_bytes
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
@@ -145,7 +161,7 @@ def plan_memory(
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step)
+        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
         host["other"] += int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
     return MemoryPlan(host=host, device=device)
 
@@ -178,6 +194,19 @@ def _slot_elements(layout: StoreLayout) -> int:
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
     return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+
+
+def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
+    """What is at the end of those slots for parameters that stay in fp32 where the others are in bf16."""
+    if not model.kept_in_fp32:
+        return 0
+    kept = re.compile("|".join(model.kept_in_fp32))
+    largest = {"layer": 0, "embedding": 0, "head": 0}
+    for unit in layout.units:
+        sizes = [tensor.num_elements for tensor in unit.tensors if kept.search(tensor.name)]
+        elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
+        largest[unit.kind] = max(largest[unit.kind], elements)
+    return (_NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:
@@ -239,6 +268,13 @@ def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     return per_token * row_tokens
 
 
+def _norm_input_elements(model: ModelShape, row_tokens: int) -> int:
+    """What a layer that computes in bf16 keeps besides, counted on Qwen3: its norms compute in fp32 and keep their inputs in it."""
+    query = model.num_attention_heads * model.head_dim
+    key = model.num_key_value_heads * model.head_dim
+    return (3 * model.hidden_size + query + key) * row_tokens
+
+
 def _inner_saved_elements(model: ModelShape) -> int:
     """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
 
@@ -274,25 +310,64 @@ def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
 
 
 def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
-    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name. Estimated, not measured yet.
-
-    A layer's backward holds what autograd saved, the gradients on their way through the widest part, and one weight's gradient;
-    a logits chunk its logits in bf16 and fp32, log-probabilities, the gradients of both, and the projection's gradient.
+    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name: a layer's backward, a logits chunk, or
+    the rows of the embedding. A test tracks the allocations of the real code in bf16 and compares; no GPU has confirmed it yet.
     """
-    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size) * row_tokens
-    largest_weight = _largest_weight_elements(layout, model)
+    vocabulary, hidden = model.vocab_size, model.hidden_size
     # Scores in fp32 and in bf16, and the gradients of both.
     scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
-    layer_bytes = (_layer_saved_elements(model, row_tokens) + backward_elements + largest_weight) * _BF16 + scores_bytes
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size, "cuda"))
-    head_bytes = (
-        chunk_tokens * model.vocab_size * (2 * _BF16 + 3 * _FP32) + model.vocab_size * model.hidden_size * _BF16
-    )
-    row_bytes = 2 * min(tokens_per_step, model.vocab_size) * model.hidden_size * _BF16
-    return max(layer_bytes, head_bytes, row_bytes)
+    layer_bytes = _cuda_layer_bytes(layout, model, row_tokens) + scores_bytes
+    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(vocabulary, "cuda"))
+    # First the logits in bf16, their log-probabilities and two gradients in fp32, with the hidden states that the norm has kept; later the
+    # gradient of the logits, in fp32 and in bf16, and that of the projection.
+    at_softmax = chunk_tokens * (vocabulary * (_BF16 + 3 * _FP32) + hidden * (3 * _BF16 + _FP32))
+    at_projection = chunk_tokens * vocabulary * (_BF16 + _FP32) + vocabulary * hidden * _BF16
+    row_bytes = 2 * min(tokens_per_step, vocabulary) * hidden * _BF16
+    return max(layer_bytes, at_softmax, at_projection, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
 
 
-def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
+def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
+    """What one layer's backward holds at its widest moment, by when attention and norms have saved all they save."""
+    heads, hidden, inner = model.num_attention_heads, model.hidden_size, model.intermediate_size
+    query, key = heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    names = " ".join(tensor.name for unit in layout.units if unit.kind == "layer" for tensor in unit.tensors)
+    # Queries, keys, values and the output, and its logarithm of sums in fp32.
+    attention = 2 * _BF16 * (query + key) + _FP32 * heads
+    if "q_norm" in names:
+        attention += (_FP32 + _BF16) * (query + key)
+    if "qkv" in names:
+        # Queries and keys are copies of their parts of one product, which stays.
+        attention += _BF16 * (2 * query + key)
+    # Two norms, each with a copy of its input in fp32, its result in bf16 twice, the sum that it reads, and one gradient. One with a bias
+    # is a single operation of torch's, which makes no copies.
+    norms = (9 if "norm.bias" in names or "ln_1.bias" in names else 18) * hidden
+    scores = 8 * heads * row_tokens if model.softcaps_attention else 0
+    planes = 6 if "gate" in names else 7
+    moments = [norms + scores + _BF16 * planes * inner]
+    if "post_feedforward" in names or "post_mlp" in names:
+        # The backward of a norm after the feed-forward part, in fp32, while that part has still to come; some have norms before it too.
+        moments.append((50 if "input_layernorm" in names else 40) * hidden + scores + _BF16 * 4 * inner)
+    if model.softcaps_attention:
+        # Probabilities, two gradients in fp32 and the cap's own result.
+        moments.append(norms + 14 * heads * row_tokens)
+    if model.experts is not None:
+        visits, expert = model.experts.num_computed_per_token, model.experts.intermediate_size
+        shared = _BF16 * 6 * model.experts.shared_intermediate_size
+        moments.append(norms + shared + visits * max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden))
+    # When the gradient of the down projection is made, one plane less is there.
+    widest_weight = _largest_weight_elements(layout, model) * _BF16
+    weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
+    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(row_tokens)
+
+
+def _cuda_mask_bytes(row_tokens: int) -> int:
+    """The bias that attention makes of a packed row's mask."""
+    return row_tokens * row_tokens * _BF16
+
+
+def _heap_bytes(
+    layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int
+) -> int:
     """The heap of a worker that computes on the host, calibrated against peak RSS.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
@@ -307,10 +382,12 @@ def _heap_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
-    # Logits, log-probabilities and the gradients of both.
+    # Logits, log-probabilities and the gradients of both; where logits and their gradient are in bf16, there is a copy of each in fp32.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    head_elements = (4 * chunk_tokens + model.hidden_size) * model.vocab_size
+    head_bytes = (4 * _FP32 * chunk_tokens + model.hidden_size * element_bytes) * model.vocab_size
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
-    calls = _call_bytes(model, row_tokens, tokens_per_step, _FP32)
-    return (layer_elements + head_elements) * _FP32 + row_bytes + calls
+    calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
+    if element_bytes == _BF16:
+        layer_elements += _norm_input_elements(model, row_tokens)
+    return layer_elements * element_bytes + head_bytes + row_bytes + calls

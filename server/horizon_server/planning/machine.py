@@ -22,8 +22,8 @@ import structlog
 from horizon_server.children.child import Limits, run_child
 from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
-from horizon_server.errors import HorizonError, WorkerFailed
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
@@ -42,10 +42,20 @@ MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 
 _FILE_VERSION = 2
 _CPU_INFO = Path("/proc/cpuinfo")
-_PROBE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+# As the kernel names them: Intel's and AMD's, and Arm's.
+_BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+# Prints the UUIDs of the devices in torch's order, which need not be the driver's.
+_PROBE = """
+import sys, torch
+if not torch.cuda.is_available():
+    sys.exit(1)
+for index in range(torch.cuda.device_count()):
+    print(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+"""
 _PROBE_TIMEOUT_S = 120.0
 
-RatesByDevice = Mapping[DeviceKind, DeviceRates]
+RatesByDevice = Mapping[str, DeviceRates]
+"""By `rates_name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,14 @@ class Accelerator:
     index: int
     name: str
     memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Accelerator):
+    """A GPU as the driver names it, for this node alone: what a worker is given to find it by, and where it is in the machine."""
+
+    uuid: str = ""
+    pci_bus_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +95,43 @@ def host_memory(cgroup_root: Path = CGROUP_ROOT, own_cgroup: Path = OWN_CGROUP) 
 
 def cpu_model() -> str:
     """Return the processor's name as the kernel has it, or the architecture's where it has none."""
+    return _cpu_info("model name") or platform.machine()
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether the processor multiplies bf16 matrices by itself; without that, bf16 is slower than fp32."""
+    words = f"{_cpu_info('flags')} {_cpu_info('Features')}".split()
+    return not _BF16_INSTRUCTIONS.isdisjoint(words)
+
+
+def rates_name(kind: DeviceKind, dtype: ComputeDtype) -> str:
+    """Return what the rates of a device that computes in a dtype are kept under: `host`, `host_bfloat16` or `cuda`."""
+    return kind if dtype == DEFAULT_COMPUTE_DTYPE[kind] else f"{kind}_{dtype}"
+
+
+def _cpu_info(name: str) -> str:
     with contextlib.suppress(OSError):
         for line in _CPU_INFO.read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return ""
 
 
-async def find_accelerators() -> tuple[Accelerator, ...]:
+async def find_accelerators() -> tuple[Gpu, ...]:
     """Return the GPUs that the NVIDIA driver lists; none without a driver, or when it does not answer within ten seconds."""
 
-    def listed() -> tuple[Accelerator, ...]:
+    def listed() -> tuple[Gpu, ...]:
         pynvml.nvmlInit()
         try:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
             return tuple(
-                Accelerator(
+                Gpu(
                     index=index,
                     name=pynvml.nvmlDeviceGetName(handle),
                     memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    uuid=pynvml.nvmlDeviceGetUUID(handle),
+                    pci_bus_id=pynvml.nvmlDeviceGetPciInfo(handle).busId,
                 )
                 for index, handle in enumerate(handles)
             )
@@ -109,22 +145,57 @@ async def find_accelerators() -> tuple[Accelerator, ...]:
 
 
 async def usable_accelerators(
-    found: tuple[Accelerator, ...], environment: Mapping[str, str]
-) -> tuple[Accelerator, ...]:
-    """Return those of `found` that a worker started with `environment` can compute on: none if its torch finds no CUDA device."""
-    if not found:
-        return ()
+    found: Sequence[Gpu], environment: Mapping[str, str], *, wanted: str | None = None
+) -> tuple[Gpu, ...]:
+    """Return those of `found` that a worker started with `environment` can compute on, in the order in which its torch finds them: none
+    if it finds no CUDA device. The first is the one that jobs use; with `wanted`, an index or a UUID, it is the only one.
+
+    Raises:
+        BadSetting: when the wanted one is not among them.
+    """
+    usable = await _in_the_order_of_torch(found, environment) if found else ()
+    if wanted is None:
+        return usable
+    chosen = tuple(gpu for gpu in usable if wanted == str(gpu.index) or (gpu.uuid and gpu.uuid.startswith(wanted)))
+    if len(chosen) != 1:
+        known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in usable) or "none"
+        what = f"setting gpu: {wanted!r} names {len(chosen)} of the GPUs that a worker's torch can use ({known})"
+        violation = FieldViolation(field="gpu", description=what)
+        raise BadSetting(f"{what}; give one index or UUID, or leave the setting out", violations=[violation])
+    return chosen
+
+
+async def _in_the_order_of_torch(found: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _PROBE, env=dict(environment), stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        code = await asyncio.wait_for(process.wait(), timeout=_PROBE_TIMEOUT_S)
+        output, _ = await asyncio.wait_for(process.communicate(), timeout=_PROBE_TIMEOUT_S)
     except TimeoutError:
         process.kill()
         await process.wait()
         return ()
-    return found if code == 0 else ()
+    if process.returncode != 0:
+        return ()
+    # torch leaves the driver's prefix out.
+    by_uuid = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in found}
+    ordered = tuple(by_uuid[line] for line in output.decode("utf-8", "replace").split() if line in by_uuid)
+    # Parts of a GPU (MIG) have UUIDs of their own, which the driver's list does not hold.
+    return ordered or tuple(found)
+
+
+def worker_environment(environment: Mapping[str, str], kind: DeviceKind, gpu: Accelerator | None) -> dict[str, str]:
+    """Return what a child that computes on `kind` is started with: for cuda, it sees only the GPU that jobs are planned for."""
+    more: dict[str, str] = {}
+    if kind == "cuda":
+        # Rows of varying length would leave gaps in the allocator's blocks, which count against the limit but fit no tensor. A choice of
+        # the administrator's wins, under torch's old name too.
+        if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            more["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if isinstance(gpu, Gpu) and gpu.uuid:
+            more["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+    return {**environment, **more}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +206,32 @@ class Machine:
     num_cpus: int
     num_threads: int
     accelerators: tuple[str, ...]
+    has_bf16: bool = False
     version: str = VERSION
 
     @classmethod
     def of(cls, accelerators: Sequence[Accelerator], *, num_threads: int) -> Machine:
         """This machine, with the accelerators that a worker's torch can use and a worker's threads."""
         names = tuple(accelerator.name for accelerator in accelerators)
-        return cls(cpu=cpu_model(), num_cpus=available_cpus(), num_threads=num_threads, accelerators=names)
+        return cls(
+            cpu=cpu_model(),
+            num_cpus=available_cpus(),
+            num_threads=num_threads,
+            accelerators=names,
+            has_bf16=cpu_has_bf16(),
+        )
 
     @property
     def device_kinds(self) -> tuple[DeviceKind, ...]:
         """What a job can be computed on here."""
         return ("host", "cuda") if self.accelerators else ("host",)
+
+    @property
+    def measured(self) -> Mapping[str, tuple[DeviceKind, ComputeDtype]]:
+        """What is measured here, by `rates_name`: every kind of device in its default dtype, and bf16 where the CPU has it."""
+        pairs = [(kind, DEFAULT_COMPUTE_DTYPE[kind]) for kind in self.device_kinds]
+        pairs += [("host", "bfloat16")] if self.has_bf16 else []
+        return {rates_name(kind, dtype): (kind, dtype) for kind, dtype in pairs}
 
 
 class RateBook:
@@ -162,7 +247,7 @@ class RateBook:
             plain = json.loads(self.path.read_bytes())
             if plain["version"] != _FILE_VERSION or plain["machine"] != self._machine():
                 return {}
-            return {kind: DeviceRates.from_mapping(plain["devices"][kind]) for kind in self.machine.device_kinds}
+            return {name: DeviceRates.from_mapping(plain["devices"][name]) for name in self.machine.measured}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -172,7 +257,7 @@ class RateBook:
         Raises:
             OSError: the folder cannot be written.
         """
-        devices = {kind: dataclasses.asdict(found) for kind, found in rates.items()}
+        devices = {name: dataclasses.asdict(found) for name, found in rates.items()}
         document = {"version": _FILE_VERSION, "machine": self._machine(), "devices": devices}
         replace_file(self.path, json.dumps(document, indent=1) + "\n")
 
@@ -187,8 +272,11 @@ class IdleMeasurement:
     Thread: belongs to one event loop.
     """
 
-    def __init__(self, book: RateBook, *, environment: Mapping[str, str], idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self, book: RateBook, *, environment: Mapping[str, str], gpu: Accelerator | None = None, idle_s: float = IDLE_S
+    ) -> None:
         self._book = book
+        self._gpu = gpu
         self._environment = dict(environment)
         self._idle_s = idle_s
         self._failed = False
@@ -205,7 +293,7 @@ class IdleMeasurement:
             log.info("too little memory is free to measure the machine's speed", needed_bytes=needed_bytes)
             return
         try:
-            rates = await measure_rates(machine, environment=self._environment)
+            rates = await measure_rates(machine, environment=self._environment, gpu=self._gpu)
             await asyncio.to_thread(self._book.write, rates)
         except (HorizonError, OSError) as error:
             self._failed = True
@@ -214,22 +302,25 @@ class IdleMeasurement:
         log.info("measured the machine's speed", file=str(self._book.path))
 
 
-async def measure_rates(machine: Machine, *, environment: Mapping[str, str]) -> RatesByDevice:
-    """Measure every kind of device of this machine, one after the other, each in a child process of its own.
+async def measure_rates(
+    machine: Machine, *, environment: Mapping[str, str], gpu: Accelerator | None = None
+) -> RatesByDevice:
+    """Measure every kind of device of this machine, one after the other, each in a child process of its own; `gpu` is what cuda means.
 
     Raises:
         WorkerFailed, Stalled, IoFailed, OutOfMemory: when a child fails or takes too long.
     """
     limits = Limits(wall_s=MEASURE_TIMEOUT_S)
-    rates: dict[DeviceKind, DeviceRates] = {}
-    for kind in machine.device_kinds:
-        request = {"device": kind, "num_threads": machine.num_threads}
-        who = f"the measurement of {kind}"
+    rates: dict[str, DeviceRates] = {}
+    for name, (kind, dtype) in machine.measured.items():
+        request = {"device": kind, "compute_dtype": dtype, "num_threads": machine.num_threads}
+        who = f"the measurement of {name}"
         answer = await run_child(
-            "horizon_server.worker.measure", request, who=who, environment=environment, limits=limits
-        )
+            "horizon_server.worker.measure", request, who=who, environment=worker_environment(environment, kind, gpu),
+            limits=limits,
+        )  # fmt: skip
         try:
-            rates[kind] = DeviceRates.from_mapping(answer)
+            rates[name] = DeviceRates.from_mapping(answer)
         except (ValueError, KeyError, TypeError) as error:
             raise WorkerFailed(f"{who} answered with something that is not a rate: {error!r}") from error
     return rates

@@ -63,6 +63,34 @@ _PLANES_PER_HEAD = {"longcat_flash": 2, "openai-gpt": 2}
 POSITION_MASKS = {"gpt_neo": 1, "openai-gpt": 4}
 """Model types whose attention holds a mask over all pairs of positions and saves it for its backward: bytes per pair (a test compares)."""
 
+_BIAS = ("e_score_correction_bias",)
+KEPT_IN_FP32: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "dots3_note_text", "exaone_moe", "glm4_moe",
+            "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h", "solar_open",
+        ),
+        _BIAS,
+    ),
+    "bailing_hybrid": (*_BIAS, "A_log", "conv1d", "dt_bias"),
+    "beam": (*_BIAS, "mlp.gate.weight"),
+    "deepseek_v4": (
+        *_BIAS, "attn_hc", "ffn_hc", "hc_head", "input_layernorm", "kv_norm", "norm", "position_bias", "post_attention_layernorm",
+        "q_a_norm", "sinks",
+    ),
+    "ernie4_5_moe": ("gate.weight", "moe_statics"),
+    "flint": ("gate.weight", "sinks"),
+    "hy_v4": (
+        *_BIAS, "base", "fn", "hc_base", "hc_fn", "hc_scale", "k_norm", "lm_head", "scale", "sinks", "weights_proj",
+    ),
+    "inkling2_text": (
+        *_BIAS, "attention_input", "final_input", "k_sconv.conv1d", "mlp.gate.weight", "mlp_input", "post_attention_convolution",
+        "post_mlp_convolution", "v_sconv.conv1d",
+    ),
+    "inkling_text": (*_BIAS, "attn_sconv", "gate.global_scale", "k_sconv", "mlp_sconv", "v_sconv"),
+}  # fmt: skip
+"""Parts of names of parameters that the class of a model type keeps in fp32 where everything else is in bf16 (a test compares)."""
+
 _EXPERT_SIZES = (
     "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
@@ -113,6 +141,8 @@ class ModelShape:
     """The same on cuda, which has fused kernels for more forms of attention."""
     position_mask_bytes: int = 0
     """A mask over all pairs of positions that the attention of each layer holds, whatever the length of a row."""
+    kept_in_fp32: tuple[str, ...] = ()
+    """Parts of names of parameters that are computed with in fp32 on a device that computes in bf16."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, names: Iterable[str] | None = None) -> ModelShape:
@@ -155,6 +185,7 @@ class ModelShape:
             position_mask_bytes=0
             if longest == UNBOUNDED_POSITIONS
             else POSITION_MASKS.get(str(text.get("model_type")), 0) * longest**2,
+            kept_in_fp32=KEPT_IN_FP32.get(str(text.get("model_type")), ()),
         )
 
 

@@ -18,8 +18,24 @@ import structlog
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
 from horizon_server.planning.gpus import gpu_named, rates_of_machine
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, LayerMemory, MemoryPlan, plan_memory
-from horizon_server.planning.machine import Accelerator, HostMemory, RateBook, RatesByDevice, host_memory
+from horizon_server.planning.ledger import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    ActivationPlacement,
+    ComputeDtype,
+    DeviceKind,
+    LayerMemory,
+    MemoryPlan,
+    plan_memory,
+)
+from horizon_server.planning.machine import (
+    Accelerator,
+    HostMemory,
+    RateBook,
+    RatesByDevice,
+    host_memory,
+    rates_name,
+)
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
@@ -34,8 +50,9 @@ from horizon_server.store.planes import create_memory_file
 log = structlog.get_logger(__name__)
 
 PROBE_TIMEOUT_S = 120.0
-# The host device keeps gradients in fp32; over a link they travel in bf16.
-GRAD_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
+
+# Below this gain, predicted, bf16 is not worth a line in the plan.
+_LEAST_GAIN = 1.2
 
 # Sizes travel as 64-bit numbers.
 _MAX_PLAN_BYTES = 1 << 60
@@ -102,6 +119,7 @@ class WorkerMemory:
     grad_dtype_bytes: int
     """0 where no gradient is kept: each unit is updated as its gradient lands."""
     device_kind: DeviceKind
+    compute_dtype: ComputeDtype
     activation_placement: ActivationPlacement
 
     @contextmanager
@@ -122,9 +140,10 @@ class WorkerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """How a job runs here: on what, with what gradients kept, and where layer inputs wait."""
+    """How a job runs here: on what and in what, with what gradients kept, and where layer inputs wait."""
 
     device_kind: DeviceKind
+    compute_dtype: ComputeDtype
     device_limit_bytes: int
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
@@ -135,8 +154,9 @@ class _Choice:
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use; `rates` says how fast it is,
-    where that is known; `layer_memory` what a model's layers keep, where no formula says it."""
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which jobs use the first;
+    `rates` says how fast it is, where that is known; `layer_memory` what a model's layers keep, where no formula says it; `has_bf16`
+    whether its CPU has instructions for bf16."""
 
     def __init__(
         self,
@@ -149,11 +169,13 @@ class Planner:
         accelerators: Sequence[Accelerator] = (),
         rates: Callable[[], RatesByDevice] = dict,
         layer_memory: Callable[[ModelFolder], LayerMemory | None] = lambda _: None,
+        has_bf16: bool = True,
     ) -> None:
         self._memory = memory
         self._accelerators = tuple(accelerators)
         self._rates = rates
         self._layer_memory = layer_memory
+        self._has_bf16 = has_bf16
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
         self._arena_limit_bytes = arena_limit_bytes
@@ -171,6 +193,7 @@ class Planner:
             accelerators=accelerators,
             rates=book.read,
             layer_memory=LayerProbe(child_environment()),
+            has_bf16=book.machine.has_bf16,
         )
 
     def plan(self, spec: JobSpec, folder: Path) -> JobPlan:
@@ -202,8 +225,9 @@ class Planner:
         )
         choice = _Choice(
             device_kind="cuda",
+            compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
             device_limit_bytes=_usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
-            grad_bytes=_grad_bytes(spec, "cuda"),
+            grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             rates=rates,
         )
         limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
@@ -218,6 +242,7 @@ class Planner:
             plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
             grad_dtype_bytes=choice.grad_bytes,
             device_kind=choice.device_kind,
+            compute_dtype=choice.compute_dtype,
             activation_placement=choice.activation_placement,
         )
 
@@ -248,9 +273,11 @@ class Planner:
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=found.layout.num_parameters,
             device=choice.device_kind,
-            message=self._why_not(spec, found, ledger, limit_bytes, choice) or _warning(spec),
+            compute_dtype=choice.compute_dtype,
+            message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, choice),
             prediction=self._prediction(spec, found, choice),
         )
+        plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
         return plan, found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
@@ -263,6 +290,7 @@ class Planner:
             device_kind=choice.device_kind,
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
+            compute_dtype=choice.compute_dtype,
         )
         shares = choice.device_kind == "host"
         return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.train.max_steps)
@@ -276,14 +304,21 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # The driver decides which of several is the first, so the smallest is planned with.
-            smallest = min(accelerator.memory_bytes for accelerator in self._accelerators)
-            limit_bytes = _usable_device_bytes(smallest)
+            # The first is the one that the worker is given.
+            limit_bytes = _usable_device_bytes(self._accelerators[0].memory_bytes)
+        asked = spec.train.compute_dtype
+        # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
+        compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
+        if device_kind == "cuda" and compute_dtype == "float32":
+            field, what = "train.compute_dtype", "is float32, which only the host device computes in"
+            violation = FieldViolation(field=field, description=what)
+            raise InvalidSpec(f"{field} {what}; use bfloat16 or auto, or device: host", violations=[violation])
         return _Choice(
             device_kind=device_kind,
+            compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
-            grad_bytes=_grad_bytes(spec, device_kind),
-            rates=self._rates().get(device_kind),
+            grad_bytes=_grad_bytes(spec, compute_dtype),
+            rates=self._rates().get(rates_name(device_kind, compute_dtype)),
         )
 
     def _placed(
@@ -306,6 +341,7 @@ class Planner:
             sequence_length=spec.train.sequence_length,
             device_kind=choice.device_kind,
             grad_bytes=choice.grad_bytes,
+            compute_dtype=choice.compute_dtype,
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
             layer=choice.layer,
@@ -328,6 +364,32 @@ class Planner:
             return f"{short}; {size_text(store)} of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
         return f"{short}; {self._advice(spec, found, limit_bytes, choice)}"
 
+    def _warning(self, spec: JobSpec, choice: _Choice) -> str:
+        """What is likely not meant although it fits, or nothing."""
+        train, warnings = spec.train, []
+        if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+            warnings.append(
+                f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
+                f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
+            )
+        if (choice.device_kind, choice.compute_dtype) == ("host", "bfloat16") and not self._has_bf16:
+            warnings.append(
+                "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than float32"
+            )
+        return "; ".join(warnings)
+
+    def _hint(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
+        if plan.prediction is None or choice.device_kind != "host" or spec.train.compute_dtype != "auto":
+            return ""
+        grad_bytes = ELEMENT_BYTES["bfloat16"] if choice.grad_bytes else 0
+        rates = self._rates().get(rates_name("host", "bfloat16"))
+        faster = dataclasses.replace(choice, compute_dtype="bfloat16", grad_bytes=grad_bytes, rates=rates)
+        prediction = self._prediction(spec, found, faster)
+        if prediction is None or plan.prediction.step_s < _LEAST_GAIN * prediction.step_s:
+            return ""
+        gain = plan.prediction.step_s / prediction.step_s
+        return f"train.compute_dtype: bfloat16 is predicted to be {gain:.1f} times as fast on this CPU, at the precision of bf16"
+
     def _advice(self, spec: JobSpec, found: ModelFolder, limit_bytes: int, choice: _Choice) -> str:
         tokens = spec.train.tokens_per_step
         while tokens > 8:
@@ -345,17 +407,6 @@ def _usable_device_bytes(memory_bytes: int) -> int:
     return max(0, int(memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
 
 
-def _grad_bytes(spec: JobSpec, device_kind: DeviceKind) -> int:
+def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:
     """Of one stored gradient; none is stored where no clipping waits for the norm."""
-    return 0 if spec.train.max_grad_norm is None else GRAD_BYTES[device_kind]
-
-
-def _warning(spec: JobSpec) -> str:
-    """What is likely not meant although it fits, or nothing."""
-    train = spec.train
-    if train.max_steps is None or train.warmup_steps < train.max_steps:
-        return ""
-    return (
-        f"train.warmup_steps is {train.warmup_steps} and train.max_steps is {train.max_steps}, so the learning rate never reaches "
-        f"train.learning_rate; use a train.warmup_steps well below {train.max_steps}"
-    )
+    return 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]

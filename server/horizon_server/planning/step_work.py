@@ -14,11 +14,15 @@ from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, logits_chunk_tokens
+from horizon_server.planning.ledger import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    ActivationPlacement,
+    ComputeDtype,
+    DeviceKind,
+    logits_chunk_tokens,
+)
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
-
-# Of a weight on its way up, and of a hidden state: the host device computes in fp32.
-ELEMENT_BYTES: Mapping[DeviceKind, int] = {"host": 4, "cuda": 2}
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3
@@ -132,9 +136,14 @@ def work_of_step(
     device_kind: DeviceKind,
     grad_bytes: int,
     activation_placement: ActivationPlacement,
+    compute_dtype: ComputeDtype | None = None,
     facts: EngineFacts = TODAY,
 ) -> StepWork:
-    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands."""
+    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
+
+    Without a `compute_dtype`, the device's default.
+    """
+    element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     document = min(sequence_length, tokens_per_step)
     num_full, rest = divmod(tokens_per_step, document)
     num_rows, rows_together = num_full + (rest > 0), max(1, facts.micro_batch_tokens // document)
@@ -143,7 +152,8 @@ def work_of_step(
         lengths=(document,) * num_full + (rest,) * (rest > 0),
         num_micro_batches=-(-num_rows // rows_together),
         device_kind=device_kind,
-        grad_bytes=grad_bytes or ELEMENT_BYTES[device_kind],
+        element=element,
+        grad_bytes=grad_bytes or element,
         updates_in_backward=grad_bytes == 0,
         offloads=activation_placement == "host",
         facts=facts,
@@ -172,14 +182,11 @@ class _Counter:
     lengths: tuple[int, ...]
     num_micro_batches: int
     device_kind: DeviceKind
+    element: int
     grad_bytes: int
     updates_in_backward: bool
     offloads: bool
     facts: EngineFacts
-
-    @property
-    def element(self) -> int:
-        return ELEMENT_BYTES[self.device_kind]
 
     @property
     def update_bytes(self) -> int:

@@ -56,8 +56,12 @@ class JobPlan:
     device_limit_bytes: int
     num_parameters: int
     device: str
+    compute_dtype: str = ""
+    """What layers are computed in; empty in the plan of an earlier version."""
     message: str = ""
     """When it does not fit: the numbers and the smallest change that would make it fit. Else what may surprise its user, or nothing."""
+    hint: str = ""
+    """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
 
@@ -87,7 +91,8 @@ class JobPlan:
     def summary(self) -> str:
         """The plan in one line, for people."""
         on_device = f" and {size_text(self.device_total_bytes)} on the device" if self.device != "host" else ""
-        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}"
+        dtype = f", computed in {self.compute_dtype}" if self.compute_dtype else ""
+        planned = f"planned {size_text(self.host_total_bytes)} on the host{on_device}{dtype}"
         if self.prediction is None:
             return planned
         speed = f"{self.prediction.tokens_per_second:,.0f} tokens/s, bound by {self.prediction.bound}"

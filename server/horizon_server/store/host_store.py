@@ -9,7 +9,7 @@ Thread: all of it may be used from any thread; two threads must not write one un
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -113,6 +113,12 @@ class HostStore:
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""
         merge_master(self.unit(index, "hi"), self.unit(index, "lo"), out, num_threads=num_threads)
+
+    def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
+        hi, lo = read(self.unit(index, "hi")), read(self.unit(index, "lo"))
+        bits: torch.Tensor = (hi.view(torch.int16).int() << 16) + lo.int()
+        return bits.contiguous().view(torch.float32)
 
     def write_master(self, name: str, tensor: torch.Tensor) -> None:
         """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards)."""

@@ -10,10 +10,12 @@ import sys
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, Orders, serve
+from horizon_server.worker import let_launchers_run
 
 
 def work(request: Any, events: EventWriter) -> str:
     """Run one attempt; returns `succeeded`, or `stopped` where an order came first."""
+    let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     orders = Orders()
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
@@ -22,8 +24,13 @@ def work(request: Any, events: EventWriter) -> str:
     training = Training(WorkerRequest.from_mapping(request), events=events, orders=orders)
     try:
         finished = training.run()
-    finally:
-        training.close()
+    except BaseException:
+        try:
+            training.close()
+        except Exception:  # the daemon is sent the first error, which this one follows from
+            logging.exception("closing failed too")
+        raise
+    training.close()
     return "succeeded" if finished else "stopped"
 
 

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.worker import let_launchers_run
 
 
 def work(request: Any, _: EventWriter) -> dict[str, Any]:
-    """Return the rates of a device, `host` or `cuda`, with that many threads; or what the layers of a model folder keep."""
+    """Return the rates of a device, in a compute dtype and with a number of threads; or what the layers of a model folder keep."""
+    let_launchers_run()
     if "layers_of" in request:
         from horizon_server.engine.layer_memory import measure_layer_memory
 
         return dataclasses.asdict(measure_layer_memory(Path(request["layers_of"])))
     from horizon_server.engine.rate_probe import measure_rates
 
-    return dataclasses.asdict(measure_rates(request["device"], num_threads=request["num_threads"]))
+    rates = measure_rates(request["device"], compute_dtype=request["compute_dtype"], num_threads=request["num_threads"])
+    return dataclasses.asdict(rates)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store import numa
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.store.model_load import load_model
@@ -56,8 +59,12 @@ class WorkerRequest:
     grad_dtype_bytes: int
     num_threads: int
     device: DeviceKind
+    compute_dtype: ComputeDtype
     device_limit_bytes: int
     activation_placement: ActivationPlacement
+    gpu: str = ""
+    """UUID of the GPU that `device: cuda` means; empty where it is the first that torch finds."""
+    numa_interleave: bool = True
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
@@ -98,6 +105,10 @@ class Training:
             field, what = "train.sequence_length", f"is {length}; the model allows at most {longest} positions"
             raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
         self._packing_limit = template.packing_limit
+        # Before the planes are touched: pages are taken where the policy of the touching thread says.
+        refusal = numa.interleave() if request.numa_interleave else ""
+        if refusal:
+            self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
         self._resumed = load_checkpoint(self._store, request.resume_from) if request.resume_from else None
@@ -105,7 +116,14 @@ class Training:
             load_model(self._store, request.model)
         self._trace = Trace() if request.trace else None
         limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
-        self._device = device_for(request.device, limit_bytes=limit_bytes, num_threads=num_threads, trace=self._trace)
+        self._device = device_for(
+            request.device,
+            compute_dtype=request.compute_dtype,
+            limit_bytes=limit_bytes,
+            num_threads=num_threads,
+            trace=self._trace,
+            gpu=request.gpu,
+        )
         dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
@@ -151,12 +169,13 @@ class Training:
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
-        # From the top down: the trainer's last work uses the device, whose copies use the store.
-        self._trainer.close()
-        self._device.close()
-        self._store.close()
-        if self._trace is not None and self._request.trace is not None:
-            self._trace.write(self._request.trace)
+        # Each even where one before it fails, and from the top down: the trainer's last work uses the device, whose copies use the store.
+        with ExitStack() as parts:
+            if self._trace is not None and self._request.trace is not None:
+                parts.callback(self._trace.write, self._request.trace)
+            parts.callback(self._store.close)
+            parts.callback(self._device.close)
+            parts.callback(self._trainer.close)
 
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
@@ -168,6 +187,13 @@ class Training:
         if {"packing_limit": None, **kept["data"]} != self._data_identity():
             raise InvalidSpec(
                 "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly; submit a new job"
+            )
+        # The step is not the same function in another dtype. A checkpoint of a version that had no choice was made in the device's default.
+        made_in = kept.get("compute_dtype", DEFAULT_COMPUTE_DTYPE[self._request.device])
+        if made_in != self._request.compute_dtype:
+            raise InvalidSpec(
+                f"the checkpoint was made in {made_in} and this attempt computes in {self._request.compute_dtype}, so it cannot be "
+                f"continued exactly; submit a new job, or one with train.compute_dtype: {made_in} from the start"
             )
         self._trainer.restore(kept["trainer"])
         self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
@@ -193,6 +219,7 @@ class Training:
             "last_eval": self._last_eval,
             "data": self._data_identity(),
             "num_threads": self._request.num_threads,
+            "compute_dtype": self._request.compute_dtype,
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
@@ -298,7 +325,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=train.max_skipped_steps,
         seed=train.seed,
-        optimizer_threads=request.num_threads,
+        optimizer_threads=update_threads(request.num_threads, device_kind=request.device),
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
     )

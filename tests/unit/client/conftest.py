@@ -190,6 +190,8 @@ def planned(daemon: Daemon) -> job_pb2.MemoryPlan:
         fits=True,
         num_parameters=1024,
         device="cuda",
+        compute_dtype="bfloat16",
+        hint="another setting is faster",
         prediction=job_pb2.StepPrediction(
             step_s=0.25, tokens_per_second=2048, bound="compute", total_s=90, peak_flops_per_s=1e11
         ),

@@ -295,8 +295,9 @@ def test_plan(run: Run, planned: job_pb2.MemoryPlan) -> None:
     result = run("job", "plan", _job_yaml())
     assert result.exit_code == 0
     assert "weights     4.0 KiB   512 B" in result.stdout
-    assert "1,024 parameters, computed on cuda: it fits" in result.stdout
+    assert "1,024 parameters, computed on cuda in bfloat16: it fits" in result.stdout
     assert "predicted: 2,048 tokens/s (limited by compute), 0.25 s per step, about 0:01:30 in total" in result.stdout
+    assert "hint: another setting is faster" in result.stdout
     plan = json.loads(run("job", "plan", _job_yaml(), "-o", "json").stdout)["plan"]
     assert (plan["fits"], plan["prediction"]["total_s"]) == (True, 90)
 

@@ -128,7 +128,7 @@ def test_a_plan_that_does_not_fit_is_one(run: Run, planned: job_pb2.MemoryPlan) 
     planned.fits, planned.message = False, "needs 2 GiB"
     refused = run("job", "plan", "-", stdin=text)
     assert refused.exit_code == 1
-    assert "computed on cuda: it does not fit; needs 2 GiB" in refused.stdout
+    assert "computed on cuda in bfloat16: it does not fit; needs 2 GiB" in refused.stdout
     for output in ("name", "json"):
         assert run("job", "plan", "-", "-o", output, stdin=text).exit_code == 1
     assert run("job", "plan", "-", "-o", "name", stdin=text).stdout == "does-not-fit\n"

@@ -12,8 +12,9 @@ from tests.cpu_runtime import CpuRuntime
 from horizon_server.engine import rate_probe
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.rate_probe import measure_rates
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.ledger import ComputeDtype, DeviceKind
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds
 
@@ -54,11 +55,25 @@ def test_without_a_budget_the_first_width_is_measured_all_the_same() -> None:
     assert [width.hidden_size for width in rates.widths] == [64]
 
 
+def test_the_host_is_measured_in_the_dtype_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(kind: DeviceKind, *, compute_dtype: ComputeDtype, num_threads: int) -> HostDevice:
+        device = device_for(kind, compute_dtype=compute_dtype, num_threads=num_threads)
+        assert isinstance(device, HostDevice)
+        made.append(device.compute_dtype)
+        return device
+
+    monkeypatch.setattr(rate_probe, "device_for", make)
+    check(measure_rates("host", num_threads=1, compute_dtype="bfloat16", budget_s=0.0))
+    assert set(made) == {torch.bfloat16}
+
+
 def test_the_cuda_devices_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the driver's port, on a machine without a GPU: the calls and the clock's marks, not the speed."""
 
-    def make(kind: DeviceKind, *, num_threads: int) -> CudaDevice:
-        assert kind == "cuda"
+    def make(kind: DeviceKind, *, compute_dtype: ComputeDtype, num_threads: int) -> CudaDevice:
+        assert (kind, compute_dtype) == ("cuda", "bfloat16")
         return CudaDevice(runtime=CpuRuntime())
 
     monkeypatch.setattr(rate_probe, "device_for", make)

@@ -16,9 +16,18 @@ import pytest
 from tests.support.rates import RATES
 
 from horizon_server.children.entry import Answer, Failure, encode_line
-from horizon_server.errors import WorkerFailed
+from horizon_server.errors import BadSetting, WorkerFailed
 from horizon_server.planning import machine
-from horizon_server.planning.machine import Accelerator, IdleMeasurement, Machine, RateBook, measure_rates
+from horizon_server.planning.machine import (
+    Accelerator,
+    Gpu,
+    IdleMeasurement,
+    Machine,
+    RateBook,
+    measure_rates,
+    usable_accelerators,
+    worker_environment,
+)
 
 MACHINE = Machine(cpu="a processor", num_cpus=2, num_threads=2, accelerators=())
 
@@ -79,6 +88,79 @@ def test_a_machine_says_what_it_can_compute_on() -> None:
     with_gpu = Machine.of((Accelerator(index=0, name="H100", memory_bytes=1),), num_threads=3)
     assert (with_gpu.device_kinds, with_gpu.accelerators, with_gpu.num_threads) == (("host", "cuda"), ("H100",), 3)
     assert with_gpu.cpu
+
+
+@pytest.mark.parametrize(
+    ("line", "has_bf16"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2", False),
+        ("Features\t: fp asimd bf16", True),
+        ("Features\t: fp asimd", False),
+    ],
+)
+def test_bf16_is_measured_on_the_host_where_the_cpu_has_instructions_for_it(
+    line: str, has_bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
+    found = Machine.of((), num_threads=1)
+    assert found.has_bf16 == has_bf16
+    bf16 = {"host_bfloat16": ("host", "bfloat16")} if has_bf16 else {}
+    assert found.measured == {"host": ("host", "float32"), **bf16}
+
+
+GPUS = tuple(
+    Gpu(index=i, name=name, memory_bytes=i + 1, uuid=f"GPU-{i}{i}-aa", pci_bus_id="") for i, name in enumerate("abc")
+)
+
+
+async def usable(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, wanted: str | None = None) -> list[str]:
+    monkeypatch.setattr(sys, "executable", fake_python(folder, script))
+    return [gpu.name for gpu in await usable_accelerators(GPUS, os.environ, wanted=wanted)]
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("echo 22-aa; echo 00-aa", ["c", "a"]),
+        ("echo 99-zz", ["a", "b", "c"]),
+        ("echo; echo", ["a", "b", "c"]),
+        ("exit 1", []),
+    ],
+)
+async def test_the_first_gpu_is_the_one_that_torch_finds_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str]
+) -> None:
+    assert await usable(tmp_path, monkeypatch, script) == names
+
+
+@pytest.mark.parametrize(("wanted", "name"), [("2", "c"), ("0", "a"), ("GPU-22-aa", "c"), ("GPU-00", "a")])
+async def test_the_setting_chooses_by_index_or_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, name: str
+) -> None:
+    assert await usable(tmp_path, monkeypatch, "echo 22-aa; echo 00-aa", wanted) == [name]
+
+
+@pytest.mark.parametrize("wanted", ["1", "7", "GPU-", "x"])
+async def test_a_gpu_that_cannot_be_used_is_refused_with_those_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    with pytest.raises(
+        BadSetting, match=rf"setting gpu: '{wanted}' names . of the GPUs .*\(2 \(GPU-22-aa\), 0 \(GPU-00-aa\)\)"
+    ):
+        await usable(tmp_path, monkeypatch, "echo 22-aa; echo 00-aa", wanted)
+
+
+def test_a_worker_on_a_gpu_sees_that_one_and_allocates_without_gaps() -> None:
+    own = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
+    made = worker_environment(own, "cuda", GPUS[1])
+    assert made == {**own, "CUDA_VISIBLE_DEVICES": "GPU-11-aa", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert worker_environment(own, "host", GPUS[1]) == own
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:64"}
+        assert worker_environment(chosen, "cuda", None) == chosen
 
 
 async def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,16 @@ from safetensors.torch import save_file
 from tests.support.rates import RATES
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.machine import Accelerator, HostMemory, find_accelerators, usable_accelerators
+from horizon_server.planning.machine import (
+    Accelerator,
+    Gpu,
+    HostMemory,
+    RatesByDevice,
+    find_accelerators,
+    usable_accelerators,
+)
 from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.rates import DeviceRates, WidthRates
 from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.spec import JobSpec, parse_job_spec
 
@@ -53,7 +60,13 @@ def spec_of(*, device: str = "auto", **train: Any) -> JobSpec:
 
 
 def worker_memory(
-    folder: Path, spec: JobSpec, *, accelerators: tuple[Accelerator, ...] = (), arena_bytes: int = GIB
+    folder: Path,
+    spec: JobSpec,
+    *,
+    accelerators: tuple[Accelerator, ...] = (),
+    arena_bytes: int = GIB,
+    rates: RatesByDevice | None = None,
+    has_bf16: bool = True,
 ) -> WorkerMemory:
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
@@ -62,6 +75,8 @@ def worker_memory(
         arena_limit_bytes=arena_bytes,
         num_threads=1,
         accelerators=accelerators,
+        rates=lambda: rates or {},
+        has_bf16=has_bf16,
     )
     return planner.worker_memory(spec, folder)
 
@@ -106,6 +121,79 @@ def test_auto_means_cuda_where_there_is_one(
     assert memory.plan.fits
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "wanted", "num_bytes"),
+    [
+        ("auto", "auto", "float32", 16),
+        ("host", "float32", "float32", 16),
+        ("host", "bfloat16", "bfloat16", 14),
+        ("cuda", "auto", "bfloat16", 14),
+        ("cuda", "bfloat16", "bfloat16", 14),
+    ],
+)
+def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
+    folder: Path, device: str, asked: str, wanted: str, num_bytes: int
+) -> None:
+    memory = worker_memory(folder, spec_of(device=device, compute_dtype=asked), accelerators=(H100,))
+    assert memory.compute_dtype == memory.plan.compute_dtype == wanted
+    assert bytes_per_parameter(memory) == num_bytes
+
+
+def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.compute_dtype is float32.*use bfloat16 or auto, or device: host"
+    ) as caught:
+        worker_memory(folder, spec_of(device="cuda", compute_dtype="float32"), accelerators=(H100,))
+    assert [violation.field for violation in caught.value.violations] == ["train.compute_dtype"]
+
+
+def test_bf16_halves_what_the_device_holds_and_streams(folder: Path) -> None:
+    exact, rounded = (worker_memory(folder, spec_of(compute_dtype=dtype)).plan for dtype in ("float32", "bfloat16"))
+    for component in ("weights", "activations"):
+        assert exact.device_bytes[component] == 2 * rounded.device_bytes[component]
+    # Gradients add up in fp32 in either.
+    assert exact.device_bytes["gradients"] == rounded.device_bytes["gradients"]
+
+
+def test_a_cpu_without_bf16_instructions_is_warned_of(folder: Path) -> None:
+    spec = spec_of(compute_dtype="bfloat16", warmup_steps=0)
+    assert "no bf16 instructions" in worker_memory(folder, spec, has_bf16=False).plan.message
+    assert worker_memory(folder, spec).plan.message == ""
+    exact = spec_of(compute_dtype="float32", warmup_steps=0)
+    assert worker_memory(folder, exact, has_bf16=False).plan.message == ""
+
+
+def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) -> None:
+    def rates(flops_per_s: float) -> DeviceRates:
+        width = WidthRates(
+            hidden_size=32,
+            gemm_flops_per_s=((1, flops_per_s),),
+            elementwise_bytes_per_s=1e15,
+            head_bytes_per_s=1e15,
+        )
+        copies = dict.fromkeys((name for name in vars(RATES) if name.endswith("bytes_per_s")), 1e15)
+        plain = {**vars(RATES), **copies, "widths": (width,), "peak_flops_per_s": flops_per_s}
+        for name in ("attention_forward_flops_per_s", "attention_backward_flops_per_s"):
+            plain[name] = ((1, flops_per_s),)
+        return DeviceRates(**plain)
+
+    both = {"host": rates(1e9), "host_bfloat16": rates(3e9)}
+    exact, rounded = (
+        worker_memory(folder, spec_of(compute_dtype=dtype), rates=both).plan for dtype in ("auto", "bfloat16")
+    )
+    assert exact.prediction is not None and rounded.prediction is not None
+    assert exact.prediction.step_s == pytest.approx(3 * rounded.prediction.step_s, rel=0.05)
+    assert (
+        exact.hint
+        == "train.compute_dtype: bfloat16 is predicted to be 3.0 times as fast on this CPU, at the precision of bf16"
+    )
+    assert rounded.hint == ""
+    # Who has chosen, or would gain nothing, needs no hint; without rates there is no number to give.
+    assert worker_memory(folder, spec_of(compute_dtype="float32"), rates=both).plan.hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9), "host_bfloat16": rates(1e9)}).plan.hint == ""
+    assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).plan.hint == ""
+
+
 def test_cuda_is_refused_in_one_sentence_where_there_is_none(folder: Path) -> None:
     with pytest.raises(InvalidSpec, match="device: cuda needs a CUDA device, and this node has none"):
         worker_memory(folder, spec_of(device="cuda"))
@@ -118,10 +206,12 @@ def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[
     assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
 
 
-def test_the_device_limit_is_that_of_the_smallest_accelerator(folder: Path) -> None:
+def test_the_device_limit_is_that_of_the_accelerator_that_jobs_use(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(small, H100))
     assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
+    assert memory.plan.device_limit_bytes > 70 * GIB
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:
@@ -139,7 +229,7 @@ def test_what_does_not_fit_either_way_is_refused_with_numbers_and_advice(folder:
 
 
 async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:
-    found = (Accelerator(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
+    found = (Gpu(index=0, name="NVIDIA H100", memory_bytes=80 * GIB),)
     assert bool(await usable_accelerators(found, os.environ)) == torch.cuda.is_available()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horizon_server.store.cpus import available_cpus
+from horizon_server.store.cpus import available_cpus, update_threads
 
 
 def write(file: Path, text: str) -> None:
@@ -46,3 +46,12 @@ def test_omp_num_threads_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     before = available_cpus()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert available_cpus() == before >= 1
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "host", "cuda"),
+    [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 2), (6, 6, 3), (8, 8, 4), (16, 16, 12), (64, 64, 60)],
+)
+def test_the_optimizer_leaves_cores_to_the_threads_that_feed_a_gpu(num_cpus: int, host: int, cuda: int) -> None:
+    assert update_threads(num_cpus, device_kind="host") == host
+    assert update_threads(num_cpus, device_kind="cuda") == cuda

@@ -14,7 +14,8 @@ import pytest
 from horizon_server.children.entry import EventWriter, Failure, decode_line
 from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
-from horizon_server.worker.training import WorkerRequest
+from horizon_server.worker.__main__ import work
+from horizon_server.worker.training import Training, WorkerRequest
 
 REQUEST: dict[str, Any] = {
     "job_id": "job_1",
@@ -41,7 +42,59 @@ def test_a_request_is_read_as_it_was_written() -> None:
     assert (request.evaluation, request.resume_from) == (None, Path("/checkpoints/step-00000002"))
     assert request.planes == {"hi": 7, "lo": 8}
     assert request.trace is None
+    assert (request.gpu, request.numa_interleave) == ("", True)
+    assert WorkerRequest.from_mapping(REQUEST | {"gpu": "GPU-1"}).gpu == "GPU-1"
     assert WorkerRequest.from_mapping(REQUEST | {"trace": "/jobs/trace.json"}).trace == Path("/jobs/trace.json")
+
+
+_INTERVAL = """
+import sys
+from horizon_server.worker.__main__ import work
+try:
+    work({}, None)
+except KeyError:
+    print(sys.getswitchinterval())
+"""
+
+
+def test_threads_that_launch_get_the_interpreter_back_quickly() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERVAL],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert float(done.stdout) <= 1e-4
+
+
+class Part:
+    """A trainer, device or store that cannot be closed."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self._name, self._closed = name, closed
+
+    def close(self) -> None:
+        self._closed.append(self._name)
+        raise RuntimeError(f"{self._name}: CUDA error: unspecified launch failure")
+
+
+def test_every_part_is_closed_after_the_first_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    made = object.__new__(Training)
+    made._trainer, made._device, made._store = (Part(name, closed) for name in ("trainer", "device", "store"))  # type: ignore[assignment]
+    made._trace = None
+
+    def run() -> bool:
+        raise ZeroDivisionError("the true reason")
+
+    made.run = run  # type: ignore[method-assign]
+    monkeypatch.setattr("horizon_server.worker.training.Training", lambda *_, **__: made)
+
+    with pytest.raises(ZeroDivisionError, match="the true reason"):
+        work(REQUEST, EventWriter(os.open(os.devnull, os.O_WRONLY)))
+    assert closed == ["trainer", "device", "store"]
 
 
 def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:

@@ -85,6 +85,7 @@ def train(
             job_id="job_1", attempt=1, spec=spec, model=folder / "model", prepared=folder / "prepared", evaluation=None,
             checkpoints=folder / "checkpoints", resume_from=folder / "checkpoints/step-00000001" if resume else None,
             planes=planes, grad_dtype_bytes=memory.grad_dtype_bytes, num_threads=num_threads, device="host",
+            compute_dtype=memory.compute_dtype,
             device_limit_bytes=memory.plan.device_limit_bytes, activation_placement=memory.activation_placement,
         )  # fmt: skip
         training = Training(request, events=events, orders=NoOrders())
@@ -160,3 +161,28 @@ def test_a_warmup_that_is_shorter_than_the_job_is_not_reported(tmp_path: Path) -
     write_inputs(tmp_path, "llama")
     messages = train(tmp_path, max_steps=None, epochs=1, warmup_steps=2)
     assert not any(message.level == "warning" for message in messages)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_job_ends_with_the_bits_of_one_that_was_never_stopped(dtype: str, tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path, compute_dtype=dtype)
+    last = tmp_path / "checkpoints/step-00000002"
+    whole = {file.name: load_file(file) for file in sorted(last.rglob("*.safetensors"))}
+
+    train(tmp_path, resume=True, compute_dtype=dtype)
+
+    assert whole
+    for file in sorted(last.rglob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensor, whole[file.name][name]), f"{file.name}: {name}"
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "auto")])
+def test_a_checkpoint_is_continued_only_in_the_dtype_that_made_it(dtypes: tuple[str, str], tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    first, second = dtypes
+    train(tmp_path, compute_dtype=first)
+    with pytest.raises(InvalidSpec, match=f"the checkpoint was made in {first} and this attempt computes in"):
+        train(tmp_path, resume=True, compute_dtype=second)
+    train(tmp_path, resume=True, compute_dtype=first)

@@ -10,7 +10,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Unpack
@@ -18,7 +18,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, out_of_memory
+from horizon_server.engine.device.cuda_queue import CudaQueue, StreamClock, memory_refusals
 from horizon_server.engine.device.cuda_runtime import Runtime, TorchCuda
 from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffers, PinnedRanges, StagingRing
 from horizon_server.engine.device.protocol import Component, HostComponent
@@ -51,13 +51,13 @@ class CudaDevice(QueuedDevice):
         **switches: Unpack[Switches],
     ) -> None:
         self._runtime = runtime or TorchCuda()
+        # Also where there is none: a limit binds the process, and an earlier device may have left one.
+        self._runtime.limit_memory(limit_bytes)
         super().__init__(
             arena=Arena(limit_bytes=limit_bytes, device=self._runtime.device),
             host_buffers=HostBuffers(num_threads=available_cpus()),
             **switches,
         )
-        if limit_bytes is not None:
-            self._runtime.limit_memory(limit_bytes)
         self._pinned = PinnedRanges(self._runtime)
         streams = {name: self._runtime.new_stream() for name in ("h2d", "compute", "d2h")}
         self._clock = StreamClock(self._runtime, streams["compute"])
@@ -100,17 +100,15 @@ class CudaDevice(QueuedDevice):
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         """CUDA: synchronises the device, so that no stream meets what another one left there."""
-        try:
+        with memory_refusals():
             tensor = super().allocate(component, num_elements, dtype)
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error) from error
         self._runtime.synchronize()
         return tensor
 
     def free(self, tensor: Tensor) -> None:
-        """CUDA: synchronises the device."""
+        """CUDA: synchronises the device. A device that is broken fails the queues, not the caller, who is closing what is left."""
         super().free(tensor)
-        self._runtime.synchronize()
+        self._synchronize()
 
     def allocate_host(
         self, component: HostComponent, num_elements: int, dtype: torch.dtype, *, piece_elements: int | None = None
@@ -132,11 +130,20 @@ class CudaDevice(QueuedDevice):
 
     def place(self, tensor: Tensor) -> Tensor:
         """CUDA: a copy from pageable memory, complete when it returns."""
-        return tensor.to(self._runtime.device)
+        with memory_refusals():
+            return self._runtime.place(tensor)
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
         """2 bytes a parameter, no cast."""
         self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        """Through the staging ring: it is small, and both halves of the master are joined on the host."""
+
+        def copy() -> None:
+            self._up.upload(store.exact(index, read).view(-1), out)
+
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         work = partial(self._up.upload_rows, store.tensor(name, "hi"), rows_R, out_RD)
@@ -189,24 +196,31 @@ class CudaDevice(QueuedDevice):
         return use
 
     def peak_bytes(self) -> Mapping[str, int]:
-        """The workspace is the allocator's peak beyond what was allocated by name."""
+        """The workspace is the allocator's peak beyond what was allocated by name; `cached` is what it holds beyond all tensors."""
         peak = dict(self.arena.peak_bytes())
         named = sum(num_bytes for component, num_bytes in peak.items() if component != "workspace")
-        peak["workspace"] = max(0, self._runtime.peak_allocated_bytes() - named)
+        allocated = self._runtime.peak_allocated_bytes()
+        peak["workspace"] = max(0, allocated - named)
+        # Gaps that fit no tensor: where they grow, a job fails although its plan fits.
+        peak["cached"] = max(0, self._runtime.peak_reserved_bytes() - allocated)
         return peak
 
     def close(self) -> None:
         """CUDA: synchronises the device, because a copy may be under way when a queue's thread has ended."""
         super().close()
-        try:
-            # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
-            self._runtime.synchronize()
-        except RuntimeError as error:
-            self._group.keep(error)
+        # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
+        self._synchronize()
         self._pinned.clear()
         if self._cast is not None:
             self.free(self._cast)
         self._cast = None
+
+    def _synchronize(self) -> None:
+        try:
+            self._runtime.synchronize()
+        except RuntimeError as error:
+            # After an illegal access every call of the driver fails; the first error is the true one.
+            self._group.keep(error)
 
     def _upload(self, source: Tensor, out: Tensor, *, label: str) -> None:
         # From memory that is not pinned, a copy would block the launching thread and run at a fraction of the speed.

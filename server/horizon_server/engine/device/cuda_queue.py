@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,17 +122,15 @@ class CudaQueue(HostQueue):
     def record(self) -> Event:
         """CUDA: the event is in the stream when the thread has got there."""
         event = CudaEvent(self.name, self._runtime.new_mark(), self._group)
-        self._executor.submit(event.issue, self.stream).add_done_callback(self._group.collect)
+        self._tasks.put(partial(event.issue, self.stream))
         return event
 
     def _execute(self, work: Work, num_bytes: int, label: str) -> None:
         start, end = self._runtime.new_mark(), self._runtime.new_mark()
         with self._runtime.using(self.stream):
             start.record(self.stream)
-            try:
+            with memory_refusals():
                 work()
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(error) from error
             end.record(self.stream)
         self.timeline.add_marks(start, end, num_bytes=num_bytes, label=label)
 
@@ -147,9 +148,13 @@ class CudaQueue(HostQueue):
         self.timeline.add_marks(start, end, waits_for=event.origin)
 
 
-def out_of_memory(error: torch.OutOfMemoryError) -> DoesNotFit:
-    """The error a user sees when the device has no memory left."""
-    first_line = str(error).partition("\n")[0]
-    return DoesNotFit(
-        f"device memory: {first_line}; lower tokens_per_step or sequence_length, or raise the device's memory limit"
-    )
+@contextmanager
+def memory_refusals() -> Iterator[None]:
+    """Inside, a device that has no memory left raises DoesNotFit, as its limit does."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first_line = str(error).partition("\n")[0]
+        raise DoesNotFit(
+            f"device memory: {first_line}; lower tokens_per_step or sequence_length, or raise the device's memory limit"
+        ) from error

@@ -60,21 +60,30 @@ class Runtime(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
-    def limit_memory(self, num_bytes: int) -> None:
-        """Have allocations beyond this fail as out of memory."""
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy on the device, complete when it returns."""
+
+    def limit_memory(self, num_bytes: int | None) -> None:
+        """Have allocations beyond this fail as out of memory; None lifts the limit."""
 
     def peak_allocated_bytes(self) -> int:
         """The most that tensors have held on the device."""
+
+    def peak_reserved_bytes(self) -> int:
+        """The most that the allocator has taken from the driver: what tensors held, and the gaps between them."""
 
     def generator(self) -> torch.Generator:
         """What dropout on the device draws from."""
 
 
 class TorchCuda:
-    """The real one, for the first CUDA device that the process sees."""
+    """The real one, for one CUDA device of those that the process sees."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        # With a mask and a row length of 64 beyond a multiple of 128, cuDNN's backward of attention gives NaN on Hopper (pytorch#196678),
+        # and it compiles a plan for every new row length. Flash and memory-efficient attention do neither.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         # What an earlier device of this process held at its peak is not ours.
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -106,12 +115,19 @@ class TorchCuda:
     def unregister(self, address: int) -> None:
         self._call_driver("cudaHostUnregister", address)
 
-    def limit_memory(self, num_bytes: int) -> None:
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def limit_memory(self, num_bytes: int | None) -> None:
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes), self.device)
+        share = 1.0 if num_bytes is None else min(1.0, num_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def peak_allocated_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    def peak_reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
 
     def generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device.index]

@@ -6,7 +6,7 @@ Shapes: R = rows of a table that are used, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Unpack
@@ -25,24 +25,26 @@ _GATHER_ROWS = 4096
 
 
 class HostDevice(QueuedDevice):
-    """Trains on a CPU-only machine, in fp32, and makes the schedule testable.
+    """Trains on a CPU-only machine and makes the schedule testable: in fp32, or in bf16 exactly as a cuda device does.
 
     `link_bytes_per_s` emulates a link of that speed in each direction. `num_threads` is compute's intra-op threads: the CPUs this
-    process may use, unless given. Results do not depend on any option but this one.
+    process may use, unless given. Results do not depend on any option but this one and `compute_dtype`.
     """
 
     name: DeviceKind = "host"
-    compute_dtype = torch.float32
-    gradient_dtype = torch.float32
 
     def __init__(
         self,
         *,
+        compute_dtype: torch.dtype = torch.float32,
         limit_bytes: int | None = None,
         link_bytes_per_s: float | None = None,
         num_threads: int | None = None,
         **switches: Unpack[Switches],
     ) -> None:
+        assert compute_dtype in (torch.float32, torch.bfloat16)
+        # The dtype that gradients leave in is the same: fp32 for exactness, else what crosses a cuda device's link.
+        self.compute_dtype = self.gradient_dtype = compute_dtype
         num_threads = num_threads or available_cpus()
         host_buffers = HostBuffers(num_threads=num_threads)
         super().__init__(arena=Arena(limit_bytes=limit_bytes), host_buffers=host_buffers, **switches)
@@ -94,28 +96,38 @@ class HostDevice(QueuedDevice):
         return tensor
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """Both halves of the master cross the link: 4 bytes a parameter."""
-        num_bytes = out.numel() * 4
+        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone."""
 
         def copy() -> None:
-            with self._link(num_bytes):
-                store.merge_master(index, out)
+            with self._link(out.nbytes):
+                if out.dtype is torch.float32:
+                    store.merge_master(index, out)
+                else:
+                    out.copy_(store.unit(index, "hi"))
 
-        self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"unit {index}")
+
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        def copy() -> None:
+            with self._link(out.nbytes):
+                out.copy_(store.exact(index, read).view(-1))
+
+        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"fp32 parameters of unit {index}")
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
-        num_bytes = out_RD.numel() * 4
-
         def copy() -> None:
-            with self._link(num_bytes):
-                hi_VD, lo_VD = store.tensor(name, "hi"), store.tensor(name, "lo")
+            hi_VD, lo_VD = store.tensor(name, "hi"), store.tensor(name, "lo")
+            with self._link(out_RD.nbytes):
+                if out_RD.dtype is not torch.float32:
+                    torch.index_select(hi_VD, 0, rows_R, out=out_RD)
+                    return
                 # In parts, because the merge makes several temporary copies of the rows.
                 for start in range(0, rows_R.numel(), _GATHER_ROWS):
                     rows = rows_R[start : start + _GATHER_ROWS]
                     bits = (hi_VD[rows].view(torch.int16).int() << 16) + lo_VD[rows].int()
                     out_RD[start : start + _GATHER_ROWS].copy_(bits.view(torch.float32))
 
-        self.h2d.submit(copy, num_bytes=num_bytes, label=f"rows of {name}")
+        self.h2d.submit(copy, num_bytes=out_RD.nbytes, label=f"rows of {name}")
 
     def upload(self, source: Tensor, out: Tensor) -> None:
         self._copy(self.h2d, source, out)

@@ -141,9 +141,11 @@ class PinnedRanges:
             if code == 0:
                 self._pieces.append((address, address + num_bytes, memory))
             else:
+                # Which of the reasons it is, the driver does not say: cudaHostRegister reports most of them as one code.
                 self.refusals.append(
-                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to "
-                    "it take a detour and are slower; raise the memory lock limit (ulimit -l), if there is one"
+                    f"the driver refused to pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {code}); copies from and to it "
+                    "take a detour and are slower; the usual reasons are too little free host memory (free some, or lower "
+                    "tokens_per_step), WSL, which pins only part of it, or a container or unit with a memory lock limit (ulimit -l)"
                 )
 
     def remove(self, memory: Tensor) -> None:

@@ -125,6 +125,9 @@ class Device(Protocol):
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
         """Append the copy of a unit's weights to h2d; `out` has the unit's padded length."""
 
+    def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
+        """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
+
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         """Append the gathering and copy of some rows of a 2-D parameter to h2d."""
 

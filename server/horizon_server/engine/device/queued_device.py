@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import TypedDict
 
 import torch
@@ -17,6 +20,11 @@ from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
 from horizon_server.engine.device.timeline import Span, Timeline, Trace, summarise
 from horizon_server.figures import QueueFigures
+
+Task = Callable[[], object]
+"""What a queue's thread calls next."""
+
+_open_queues: weakref.WeakSet[HostQueue] = weakref.WeakSet()
 
 
 class Switches(TypedDict, total=False):
@@ -44,14 +52,9 @@ class QueueGroup:
         """Whether any queue failed."""
         return self._error is not None
 
-    def collect(self, future: Future[None]) -> None:
-        """Keep a finished work's error if it is the first."""
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            self.keep(error)
-
     def keep(self, error: BaseException) -> None:
         """Keep an error if it is the first: later ones are consequences of it."""
+        _clear_frames(error)
         with self._lock:
             self._error = self._error or error
 
@@ -86,33 +89,38 @@ class HostQueue:
         self._group = group
         # By name, so that queues of one seed do not pause in step.
         self._random = random.Random(f"{group.delay_seed}-{name}")
-        self._executor = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix=f"horizon-{name}",
-            initializer=_start_thread,
-            initargs=(num_threads,),
+        # Not an executor, whose futures make a submission seven times as costly; the driver submits hundreds for each step.
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._tasks, group, num_threads), name=f"horizon-{name}", daemon=True
         )
+        self._thread.start()
+        _open_queues.add(self)
+        # A queue that is dropped without `close` takes its thread along.
+        self._finish = weakref.finalize(self, self._tasks.put, None)
+        self._finish.atexit = False
         # Until the thread runs: the next queue's thread must not set its count of threads before this one has asked for its own.
         self.record().wait()
 
     def submit(self, work: Work, *, num_bytes: int = 0, label: str = "") -> None:
         """Append work; its error, if any, is kept in the group."""
-        self._executor.submit(self._run, work, num_bytes, label).add_done_callback(self._group.collect)
+        self._tasks.put(partial(self._run, work, num_bytes, label))
 
     def wait(self, event: Event) -> None:
         """Let later work wait for the event."""
-        self._executor.submit(self._wait, event).add_done_callback(self._group.collect)
+        self._tasks.put(partial(self._wait, event))
 
     def record(self) -> Event:
         """An event after everything submitted so far."""
         event = HostEvent(self.name)
         # Not by `submit`: it must happen after a failure too, or a thread that waits for it would wait forever.
-        self._executor.submit(event.set)
+        self._tasks.put(event.set)
         return event
 
     def close(self) -> None:
         """Let what was submitted end, then end the thread."""
-        self._executor.shutdown(wait=True)
+        self._finish()
+        self._thread.join()
 
     def _run(self, work: Work, num_bytes: int, label: str) -> None:
         # Its inputs may be what the failed work has not written.
@@ -219,6 +227,36 @@ class QueuedDevice:
         # In any order: each finishes what it was given, so that events that another one waits for still happen.
         for queue in (self.h2d, self.compute, self.d2h, *self._host_queues):
             queue.close()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of an error and of what caused it, but not where it happened."""
+    # They are what the failed work computed with, gigabytes of it on a GPU, for as long as somebody holds the error.
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+
+
+@atexit.register
+def _close_queues() -> None:
+    # A thread that is still inside torch while the interpreter goes down would crash the process.
+    for open_queue in list(_open_queues):
+        open_queue.close()
+
+
+def _serve(tasks: SimpleQueue[Task | None], group: QueueGroup, num_threads: int) -> None:
+    """The thread of a queue, which does not hold the queue itself."""
+    _start_thread(num_threads)
+    while (task := tasks.get()) is not None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the driving thread raises it
+            group.keep(error)
+        # Or the last task's tensors would live until the next one comes.
+        del task
 
 
 def _start_thread(num_threads: int) -> None:

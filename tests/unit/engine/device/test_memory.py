@@ -46,10 +46,10 @@ def test_a_refusal_is_told_with_its_size() -> None:
     pinned = PinnedRanges(CpuRuntime(pinnable_bytes=100))
     pinned.add(torch.zeros(1 << 28, dtype=torch.uint8), cuts=[0, 1 << 28])
 
-    assert pinned.refusals == [
-        "the driver refused to pin 0.25 GiB of host memory (CUDA error 2); copies from and to it take a detour and are slower; "
-        "raise the memory lock limit (ulimit -l), if there is one"
-    ]
+    (refusal,) = pinned.refusals
+    assert refusal.startswith("the driver refused to pin 0.25 GiB of host memory (CUDA error 2)")
+    # cudaHostRegister does not check the memory lock limit on x86, so that is the last of the reasons.
+    assert [refusal.find(reason) > 0 for reason in ("free host memory", "WSL", "container", "ulimit -l")] == [True] * 4
 
 
 @pytest.fixture

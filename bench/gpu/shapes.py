@@ -1,0 +1,117 @@
+"""The models and sizes that the stages run with: Qwen2.5's on a GPU, tiny ones in a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench.gpu.task import DeviceChoice
+
+QWEN25: dict[str, dict[str, Any]] = {
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
+}  # fmt: skip
+MAX_POSITIONS = 1 << 17
+
+RowKind = Literal["equal", "short", "varied", "packed"]
+"""Rows of one document each, all of the full length or of a quarter of it or of many lengths; or full rows of documents of about 200
+tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One cell of the curve."""
+
+    tokens: int
+    rows: RowKind = "equal"
+    clip: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the stages are. `row_tokens` is the longest row of the engine's steps."""
+
+    shapes: tuple[str, ...]
+    compute_shape: str
+    gemm_rows: tuple[int, ...]
+    attention_rows: tuple[int, ...]
+    timing_s: float
+    link_elements: int
+    adamw_parameters: int
+    adamw_pairs: int
+    row_tokens: int
+    points: tuple[Point, ...]
+    profile_tokens: int
+    resident_tokens: tuple[int, ...]
+    num_lengths: int
+    shortest_length: int
+
+
+SIZES: Mapping[DeviceChoice, Sizes] = {
+    "cuda": Sizes(
+        shapes=("7b", "1.5b"),
+        compute_shape="7b",
+        gemm_rows=(1024, 4096, 16384),
+        attention_rows=(1024, 4096, 16384),
+        timing_s=0.03,
+        link_elements=1 << 28,
+        adamw_parameters=1 << 26,
+        adamw_pairs=3,
+        row_tokens=4096,
+        # The smallest first, which shows how long the others will take; then the most wanted.
+        points=(
+            Point(tokens=8192),
+            Point(tokens=65536),
+            Point(tokens=32768),
+            Point(tokens=65536, rows="packed"),
+            Point(tokens=65536, rows="varied"),
+            Point(tokens=131072),
+            Point(tokens=32768, rows="short"),
+            Point(tokens=8192, clip=False),
+            Point(tokens=65536, clip=False),
+        ),
+        profile_tokens=16384,
+        resident_tokens=(65536, 8192),
+        num_lengths=64,
+        shortest_length=256,
+    ),
+    "cpu": Sizes(
+        shapes=("tiny",),
+        compute_shape="tiny",
+        gemm_rows=(16, 64),
+        attention_rows=(32,),
+        timing_s=0.001,
+        link_elements=1 << 18,
+        adamw_parameters=1 << 20,
+        adamw_pairs=2,
+        row_tokens=64,
+        points=(
+            Point(tokens=128),
+            Point(tokens=256),
+            Point(tokens=256, rows="packed"),
+            Point(tokens=256, rows="varied"),
+            Point(tokens=256, rows="short"),
+            Point(tokens=256, clip=False),
+        ),
+        profile_tokens=128,
+        resident_tokens=(256,),
+        num_lengths=16,
+        shortest_length=8,
+    ),
+}
+"""7b takes 106 GB of host memory; where that is not there, the next shape runs."""
+
+FORECAST_TFLOPS: Mapping[str, Mapping[int, float]] = {
+    "eager": {8192: 181, 32768: 330, 65536: 346, 131072: 354, 262144: 358},
+    "eager, short": {8192: 156, 32768: 262, 65536: 269, 131072: 273, 262144: 276},
+    "eager, packed": {8192: 170, 32768: 294, 65536: 301, 131072: 307, 262144: 310},
+    "all": {8192: 242, 32768: 477, 65536: 495, 131072: 482, 262144: 476},
+}
+"""Useful TFLOP/s of the 7b shape on one H100, exact clipping, bf16, by tokens per step: predicted before any GPU had run it, for the
+eager engine and for one with own attention, long micro-batches, fused layers and head, accumulation in the products and spare memory
+in use. Assumes 670 TFLOP/s in products, a link of 50 GB/s and host memory of 200 GB/s."""

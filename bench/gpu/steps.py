@@ -1,0 +1,201 @@
+"""Steps of the engine as the stages run them: a model of a named shape, its store in the shared memory files, rows, and a trainer.
+
+Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from bench.gpu.machine import device_limit_bytes, free_host_bytes
+from bench.gpu.shapes import MAX_POSITIONS, QWEN25, SIZES, RowKind
+from bench.gpu.task import PLANES, Task
+from bench.models import rows_of
+from horizon_server.engine.device import device_for
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.device.timeline import Trace
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.errors import DoesNotFit
+from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.model_folder import ModelShape
+from horizon_server.store.cpus import available_cpus
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import plane_sizes
+
+_MEAN_DOCUMENT_TOKENS, _SPREAD = 200, 0.8
+"""Of packed documents: lognormal, as the rows of instruction data sets are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A shape's template, and the device kind that it runs on."""
+
+    shape: str
+    config: PretrainedConfig
+    template: Template
+    kind: DeviceKind
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """What gradients are stored as where they are kept."""
+        return torch.bfloat16 if self.kind == "cuda" else torch.float32
+
+
+def choose_model(task: Task) -> Model:
+    """The model asked for, or the one whose store exists already, or the largest that host memory has room for.
+
+    Raises:
+        DoesNotFit: no shape has room; the message has the numbers.
+    """
+    free_bytes = int(task.host_gib * 2**30) or free_host_bytes()
+    refusals = []
+    for shape in [task.shape] if task.shape else SIZES[task.device].shapes:
+        model = model_of(shape, "cuda" if task.device == "cuda" else "host")
+        needed_bytes = sum(_sizes(model).values())
+        if os.fstat(task.plane_fds["hi"]).st_size == _sizes(model)["hi"] or needed_bytes <= free_bytes:
+            return model
+        refusals.append(f"{shape} {needed_bytes / 2**30:.1f} GiB")
+    raise DoesNotFit(
+        f"host memory: {' and '.join(refusals)} for weights and moments, {free_bytes / 2**30:.1f} GiB are free; choose a smaller "
+        "--shape, or give --host-gib where the system reports less than there is"
+    )
+
+
+def model_of(shape: str, kind: DeviceKind) -> Model:
+    """A Qwen2 model of a named shape."""
+    config = AutoConfig.for_model("qwen2", **QWEN25[shape], max_position_embeddings=MAX_POSITIONS)
+    return Model(shape=shape, config=config, template=Template.from_config(config), kind=kind)
+
+
+def open_store(task: Task, model: Model, *, keep_gradients: bool = True) -> HostStore:
+    """The store in the task's memory files, made where it is not there, with small random weights and ones for norms.
+
+    Without gradients each unit is updated as its gradient lands, which is how the daemon trains without clipping.
+    """
+    for name, num_bytes in _sizes(model).items():
+        if os.fstat(task.plane_fds[name]).st_size != num_bytes:
+            os.ftruncate(task.plane_fds[name], num_bytes)
+    fds = {name: task.plane_fds[name] for name in PLANES}
+    store = HostStore.attach(model.template.layout, fds, grad_dtype=model.grad_dtype if keep_gradients else None)
+    # Again in every process: an earlier one may have been stopped in the middle of a step.
+    block = (0.02 * torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))).bfloat16()
+    plane = store.plane("hi")
+    for start in range(0, plane.numel(), block.numel()):
+        part = plane[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
+    for name, shape in model.template.shapes.items():
+        if len(shape) == 1:
+            store.write_master(name, torch.ones(shape) if "norm" in name else torch.zeros(shape))
+    return store
+
+
+@contextmanager
+def opened(
+    task: Task, model: Model, *, keep_gradients: bool = True, trace: Trace | None = None
+) -> Iterator[tuple[HostStore, HostDevice | CudaDevice]]:
+    """A store, and a device that is closed before it: what the device has pinned must be unpinned while the memory is there."""
+    with (
+        closing(open_store(task, model, keep_gradients=keep_gradients)) as store,
+        closing(device_for(model.kind, num_threads=available_cpus(), trace=trace)) as device,
+    ):
+        yield store, device
+
+
+def rows_for(vocab_size: int, *, kind: RowKind, tokens: int, row_tokens: int) -> list[MicroBatch]:
+    """Rows of random tokens that have `tokens` in all."""
+    draw = random.Random(f"{kind}-{tokens}")
+    lengths: list[tuple[int, ...]] = []
+    while (left := tokens - sum(map(sum, lengths))) > 0:
+        if kind == "packed":
+            lengths.append(_documents(draw, min(row_tokens, left)))
+        elif kind == "varied":
+            lengths.append((min(left, draw.randint(row_tokens // 8, row_tokens)),))
+        else:
+            lengths.append((min(left, row_tokens if kind == "equal" else row_tokens // 4),))
+    return rows_of(vocab_size, lengths)
+
+
+def _documents(draw: random.Random, num_tokens: int) -> tuple[int, ...]:
+    mean = min(_MEAN_DOCUMENT_TOKENS, num_tokens / 4)
+    lengths: list[int] = []
+    while (left := num_tokens - sum(lengths)) > 0:
+        length = int(draw.lognormvariate(math.log(mean) - _SPREAD**2 / 2, _SPREAD))
+        lengths.append(min(left, max(2, length)))
+    return tuple(lengths)
+
+
+def plan_of(model: Model, rows: Sequence[MicroBatch]) -> tuple[MemoryPlan, ActivationPlacement]:
+    """The memory of a step of these rows; layer inputs stay on the device where they fit.
+
+    Raises:
+        DoesNotFit: it needs more than the device has, wherever layer inputs are.
+    """
+    tokens, limit_bytes = sum(row.num_tokens for row in rows), device_limit_bytes(model.kind)
+    placements: tuple[ActivationPlacement, ...] = ("device", "host")
+    for placement in placements:
+        plan = plan_memory(
+            model.template.layout,
+            model=ModelShape.from_config(model.config.to_dict()),
+            tokens_per_step=tokens,
+            sequence_length=max(row.num_tokens for row in rows),
+            device_kind=model.kind,
+            grad_bytes=model.grad_dtype.itemsize,
+            num_threads=available_cpus(),
+            activation_placement=placement,
+        )
+        if plan.device_total_bytes <= limit_bytes:
+            return plan, placement
+    raise DoesNotFit(
+        f"device memory: {plan.device_total_bytes / 2**30:.1f} GiB are planned for {tokens} tokens, "
+        f"{limit_bytes / 2**30:.1f} GiB are there"
+    )
+
+
+def trainer_for(model: Model, store: HostStore, device: Device, rows: Sequence[MicroBatch], **more: Any) -> Trainer:
+    """A trainer with room for these rows; without a `grad` plane it does not clip."""
+    settings: dict[str, Any] = {
+        "num_steps": 1000,
+        "learning_rate": 1e-6,
+        "lr_schedule": "constant",
+        "max_grad_norm": None if store.grad_dtype is None else 1.0,
+        "tokens_per_step": sum(row.num_tokens for row in rows),
+    }
+    return Trainer(model.template, store, device, TrainConfig(**{**settings, **more}))
+
+
+def forget(kind: DeviceKind) -> None:
+    """Free what an earlier measurement has left on the device, and forget its peak."""
+    gc.collect()
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def typical_s(steps_s: Sequence[float]) -> float:
+    """The median of all steps but the first, where there are more: the first may prepare what later ones find."""
+    return statistics.median(steps_s[1:] or steps_s)
+
+
+def hardware_flops_of(template: Template, *, model_flops: float, num_tokens: int) -> float:
+    """What is really computed: layers once more than the model's own operations, but for the products that their recompute leaves out."""
+    not_recomputed = template.vocab_size * template.hidden_size + template.num_skipped_parameters
+    return model_flops * 4 / 3 - 2 * not_recomputed * num_tokens
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    return plane_sizes(model.template.layout, grad_dtype_bytes=model.grad_dtype.itemsize)

@@ -1,0 +1,258 @@
+"""Everything that can be measured on a GPU machine, in one command and one time limit, from a bare source tree.
+
+    python3 -m bench.gpu_all --out results --minutes 9
+
+Needs g++, torch, transformers, numpy, safetensors and psutil (pytest for the tests); nothing is installed, nothing is downloaded. Each
+stage has a time limit of its own, writes its results as it goes, and does not stop the others when it fails or crashes:
+
+| file | what |
+| --- | --- |
+| summary.md | at most 40 lines: machine, tests, the curve next to the forecast, ratios, what failed |
+| machine.md | the machine, rates of matrix products and attention, memory and link |
+| tests.md | tests/gpu |
+| curve.md | steps of the engine by tokens and kinds of rows, memory against the plan, rows of many different lengths |
+| profile.md, trace.json.gz | one step kernel by kernel; the trace is for Perfetto |
+| resident.md | the engine against the same kernels on resident weights |
+| results.jsonl | every number above, a line of JSON per row |
+
+`--device cpu` runs the same program with tiny sizes on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.gpu.process import StageProcess
+from bench.gpu.report import RESULTS, Report, without_folders
+from bench.gpu.shapes import QWEN25
+from bench.gpu.summary import Outcome, summary_lines
+from bench.gpu.task import PLANES, Clock, DeviceChoice, Task
+
+ROOT = Path(__file__).resolve().parent.parent
+SUMMARY = "summary.md"
+_RESERVE_S = 3.0
+"""Kept at the end: to stop a stage that does not stop by itself, and for the summary."""
+_LOG_LINES = 60
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Exit|Fit|Model|Spec)\b.*", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the program. `weight` is its share of the time against the stages after it, what earlier ones left over included;
+    it is skipped where that is less than `least_s` on a GPU machine, a fraction of it in a dry run. A stage that counts memory is
+    `fresh`: earlier ones leave libraries' workspaces on the device."""
+
+    name: str
+    module: str
+    file: str
+    weight: float
+    least_s: float
+    fresh: bool = False
+
+
+STAGES = (
+    Stage(name="environment", module="bench.gpu.environment", file="machine.md", weight=40, least_s=10),
+    Stage(name="compute", module="bench.gpu.compute", file="machine.md", weight=50, least_s=15),
+    Stage(name="bandwidth", module="bench.gpu.bandwidth", file="machine.md", weight=50, least_s=20),
+    Stage(name="tests", module="bench.gpu.suite", file="tests.md", weight=110, least_s=30),
+    Stage(name="curve", module="bench.gpu.curve", file="curve.md", weight=210, least_s=60, fresh=True),
+    Stage(name="profile", module="bench.gpu.profile", file="profile.md", weight=50, least_s=30),
+    Stage(name="resident", module="bench.gpu.resident", file="resident.md", weight=70, least_s=40),
+    Stage(name="lengths", module="bench.gpu.lengths", file="curve.md", weight=60, least_s=40),
+)
+_DRY_RUN_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run and on what; the fields that stages use are described in `Task`."""
+
+    out: Path
+    device: DeviceChoice
+    minutes: float
+    stages: Sequence[Stage] = STAGES
+    shape: str = ""
+    tokens: tuple[int, ...] = ()
+    host_gib: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+
+def main() -> int:
+    """Run the stages and print the summary."""
+    arguments = _arguments()
+    clock = Clock(60 * arguments.minutes)
+    build = [sys.executable, str(ROOT / "tools" / "build_kernels.py")]
+    built = subprocess.run(build, capture_output=True, text=True, check=False, timeout=max(1.0, clock.left_s))
+    if built.returncode:
+        # Without it the NumPy reference would run, and every step would measure that.
+        sys.exit(f"{without_folders(built.stderr).strip()}\nNothing was measured: the bench needs this kernel.")
+    if arguments.device == "cuda":
+        _require_gpu(clock)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        out=arguments.out,
+        device=arguments.device,
+        minutes=arguments.minutes,
+        stages=[stage for stage in STAGES if stage.name in arguments.stages],
+        shape=arguments.shape,
+        tokens=tuple(arguments.tokens),
+        host_gib=arguments.host_gib,
+    )
+    outcomes = run(plan, clock)
+    print((arguments.out / SUMMARY).read_text("utf-8"))
+    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
+
+
+def _require_gpu(clock: Clock) -> None:
+    # In a process of its own, so that this one holds no memory of the device. Loading torch is not lost: the stages find it in memory.
+    code = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=max(1.0, clock.left_s)
+    )
+    if asked.returncode:
+        sys.exit(f"torch cannot be loaded here: {without_folders(asked.stderr).strip().splitlines()[-1]}")
+    if asked.stdout.strip() == "0":
+        sys.exit("needs 1 CUDA device, found 0; --device cpu is a dry run without one")
+
+
+def run(plan: Plan, clock: Clock) -> list[Outcome]:
+    """Run the stages one after the other; the summary is written again after each."""
+    start_s = time.perf_counter()
+    for name in (RESULTS, SUMMARY, *{stage.file for stage in plan.stages}):
+        (plan.out / name).unlink(missing_ok=True)
+    outcomes: list[Outcome] = []
+    with _memory_files() as plane_fds, closing(_Runner(plan, plane_fds)) as runner:
+        for index, stage in enumerate(plan.stages):
+            weights = sum(other.weight for other in plan.stages[index:])
+            seconds = max(0.0, clock.left_s - _RESERVE_S) * stage.weight / weights
+            print(f"{stage.name}: up to {seconds:.0f} s", flush=True)
+            outcome = runner.run(stage, seconds)
+            print(f"{stage.name}: {outcome.state}{outcome.why and f': {outcome.why}'}", flush=True)
+            outcomes.append(outcome)
+            _write_summary(plan, outcomes, used_s=time.perf_counter() - start_s)
+    return outcomes
+
+
+def _write_summary(plan: Plan, outcomes: Sequence[Outcome], *, used_s: float) -> None:
+    try:
+        lines = summary_lines(plan.out, outcomes, minutes=plan.minutes, used_s=used_s)
+    except (LookupError, TypeError, ValueError) as error:
+        # A row that nobody expected must not cost the stages that are still to come.
+        lines = [f"The summary could not be made ({error!r}); the other files have the results."]
+    (plan.out / SUMMARY).write_text("\n".join(lines) + "\n", "utf-8")
+
+
+@contextmanager
+def _memory_files() -> Iterator[dict[str, int]]:
+    """Memory files without size, for the stage that first needs a store; they keep its contents for the next one."""
+    fds = {name: os.memfd_create(f"bench-{name}", 0) for name in PLANES}
+    try:
+        yield fds
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+class _Runner:
+    """Runs stages in a process that is replaced after a failure, and where a stage wants a fresh one."""
+
+    def __init__(self, plan: Plan, plane_fds: Mapping[str, int]) -> None:
+        self._plan, self._plane_fds = plan, plane_fds
+        self._process: StageProcess | None = None
+
+    def run(self, stage: Stage, seconds: float) -> Outcome:
+        """Run a stage, or skip it, and report what went wrong."""
+        plan = self._plan
+        report = Report(plan.out, stage=stage.name, file=stage.file)
+        least_s = stage.least_s * (1.0 if plan.device == "cuda" else _DRY_RUN_SHARE)
+        if seconds < least_s:
+            why = f"its share of the time left is {seconds:.0f} s, it needs {least_s:.0f} s"
+            report.say(f"{stage.name} was skipped: {why}.")
+            return Outcome(stage=stage.name, state="skipped", why=why, seconds=0.0)
+        start_s, task = time.monotonic(), self._task(stage, seconds)
+        # It may have ended after its last answer too.
+        if stage.fresh or (self._process is not None and self._process.ended_with is not None):
+            self.close()
+        process = self._process = self._process or StageProcess(
+            folder=ROOT, environment=_environment(plan), plane_fds=self._plane_fds
+        )
+        log = process.run(stage.module, task)
+        used_s = time.monotonic() - start_s
+        if log is None:
+            return Outcome(stage=stage.name, state="done", why="", seconds=used_s)
+        why = without_folders(_why(process.ended_with, log, seconds))
+        self.close()
+        tail = "\n".join(without_folders(log).splitlines()[-_LOG_LINES:])
+        report.say(f"\n{stage.name} failed after {used_s:.0f} s: {why}\n\n```\n{tail}\n```")
+        return Outcome(stage=stage.name, state="failed", why=why, seconds=used_s)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+    def _task(self, stage: Stage, seconds: float) -> Task:
+        plan = self._plan
+        return Task(
+            stage=stage.name,
+            file=stage.file,
+            out=str(plan.out.resolve()),
+            device=plan.device,
+            end_s=time.monotonic() + seconds,
+            shape=plan.shape,
+            tokens=plan.tokens,
+            host_gib=plan.host_gib,
+            plane_fds=self._plane_fds,
+        )
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    """What a worker of the daemon runs with, and the source tree to import from."""
+    folders = [str(ROOT / name) for name in ("", "proto", "server")]
+    # Nothing is installed on a bare machine.
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    from horizon_server.process_variables import CHILD_VARIABLES
+
+    paths = filter(None, [*folders, plan.environment.get("PYTHONPATH", "")])
+    # Rows of many lengths would fragment the allocator's memory.
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if plan.device == "cuda" else {}
+    return {**settings, **plan.environment, **CHILD_VARIABLES, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _why(code: int | None, log: str, seconds: float) -> str:
+    if code is None:
+        return f"stopped at its time limit of {seconds:.0f} s"
+    if code < 0:
+        return f"ended by signal {signal.Signals(-code).name}"
+    lines = [match[0] for match in _ERROR_LINE.finditer(log)] or log.strip().splitlines() or [f"exit code {code}"]
+    return lines[-1][:300]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it does not exist")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything (default: 9)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run with tiny sizes")
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="run only these (default: all)")
+    parser.add_argument("--shape", choices=sorted(QWEN25), default="", help="default: the largest that fits; cpu: tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens per step of the curve's points")
+    parser.add_argument("--host-gib", type=float, default=0.0, help="host memory to use, where the system reports less")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The NUMA nodes of this machine, and a worker's memory spread over all of them.
+
+Without a policy, a page of the planes is on the node of whichever thread touched it first. The optimizer's threads on other sockets and
+the GPU's copies then cross the interconnect as chance has it, and one node's memory bounds the speed. Spread evenly, every thread and
+every GPU sees the same mixture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Numbers of set_mempolicy and get_mempolicy; the C library has no names for them.
+_SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_DEFAULT, _INTERLEAVE = 0, 3  # MPOL_* of linux/mempolicy.h
+_MASK_BITS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumaNode:
+    """A node that has memory. `cpus` is a list as the kernel writes it: 0-15,32-47."""
+
+    index: int
+    memory_bytes: int
+    cpus: str
+
+
+def nodes(folder: Path = _NODES) -> list[NumaNode]:
+    """Return the nodes with memory; none where the kernel does not say."""
+    found = []
+    for path in folder.glob("node[0-9]*"):
+        try:
+            lines = (path / "meminfo").read_text("ascii").splitlines()
+            (total,) = [line.split()[-2] for line in lines if "MemTotal" in line]
+            cpus = (path / "cpulist").read_text("ascii").strip()
+        except (OSError, ValueError, IndexError):
+            continue
+        found.append(NumaNode(index=int(path.name.removeprefix("node")), memory_bytes=int(total) << 10, cpus=cpus))
+    return sorted((node for node in found if node.memory_bytes), key=lambda node: node.index)
+
+
+def node_of_pci_device(bus_id: str, folder: Path = _PCI_DEVICES) -> int | None:
+    """Return the node that a device is next to, by its address as drivers write it (00000000:3B:00.0); None where that is unknown."""
+    domain, _, rest = bus_id.partition(":")
+    try:
+        # The kernel's names have four digits and are in lower case; -1 means that it does not know.
+        node = int((folder / f"{domain[-4:]}:{rest}".lower() / "numa_node").read_text("ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def interleave(indices: Sequence[int] | None = None) -> str:
+    """Spread what this thread, and threads that it starts later, touch first over all nodes, or those given; returns why not, if so.
+
+    Nothing changes where there is one node, or where a policy was set before (by numactl, or by systemd's NUMAPolicy).
+    """
+    chosen = [node.index for node in nodes()] if indices is None else list(indices)
+    numbers = _SYSTEM_CALLS.get(platform.machine())
+    if numbers is None or (indices is None and len(chosen) < 2):
+        return ""
+    set_policy, get_policy = numbers
+    libc, mode = ctypes.CDLL(None, use_errno=True), ctypes.c_int(_DEFAULT)
+    if libc.syscall(get_policy, ctypes.byref(mode), None, 0, None, 0) == 0 and mode.value != _DEFAULT:
+        return ""
+    word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_MASK_BITS // word_bits))()
+    for index in chosen:
+        mask[index // word_bits] |= 1 << index % word_bits
+    if libc.syscall(set_policy, _INTERLEAVE, mask, ctypes.c_ulong(_MASK_BITS)) == 0:
+        return ""
+    return (
+        f"this worker's memory is not spread over the machine's {len(chosen)} NUMA nodes ({os.strerror(ctypes.get_errno())}); steps may be "
+        "slower; a container needs the capability SYS_NICE for that, or start the daemon under numactl --interleave=all"
+    )
