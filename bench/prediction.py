@@ -73,7 +73,7 @@ class Case:
         return Sizes(
             widths=(self.hidden,),
             attention_width=self.hidden,
-            row_tokens=min(self.row_tokens, 512),
+            row_tokens=self.row_tokens,
             gemm_tokens=(self.row_tokens,),
             document_tokens=(self.row_tokens,),
             product=512,
