@@ -1,4 +1,4 @@
-"""What an H100 is expected to reach with a 7B model, by the step-time model: now, and with each planned change.
+"""What an H100 is expected to reach with a 7B model, by the step-time model: the plain schedule, and with each planned change.
 
 A forecast, not a measurement: the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the table, and a
 test keeps it equal to what this prints.
@@ -16,7 +16,7 @@ from typing import Any
 from horizon_server.planning.gpus import estimated_rates
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import TODAY, EngineFacts, work_of_step
+from horizon_server.planning.step_work import EngineFacts, work_of_step
 from horizon_server.records.plan import StepPrediction
 from horizon_server.store.layout import build_layout
 
@@ -29,7 +29,7 @@ class Variant:
     """One row of the table."""
 
     title: str
-    facts: EngineFacts = TODAY
+    facts: EngineFacts = EngineFacts()
     row_tokens: int = 4096
     host_gbps: float = 200
     gemm_factor: float = 1.0
@@ -41,10 +41,10 @@ _FUSED_HEAD = dataclasses.replace(_FUSED, fused_head=True, head_chunk_tokens=819
 _IN_GEMM = dataclasses.replace(_FUSED_HEAD, accumulates_in_gemm=True)
 _NO_ENDS = dataclasses.replace(_IN_GEMM, sends_rows=True, keeps_embedding=True)
 VARIANTS: Mapping[str, Variant] = {
-    "now-120": Variant(title="now, rows of 4,096 tokens, host memory 120 GB/s", host_gbps=120),
-    "now": Variant(title="now, rows of 4,096 tokens, host memory 200 GB/s"),
-    "now-350": Variant(title="now, rows of 4,096 tokens, host memory 350 GB/s", host_gbps=350),
-    "short-rows": Variant(title="now, rows of 1,024 tokens", row_tokens=1024),
+    "now-120": Variant(title="row by row, rows of 4,096 tokens, host memory 120 GB/s", host_gbps=120),
+    "now": Variant(title="row by row, rows of 4,096 tokens, host memory 200 GB/s"),
+    "now-350": Variant(title="row by row, rows of 4,096 tokens, host memory 350 GB/s", host_gbps=350),
+    "short-rows": Variant(title="row by row, rows of 1,024 tokens", row_tokens=1024),
     "1": Variant(title="1: micro-batches of 16k tokens", facts=_GROUPED),
     "2": Variant(title="2: 1 and fused layers", facts=_FUSED),
     "3": Variant(title="3: 2 and a fused head, chunks of 8,192 tokens", facts=_FUSED_HEAD),

@@ -70,11 +70,13 @@ class _Needs:
         return self._weights_s, self._slot_free(unit) if kind == "zero gradient" else 0.0
 
     def _next_arrival(self, unit: int) -> float:
-        """Copies come in the order of their use; a tied head comes in two parts, its table second."""
-        arrived_unit, arrived_s = self._arrivals.pop(0)
-        assert arrived_unit == unit, f"compute works on unit {unit}, but unit {arrived_unit} was copied"
-        if unit == self._head and self._arrivals and self._arrivals[0][0] == 0:
-            arrived_s = self._arrivals.pop(0)[1]
+        """Layer 0 comes ahead of the embedding; a tied head comes in two parts, its table second; the last layers need not come again."""
+        position = next((i for i, (arrived_unit, _) in enumerate(self._arrivals) if arrived_unit == unit), None)
+        if position is None:
+            return 0.0
+        arrived_s = self._arrivals.pop(position)[1]
+        if unit == self._head and position < len(self._arrivals) and self._arrivals[position][0] == 0:
+            arrived_s = self._arrivals.pop(position)[1]
         return arrived_s
 
     def _slot_free(self, unit: int) -> float:

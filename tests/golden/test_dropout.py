@@ -66,7 +66,7 @@ def test_gradients_are_those_of_one_forward_with_the_same_masks(
     assert report.loss == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
-        error = float((run.store.tensor(name, "grad") - parameter.grad).norm() / parameter.grad.norm())
+        error = float((run.gradient(name) - parameter.grad).norm() / parameter.grad.norm())
         assert error <= 2e-6, f"gradient of {name} is off by {error:.1e}"
 
 

@@ -47,8 +47,8 @@ def test_gradients_keep_their_bits(
     computed = start(model)
     computed.trainer.train_step(rows)
 
-    assert torch.equal(left_out.store.plane("grad"), computed.store.plane("grad"))
-    assert bool(torch.isfinite(left_out.store.plane("grad")).all())
+    assert torch.equal(left_out.gradients(), computed.gradients())
+    assert bool(torch.isfinite(left_out.gradients()).all())
 
 
 @pytest.mark.parametrize("architecture", sorted(NONE_SKIPPED))

@@ -101,7 +101,7 @@ def test_gradients_are_those_of_autograd_within_bf16(
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         squares += float(parameter.grad.square().sum())
-        error += float((run.store.tensor(name, "grad").float() - parameter.grad).square().sum())
+        error += float((run.gradient(name).float() - parameter.grad).square().sum())
     assert report.grad_norm == pytest.approx(squares**0.5, rel=2e-2)
     assert (error / squares) ** 0.5 <= 5e-2
 

@@ -144,10 +144,13 @@ ARCHITECTURES = [
     "stablelm",
     "starcoder2",
     "nemotron",
+    # No attention without masks for chunks.
     "llama4_text",
+    # The masks of these do not look for documents.
+    "gpt_oss",
+    "opt",
 ]
 MIXES_DOCUMENTS = {
-    "gpt_oss": "attention sinks",
     "qwen3_next": "linear attention",
     "olmo_hybrid": "linear attention, and convolutions that are cut otherwise on disk",
     "minimax": "linear attention with buffers of the checkpoint",
@@ -156,7 +159,6 @@ MIXES_DOCUMENTS = {
     "mamba2": "a state space computed in chunks",
     "xlstm": "a matrix memory, no positions at all",
     "bloom": "distances instead of positions, a norm between embedding and layers",
-    "opt": "positions counted from the attention mask",
 }
 
 
@@ -254,6 +256,20 @@ class Run:
     trainer: Trainer
     store: HostStore
     device: HostDevice | CudaDevice
+
+    def gradient(self, name: str) -> Tensor:
+        """A parameter's gradient of the last step, in its own shape."""
+        rows = self.trainer._sink.row_gradient
+        unit, place = self.store.layout.find(name)
+        if rows is None or unit.kind != "embedding":
+            return self.store.tensor(name, "grad")
+        table_VD = rows.values_RD.new_zeros(place.shape)
+        table_VD[rows.rows_R] = rows.values_RD
+        return table_VD
+
+    def gradients(self) -> Tensor:
+        """All of the last step, one after the other."""
+        return torch.cat([self.gradient(tensor.name).reshape(-1) for _, tensor in self.store.layout.tensors()])
 
 
 @pytest.fixture

@@ -196,6 +196,10 @@ class Place:
     stored_names: tuple[str, ...]
     trained: bool
 
+    def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
+        """What the parameter is read as where the others are in `dtype`."""
+        return torch.float32 if isinstance(self.piece, Exact) else dtype
+
 
 @dataclass
 class _Sources:

@@ -28,7 +28,7 @@ from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
 
@@ -102,6 +102,7 @@ class ForwardBackward:
     def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
         """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
         current = self._start(micro_batches, key)
+        self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         forward = [(unit, partial(self._enqueue_layer, current, i, i, i + 1)) for i, unit in enumerate(self._layers)]
         backward = [(unit, partial(self._enqueue_layer_backward, current, i)) for i, unit in enumerate(self._layers)]
@@ -184,7 +185,9 @@ class ForwardBackward:
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             self._seed(current, 0, index)
             with torch.no_grad():
-                hidden_1TD, calls = template.embed(parameters, tokens.row_ids_N[span], tokens.position_ids_N[span])
+                hidden_1TD, calls = template.embed(
+                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index]
+                )
             self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
             # All layers of a kind get the same masks and tables, which count once.
@@ -286,36 +289,49 @@ class ForwardBackward:
         self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
-        template, sink, tokens = self._template, self._sink, current.tokens
-        padding_id = template.padding_id
-        padding_rows = [] if padding_id is None else (tokens.rows_R == padding_id).nonzero().flatten().tolist()
-        gradient = sink.open(0)
+        template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
+        padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
+        # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
+        padding_row = padding_rows[0][0] if padding_rows else -1
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
+        gradient = sink.open(0, tokens.rows_R if by_rows else None)
         table = self._table(current, gradient, by_rows=by_rows)
-
-        def accumulate(gradient_RD: Tensor) -> None:
-            # As nn.Embedding does, whose padding_idx the template removed.
-            for row in padding_rows:
-                gradient_RD[row].zero_()
-            if by_rows:
-                table.add_(gradient_RD)
-            else:
-                # Rows are distinct, so that no two additions meet and the result is the same in any order.
-                table.index_add_(0, tokens.placed_rows_R, gradient_RD.to(table.dtype))
 
         def backward(index: int, span: slice) -> None:
             leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
-            sink.reached.update(template.table_place.stored_names)
-            weight = self._table(current, flat, by_rows=template.embeds_by_rows)
-            leaves[template.table_place.name] = _leaf(weight, accumulate)
+            row_ids_T = tokens.row_ids_N[span]
+            # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
+            weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_()
+            leaves[template.table_place.name] = weight_TD
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
-                hidden_1TD, _ = template.embed(leaves, tokens.row_ids_N[span], tokens.position_ids_N[span])
-                torch.autograd.backward(hidden_1TD, self.activations.gradient[span][None])
+                own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
+                hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
+                torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
+            assert weight_TD.grad is not None
+            # Not by a hook: other parameters of the unit may still read what came in.
+            activations.gradient[span].copy_(weight_TD.grad)
+
+        def add_up(span: slice) -> None:
+            sink.reached.update(template.table_place.stored_names)
+            # In fp32, because a common token is added thousands of times. By the backward of nn.Embedding, which adds in the same order
+            # every time on cuda too; index_add_ with repeated rows does not.
+            gradient_RD = torch.ops.aten.embedding_dense_backward(
+                activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
+            )
+            if by_rows or not template.embeds_by_rows:
+                table.add_(gradient_RD)
+            else:
+                # Rows are distinct, so that no two additions meet and the result is the same in any order.
+                table.index_add_(0, tokens.placed_rows_R, gradient_RD)
 
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
+        num_tokens = tokens.row_ids_N.numel()
+        for start in range(0, num_tokens, EMBEDDING_GRADIENT_TOKENS):
+            span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, num_tokens))
+            self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:

@@ -14,6 +14,7 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
+from horizon_server.store.adamw import RowGradient
 from horizon_server.store.host_store import HostStore
 
 
@@ -22,9 +23,10 @@ class GradientSink:
 
     On the host a gradient lands in the store's `grad` plane, which keeps all of them until the norm is known. A store without one has
     a few slots instead: a landed gradient is updated from at once, and its slot is free after that, so gradients never add up there.
+    Where few rows of the embedding are used (`StoreLayout.has_row_gradients`), theirs land one after the other in a buffer of their own.
 
     `square_sums` holds, per unit and after the device is idle, the float64 sum of squares of its gradient: not finite when an
-    element is not. `reached` are the stored tensors that got a gradient in the step begun last.
+    element is not. `reached` are the stored tensors that got a gradient in the step begun last, `row_gradient` the embedding's in it.
     Thread: compute adds to `reached`.
     """
 
@@ -47,6 +49,10 @@ class GradientSink:
             edge_elements=max(units[0].num_elements, template.head_elements),
         )
         self._landing: SlotRings | None = None
+        self._has_rows = template.layout.has_row_gradients
+        assert not self._has_rows or template.embeds_by_rows, "a unit that is a table alone is looked up by rows"
+        self._row_values = self._allocate_row_values(0)
+        self.row_gradient: RowGradient | None = None
         if store.grad_dtype is None:
             self._landing = SlotRings(
                 device,
@@ -54,7 +60,11 @@ class GradientSink:
                 allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
                 give_back=device.free_host,
                 num_slots=num_slots,
-                edge_elements=max(unit.num_elements for unit in units if unit.kind != "layer"),
+                edge_elements=max(
+                    unit.num_elements
+                    for unit in units
+                    if unit.kind == "head" or (unit.kind == "embedding" and not self._has_rows)
+                ),
             )
         self._open: dict[int, Slot] = {}
         self.reached: set[str] = set()
@@ -69,6 +79,21 @@ class GradientSink:
         """The loss that came back last. The device must be idle, or past the head's gradient."""
         return float(self._sets[self._set, 0])
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for the embedding's gradient in a step of so many tokens; the queues must be idle but for the optimizer's."""
+        if not self._has_rows:
+            return
+        num_values = min(num_tokens, self._template.vocab_size) * self._template.hidden_size
+        if num_values > self._row_values.numel():
+            # The last step's update may still read the smaller one.
+            self._optimizer.finish().wait()
+            self._device.free_host(self._row_values)
+            self._row_values = self._allocate_row_values(num_values)
+
+    def _allocate_row_values(self, num_values: int) -> Tensor:
+        dtype = self._store.grad_dtype or self._device.gradient_dtype
+        return self._device.allocate_host("staging", num_values, dtype)
+
     def start_step(self) -> None:
         """Forget the last step's numbers, so that a unit that sends no gradient is noticed."""
         self._set = 1 - self._set
@@ -76,16 +101,25 @@ class GradientSink:
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int) -> Tensor:
-        """Memory that a unit's places are views into: zeros, but for a tied table's head part; compute waits until it is free."""
+    def open(self, unit_index: int, rows_R: Tensor | None = None) -> Tensor:
+        """Memory that a unit's places, or with `rows_R` rows of the embedding, are views into: zeros, but for a tied table's head part;
+        compute waits until it is free.
+        """
         units = self._template.layout.units
         if unit_index == 0 and self._template.tied:
             # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
             return slot.flat[units[-1].num_elements : self._template.head_elements]
         slot = self._open[unit_index] = self._rings.take(unit_index, self._device.compute)
-        self._device.compute.submit(slot.flat.zero_, label=f"zero gradient {unit_index}")
-        return slot.flat
+        num_elements = units[unit_index].num_elements
+        if rows_R is not None:
+            num_elements = rows_R.numel() * self._template.hidden_size
+        elif units[unit_index].kind == "head":
+            num_elements = self._template.head_elements
+        # Not the whole slot: a table of many rows is far larger than what a step uses of it.
+        flat = slot.flat[:num_elements]
+        self._device.compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
+        return flat
 
     def send_loss(self, loss: Tensor) -> None:
         """Send the loss, ahead of the gradients of the same step."""
@@ -93,34 +127,40 @@ class GradientSink:
         self._device.read_back(loss, self._sets[self._set, 0])
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
-        """Send what compute has accumulated since `open`; with `rows_R` only these rows of the embedding, as the others have none."""
+        """Send what compute has accumulated since `open`; with `rows_R` these rows of the embedding, one after the other."""
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
-        slot, update_slot = self._open[unit_index], None
-        if self._landing is None:
-            # Free when the last step's update has read it, and that is before the forward of this unit.
-            target = self._store.unit(unit_index, "grad")
+        slot, landing = self._open[unit_index], None
+        if rows_R is not None:
+            gradient = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
+            target = self._row_values[: gradient.numel()]
+            self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
-            update_slot = self._landing.take(unit_index, device.d2h)
-            target = update_slot.flat[: unit.num_elements]
+            start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
+            gradient = slot.flat[start : start + unit.num_elements]
+            if self._landing is not None:
+                landing = self._landing.take(unit_index, device.d2h)
+                target = landing.flat[: unit.num_elements]
+            else:
+                target = self._store.unit(unit_index, "grad")
+        if unit_index == 0:
+            # Its update may be the only one of the last step that is not over yet: all others were, before their unit's forward.
+            self._optimizer.wait_for_update(device.d2h, 0)
         # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         # Views of this step's set, because the update may ask when the next step has begun with the other one.
         loss, square_sum = self._sets[self._set, 0], self.square_sums[unit_index]
-        if rows_R is not None:
-            gradient_RD = slot.flat[: rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
-            table_VD = template.table_place.piece.read(target)
-            device.download_rows(gradient_RD, target, table_VD, rows_R, square_sum)
-        else:
-            start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
-            gradient = slot.flat[start : start + unit.num_elements]
-            device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
-        if self._landing is not None and update_slot is not None:
-            landed = device.d2h.record()
+        device.download_unit(gradient, target, square_sum, label=f"gradient {unit_index}")
+        if self._landing is not None:
             self._optimizer.update_landed(
-                unit_index, target, landed, lambda: math.isfinite(loss) and math.isfinite(square_sum), self.reached
+                unit_index,
+                target if rows_R is None or self.row_gradient is None else self.row_gradient,
+                device.d2h.record(),
+                lambda: math.isfinite(loss) and math.isfinite(square_sum),
+                self.reached,
             )
-            # To the update's queue and not to d2h: the update still reads it when the copy is over.
-            self._landing.release(update_slot, self._optimizer.queue)
+            if landing is not None:
+                # To the update's queue and not to d2h: the update still reads it when the copy is over.
+                self._landing.release(landing, self._optimizer.queue)
         if not (unit.kind == "head" and template.tied):
             self._rings.release(self._open.pop(unit_index), device.d2h)
 
@@ -128,5 +168,6 @@ class GradientSink:
         """Free the slots. The queues must be idle."""
         self._rings.close()
         self._device.free_host(self._numbers)
+        self._device.free_host(self._row_values)
         if self._landing is not None:
             self._landing.close()

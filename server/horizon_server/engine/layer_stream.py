@@ -1,17 +1,19 @@
-"""Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it.
+"""Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless it is used again
+before another unit needs the slot.
 
 Shapes: R = rows of the embedding in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
 from horizon_server.store.host_store import HostStore
@@ -26,22 +28,14 @@ class UnitRequest:
 
 
 class LayerStream:
-    """Streams units from the host store in the order the schedule asks for them.
-
-    `updated` holds the event after which a unit may be read, where an update of it is pending.
-    """
+    """Streams units from the host store in the order the schedule asks for them; `optimizer` says when a unit may be read."""
 
     def __init__(
-        self,
-        template: Template,
-        store: HostStore,
-        device: Device,
-        *,
-        num_slots: int,
-        updated: Mapping[int, Event],
+        self, template: Template, store: HostStore, device: Device, optimizer: Optimizer, *, num_slots: int
     ) -> None:
         assert num_slots >= 1
-        self._template, self._store, self._device, self._updated = template, store, device, updated
+        self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
+        self._num_slots = num_slots
         units = template.layout.units
         # Where compute is in fp32, all weights come exact.
         exact = template.exact_elements if device.compute_dtype != torch.float32 else lambda *, in_layers: 0
@@ -60,16 +54,19 @@ class LayerStream:
 
         The weights are good for work submitted to compute before the next item is asked for.
         """
-        pending: list[tuple[Slot, Event]] = []
-        num_fetched = 0
+        order = list(range(len(requests)))
+        # Layer 0 comes up ahead of the embedding: h2d copies in order, its update is the first to end (see Optimizer.submit), and its copy
+        # hides behind the update of the rows. Both are needed before the first layer can run; they have slots of their own.
+        order[:2] = reversed(order[:2])
+        fetched: dict[int, tuple[Slot, Event | None]] = {}
         for position, request in enumerate(requests):
             # As far ahead as slots are free: with two of them, the next unit is copied while this one computes.
-            while num_fetched < len(requests) and self._rings.available(requests[num_fetched].unit_index):
-                pending.append(self._fetch(requests[num_fetched]))
-                num_fetched += 1
-            assert num_fetched > position, "a released slot is always available for the request in turn"
-            slot, ready = pending.pop(0)
-            self._device.compute.wait(ready)
+            while order and self._rings.available(requests[order[0]].unit_index):
+                fetched[order[0]] = self._fetch(requests, order[0])
+                del order[0]
+            slot, ready = fetched.pop(position)
+            if ready is not None:
+                self._device.compute.wait(ready)
             yield request, slot.flat
             self._rings.release(slot, self._device.compute)
 
@@ -77,17 +74,22 @@ class LayerStream:
         """Free the slots. The queues must be idle."""
         self._rings.close()
 
-    def _fetch(self, request: UnitRequest) -> tuple[Slot, Event]:
+    def _fetch(self, requests: Sequence[UnitRequest], position: int) -> tuple[Slot, Event | None]:
+        """A slot for a request, and the event after which its weights are there; None where they never left."""
         device, template, units = self._device, self._template, self._template.layout.units
+        request = requests[position]
         slot = self._rings.take(request.unit_index, device.h2d)
+        was_kept = slot.kept_for is not None
+        slot.kept_for = request.unit_index if self._stays(requests, position) else None
+        if was_kept:
+            return slot, None
         indices, start = [request.unit_index], 0
         # A tied head computes with the table, which is in another unit with an update of its own.
         if units[request.unit_index].kind == "head" and template.tied:
             indices.append(0)
         for index in indices:
             # The copy waits in its queue for the last step's update of this unit alone, so that the others update meanwhile.
-            if index in self._updated:
-                device.h2d.wait(self._updated[index])
+            self._optimizer.wait_for_update(device.h2d, index, request.rows_R)
             if request.rows_R is not None:
                 rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
                 device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
@@ -99,3 +101,17 @@ class LayerStream:
             for piece in template.exact_pieces(request.unit_index):
                 device.upload_exact(self._store, request.unit_index, piece.piece.read, piece.end_of(slot.flat))
         return slot, device.h2d.record()
+
+    def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
+        """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns into backward."""
+        units, layer, between = self._template.layout.units, requests[position].unit_index, set()
+        if units[layer].kind != "layer":
+            return False
+        for request in requests[position + 1 :]:
+            if request.unit_index == layer:
+                return True
+            if units[request.unit_index].kind == "layer":
+                between.add(request.unit_index)
+            if len(between) == self._num_slots:
+                break
+        return False

@@ -1,10 +1,15 @@
-"""AdamW on the host, at the end of the schedule: a step's updates run in forward order, just ahead of the next step's reads.
+"""AdamW on the host, at the end of the schedule: a step's updates run in the order of the next step's reads, just ahead of them.
+
+That order is: layer 0, the embedding, the other layers, the head. A pass uses few rows of a large table, and which ones is known when
+it begins. So where the model looks its table up by rows, the table's update is held back until then: the rows in use are updated first,
+on a queue of their own, next to layer 0; all other rows come after the head, when nothing waits for them.
 
 Where gradients are kept until the norm is known, the update is deferred: `submit` takes a whole step, which is finite. Where they
 are not, each unit is updated in backward, as its gradient lands: `begin` and then `update_landed`, in the order of backward. What
 is known to be finite then is the loss and the gradients so far. From the first unit that is not, all later units of the step are
 left alone; the earlier ones cannot be taken back, and `num_updated_in_backward` says how many they are.
 
+Shapes: R = rows of the embedding with a gradient, D = hidden size, V = vocabulary, U = rows of the embedding that a pass reads.
 Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW computes it.
 """
 
@@ -12,70 +17,151 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from horizon_server.engine.device.protocol import Device, Event
-from horizon_server.store.adamw import AdamWStep, update_unit
+from horizon_server.engine.device.protocol import Device, Event, Queue, Work
+from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
 
 LrSchedule = Literal["constant", "linear", "cosine"]
 IsFinite = Callable[[], bool]
 
 
-class Optimizer:
-    """Updates every unit of the store once per submitted step, on a queue of its own.
+@dataclass(frozen=True, kw_only=True)
+class _HeldUpdate:
+    """The update of the embedding table, which may run for some rows at a time, once `ready` has happened if there is one."""
 
-    `updated` holds the event after which a unit's weights may be read, where any update of it was ever submitted.
-    Thread: one driving thread submits; updates of one unit never overlap.
+    update: Callable[[Tensor], None]
+    ready: Event | None = None
+
+
+class Optimizer:
+    """Updates every unit of the store once per submitted step, on a queue of its own, and rows in use on another.
+
+    `table` names the embedding table where a pass reads rows of it; None where it is read and updated as a whole.
+    Thread: one driving thread submits; updates of one unit, or of one row, never overlap.
     """
 
-    def __init__(self, store: HostStore, device: Device, *, num_threads: int) -> None:
-        self._store, self._num_threads = store, num_threads
+    def __init__(self, store: HostStore, device: Device, *, num_threads: int, table: str | None) -> None:
+        self._store, self._num_threads, self._table = store, num_threads, table
         self.queue = device.host_queue("optimizer")
-        self.updated: dict[int, Event] = {}
-        self._update_if_finite: Callable[[int, Tensor, IsFinite, Set[str]], None] | None = None
+        # Another queue, because the rows are known when the first one is full of layers already.
+        self._rows_queue = device.host_queue("optimizer rows")
+        self._updated: dict[int, Event] = {}
+        self._held: _HeldUpdate | None = None
+        self._rows_in_use: tuple[Tensor, Event] | None = None
+        self._if_finite: Callable[[Work, IsFinite], None] | None = None
+        self._hyper: AdamWStep | None = None
 
-    def submit(self, hyper: AdamWStep, reached: Set[str]) -> None:
-        """Queue the update of all units, in forward order. The gradients must be in the store and stay until updated.
+    def submit(self, hyper: AdamWStep, reached: Set[str], gradient: RowGradient | None = None) -> None:
+        """Queue the update of all units. The gradients must be in the store and stay until updated.
 
-        `reached` are the tensors that have a gradient; the others stay as they are.
+        `reached` are the tensors that have a gradient; the others stay as they are. `gradient` is the embedding's, where the store has no
+        room for it.
         """
-        for unit in self._store.layout.units:
-            # Forward order is the order in which the next step reads the weights.
+        embedding, first, *others = self._store.layout.units
+        # The order in which the next step asks for the weights (see LayerStream.walk).
+        for unit in (first, embedding, *others):
+            if unit is embedding and self._table is not None:
+                continue
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
-            self.queue.submit(work, label=f"update {unit.index}")
-            self.updated[unit.index] = self.queue.record()
+            self._queue_update(unit.index, work)
+        if self._table is not None:
+            if gradient is None:
+                table_VD = self._store.tensor(self._table, "grad")
+                gradient = RowGradient(rows_R=torch.arange(table_VD.shape[0]), values_RD=table_VD)
+            self._hold(_HeldUpdate(update=partial(self._update_rows, hyper, gradient, reached)))
 
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
-        # A flag of this step's own, because updates of the last step may still be queued. The queue's thread alone changes it.
+        # A flag of this step's own, because updates of the last step may still be queued. Work of one step changes it one after another.
         dropped = False
 
-        def update(unit_index: int, gradient: Tensor, is_finite: IsFinite, reached: Set[str]) -> None:
+        def if_finite(update: Work, is_finite: IsFinite) -> None:
             nonlocal dropped
             dropped = dropped or not is_finite()
             if not dropped:
-                store, num_threads = self._store, self._num_threads
-                update_unit(store, unit_index, hyper, num_threads=num_threads, grad=gradient, only=reached)
+                update()
 
-        self._update_if_finite = update
+        self._if_finite, self._hyper = if_finite, hyper
 
     def update_landed(
-        self, unit_index: int, gradient: Tensor, landed: Event, is_finite: IsFinite, reached: Set[str]
+        self, unit_index: int, gradient: Tensor | RowGradient, landed: Event, is_finite: IsFinite, reached: Set[str]
     ) -> None:
         """Queue the update of one unit from a gradient that is there after `landed`, and with it what `is_finite` looks at.
 
         `reached` is as in `submit`; it is complete for the unit when the gradient has landed.
         """
-        assert self._update_if_finite is not None, "begin comes first"
+        hyper, if_finite = self._hyper, self._if_finite
+        assert hyper is not None and if_finite is not None, "begin comes first"
         self.queue.wait(landed)
-        work = partial(self._update_if_finite, unit_index, gradient, is_finite, reached)
+        if isinstance(gradient, RowGradient):
+
+            def update_table(rows_U: Tensor) -> None:
+                if_finite(partial(self._update_rows, hyper, gradient, reached, rows_U), is_finite)
+
+            # The event comes after the units above too, whose gradients decide whether this one counts.
+            self._hold(_HeldUpdate(update=update_table, ready=self.queue.record()))
+            return
+        num_threads = self._num_threads
+        update = partial(
+            update_unit, self._store, unit_index, hyper, num_threads=num_threads, grad=gradient, only=reached
+        )
+        self._queue_update(unit_index, partial(if_finite, update, is_finite))
+
+    def wait_for_update(self, queue: Queue, unit_index: int, rows_U: Tensor | None = None) -> None:
+        """Let `queue` wait until the last step's update of a unit is done, where there is one; with `rows_U`, of these rows at least.
+
+        The first call for the table releases its update, with `rows_U` ahead of everything else.
+        """
+        if unit_index == 0:
+            self._release(rows_U)
+        event = self._updated.get(unit_index)
+        # Backward reads the rows of its forward, and need not wait for the others either.
+        if rows_U is not None and self._rows_in_use is not None and self._rows_in_use[0] is rows_U:
+            event = self._rows_in_use[1]
+        if event is not None:
+            queue.wait(event)
+
+    def finish(self) -> Event:
+        """An event after all that was submitted, the table's rows included."""
+        self._release()
+        return self.queue.record()
+
+    def _queue_update(self, unit_index: int, work: Work) -> None:
         self.queue.submit(work, label=f"update {unit_index}")
-        self.updated[unit_index] = self.queue.record()
+        self._updated[unit_index] = self.queue.record()
+
+    def _hold(self, held: _HeldUpdate) -> None:
+        assert self._held is None, "a pass or `finish` comes between two steps"
+        self._held, self._rows_in_use = held, None
+
+    def _release(self, rows_U: Tensor | None = None) -> None:
+        """Queue the held update: `rows_U` at once, and every row that is not among them after all layers."""
+        if self._held is None or self._table is None:
+            return
+        held, self._held = self._held, None
+        num_rows = self._store.layout.find(self._table)[1].shape[0]
+        in_use_V = torch.zeros(num_rows, dtype=torch.bool)
+        if rows_U is not None:
+            if held.ready is not None:
+                self._rows_queue.wait(held.ready)
+            self._rows_queue.submit(partial(held.update, rows_U), label="update rows in use")
+            self._rows_in_use = rows_U, self._rows_queue.record()
+            # So that whatever waits for the rest has waited for these rows too.
+            self.queue.wait(self._rows_in_use[1])
+            in_use_V[rows_U] = True
+        self._queue_update(0, lambda: held.update((~in_use_V).nonzero()[:, 0]))
+
+    def _update_rows(self, hyper: AdamWStep, gradient: RowGradient, reached: Set[str], rows_U: Tensor) -> None:
+        assert self._table is not None
+        if self._table in reached:
+            update_rows(self._store, self._table, hyper, gradient, rows_U, num_threads=self._num_threads)
 
 
 def num_updated_in_backward(loss: float, square_sums: Tensor) -> int:

@@ -12,13 +12,16 @@ from horizon_server.engine.device.protocol import Device, Event, Queue
 from horizon_server.store.layout import UnitLayout
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """One piece. `in_use` until released; `free` happens when its last user's queue has let go."""
+    """One piece. `in_use` until released; `free` happens when its last user's queue has let go. `kept_for` is the unit that stays in it
+    until that is asked for again.
+    """
 
     flat: Tensor
     in_use: bool = False
     free: Event | None = None
+    kept_for: int | None = None
 
 
 class SlotRings:
@@ -46,26 +49,35 @@ class SlotRings:
         self._rings = [layers if unit.kind == "layer" else edges for unit in units]
 
     def available(self, unit_index: int) -> bool:
-        """Whether the next slot in turn for a unit has been released."""
-        return not self._rings[unit_index][0].in_use
+        """Whether the slot that `take` would give for a unit has been released."""
+        return not self._slot_for(unit_index).in_use
 
     def take(self, unit_index: int, queue: Queue) -> Slot:
         """The next slot in turn for a unit; later work of `queue` waits until its last user has let go."""
-        ring = self._rings[unit_index]
-        slot = ring[0]
+        slot = self._slot_for(unit_index)
         assert not slot.in_use, "slots are released in the order they were taken"
-        ring.rotate(-1)
+        ring = self._rings[unit_index]
+        ring.remove(slot)
+        ring.append(slot)
         slot.in_use = True
-        if slot.free is not None:
+        # What is kept is not written to.
+        if slot.free is not None and slot.kept_for is None:
             queue.wait(slot.free)
         return slot
 
     def release(self, slot: Slot, queue: Queue) -> None:
         """Give a slot back; it is free when `queue` has done what was submitted so far."""
-        # Before the event, so that poison cannot hit what the next user writes.
-        self._device.poison(queue, slot.flat)
+        if slot.kept_for is None:
+            # Before the event, so that poison cannot hit what the next user writes.
+            self._device.poison(queue, slot.flat)
         slot.free = queue.record()
         slot.in_use = False
+
+    def _slot_for(self, unit_index: int) -> Slot:
+        ring = self._rings[unit_index]
+        slot = next((slot for slot in ring if slot.kept_for == unit_index), ring[0])
+        assert slot.kept_for in (None, unit_index), "only what is asked for again before its slot's turn may be kept"
+        return slot
 
     def close(self) -> None:
         """Give the memory back. The queues must be idle."""

@@ -32,7 +32,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import ActivationPlacement, logits_chunk_tokens
+from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement, logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
@@ -42,11 +42,12 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` only
-    its rounding).
+    """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
+    `micro_batch_tokens` only its rounding, and what dropout draws).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
-    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are
+    laid end to end up to `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself.
     `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
     After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
     """
@@ -61,11 +62,12 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     max_skipped_steps: int = 10
-    num_weight_slots: int = 2
-    num_gradient_slots: int = 2
+    num_weight_slots: int = NUM_SLOTS
+    num_gradient_slots: int = NUM_SLOTS
     optimizer_threads: int | None = None
     head_chunk_tokens: int | None = None
     tokens_per_step: int = 0
+    micro_batch_tokens: int = 0
     activation_placement: ActivationPlacement = "device"
 
 
@@ -82,12 +84,11 @@ class Trainer:
         device.adopt(store)
         template.place_buffers(device.place)
         num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
-        self._optimizer = Optimizer(store, device, num_threads=num_threads)
+        table = template.embedding_name if template.embeds_by_rows else None
+        self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
-        self._stream = LayerStream(
-            template, store, device, num_slots=config.num_weight_slots, updated=self._optimizer.updated
-        )
+        self._stream = LayerStream(template, store, device, self._optimizer, num_slots=config.num_weight_slots)
         self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
@@ -99,6 +100,7 @@ class Trainer:
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)
+        self._sink.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
@@ -148,7 +150,7 @@ class Trainer:
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(rows, StepKey(seed=config.seed, step=self.step))
+        loss = self._forward_backward.gradients(self._joined(rows), StepKey(seed=config.seed, step=self.step))
         grad_norm = global_norm(self._sink.square_sums)
         skipped = self._update(loss, grad_norm, learning_rate)
         use = self._device.take_use()
@@ -185,7 +187,7 @@ class Trainer:
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
-                total += self._forward_backward.loss(group) * group_targets
+                total += self._forward_backward.loss(self._joined(group)) * group_targets
                 num_targets += group_targets
         use = self._device.take_use()
         return EvalFigures(
@@ -202,7 +204,7 @@ class Trainer:
         Raises:
             HorizonError: the first error that a queue of the device met.
         """
-        self._optimizer.queue.record().wait()
+        self._optimizer.finish().wait()
         # Only now, because after a failure the queues skip their work but let every event happen.
         self._device.raise_failure()
 
@@ -233,8 +235,9 @@ class Trainer:
         It does not complain about a failure that `train_step` has already raised.
         """
         # Work that is still queued would write into freed memory.
-        for queue in (self._device.h2d, self._device.compute, self._device.d2h, self._optimizer.queue):
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
             queue.record().wait()
+        self._optimizer.finish().wait()
         self._stream.close()
         self._sink.close()
         self._forward_backward.activations.close()
@@ -246,7 +249,8 @@ class Trainer:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums)
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-            self._optimizer.submit(self._adamw_step(learning_rate, grad_scale=grad_scale), self._sink.reached)
+            hyper = self._adamw_step(learning_rate, grad_scale=grad_scale)
+            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
@@ -275,6 +279,17 @@ class Trainer:
             return list(micro_batches)
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
+
+    def _joined(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        """The rows as micro-batches of up to `micro_batch_tokens`: as many products of small matrices take longer."""
+        template, limit = self._template, self.config.micro_batch_tokens
+        if template.packing_limit is not None:
+            limit = min(limit, template.packing_limit)
+        groups = grouped(rows, (row.num_tokens for row in rows), limit)
+        # A mask over all pairs would cost more than larger products save. The trial on the weights comes last, it costs a forward.
+        if len(groups) == len(rows) or template.needs_masks or not self.supports_packing:
+            return rows
+        return [MicroBatch.joined(group) for group in groups]
 
     def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
         beta1, beta2 = self.config.betas

@@ -186,6 +186,7 @@ class Attempt:
             "numa_interleave": self.numa_interleave,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
+            "micro_batch_tokens": memory.micro_batch_tokens,
             "trace": str(self._log.with_name("trace.json")) if self.trace else None,
         }
 

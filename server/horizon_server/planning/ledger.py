@@ -48,6 +48,12 @@ CUBLAS_BYTES = 2 * (32 << 20)
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
 
+EMBEDDING_GRADIENT_TOKENS = 1 << 14
+"""Tokens whose gradients are added up into rows of the embedding at once: each time touches all rows in use."""
+
+NUM_SLOTS = 2
+"""Layers whose weights are on the device at a time, and whose gradients are."""
+
 # Of a large model's host memory; the rest is staging, activations and the worker's heap.
 _SHARE_FOR_PLANES = 0.9
 
@@ -64,13 +70,20 @@ CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
 
-_NUM_SLOTS = 2
 _TOKEN_BYTES = 5 * 8
 _CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
 # Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
 _MIN_CHUNK_TOKENS = 256
 _MAX_CHUNK_TOKENS = 4096
 _GATHERED_ROWS = 4096
+# As in engine.attention.blocks (a test compares).
+_BLOCK_SCORES = 1 << 22
+_BLOCK_QUERIES = 32
+# Estimated, to be measured with bench.joined_rows: what a layer works on stays near the cache of a CPU.
+_HOST_MICRO_BATCH = 2048
+# Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
+_CUDA_MICRO_BATCH = 16384
+_WIDE_MODEL = 6144
 _ROUTING_ELEMENTS = 10
 """Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
 
@@ -124,12 +137,15 @@ def plan_memory(
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
+    micro_batch_tokens: int = 0,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. Rows are
+    joined up to `micro_batch_tokens`, but for models with masks and recurrent ones.
     """
-    row_tokens = min(sequence_length, tokens_per_step)
+    joins_rows = layer is None and not model.needs_masks
+    row_tokens = min(max(sequence_length, micro_batch_tokens if joins_rows else 0), tokens_per_step)
     element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
@@ -148,7 +164,7 @@ def plan_memory(
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
-        "staging": _landing_bytes(layout, element_bytes, kept=grad_bytes > 0),
+        "staging": _landing_bytes(layout, tokens_per_step, grad_bytes or element_bytes, kept=grad_bytes > 0),
         "other": _process_bytes(layout, model, tokens_per_step, num_threads),
     }
     if device_kind == "cuda":
@@ -180,6 +196,16 @@ def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> in
     return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
 
 
+def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
+    """Tokens up to which the engine lays rows end to end and computes them at once.
+
+    Of the model and the kind of device alone, so that a job that is resumed rounds as before, whatever else runs.
+    """
+    if device_kind == "host":
+        return _HOST_MICRO_BATCH
+    return _CUDA_MICRO_BATCH if hidden_size <= _WIDE_MODEL else _CUDA_MICRO_BATCH // 2
+
+
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     return {
@@ -193,7 +219,7 @@ def _slot_elements(layout: StoreLayout) -> int:
     """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
-    return _NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+    return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
 def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
@@ -206,20 +232,23 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
         sizes = [tensor.num_elements for tensor in unit.tensors if kept.search(tensor.name)]
         elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
         largest[unit.kind] = max(largest[unit.kind], elements)
-    return (_NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
+    return (NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:
     return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
 
 
-def _landing_bytes(layout: StoreLayout, element_bytes: int, *, kept: bool) -> int:
+def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
     """Host memory that gradients come down in where no plane keeps them, and two sets of a step's numbers."""
-    numbers = 2 * (len(layout.units) + 1) * _FP64
+    num_bytes, edges = 2 * (len(layout.units) + 1) * _FP64, [layout.units[0], layout.units[-1]]
+    if layout.has_row_gradients:
+        num_rows, width = edges.pop(0).tensors[0].shape
+        num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
     if kept:
-        return numbers
-    largest_edge = max(unit.num_elements for unit in layout.units if unit.kind != "layer")
-    return (_NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes + numbers
+        return num_bytes
+    largest_edge = max(unit.num_elements for unit in edges)
+    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
@@ -249,8 +278,8 @@ def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
-    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row."""
-    mask_bytes = 2 * element_bytes if model.softcaps_attention else 1
+    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row where it needs one."""
+    mask_bytes = (2 * element_bytes if model.softcaps_attention else 1) if model.needs_masks else 0
     per_token = 2 * model.head_dim * element_bytes + 8 + row_tokens * mask_bytes
     return tokens_per_step * per_token
 
@@ -258,11 +287,18 @@ def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, elemen
 def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
     """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its kind).
 
-    Packed rows make attention see a mask of T per token; a soft cap makes it keep its scores, twice.
+    Attention without masks keeps queries, keys, values, its output and a number per head. With a mask it sees T bytes more per token,
+    and repeats the keys for every head; a soft cap then makes it keep its scores, twice.
     """
     query = model.num_attention_heads * model.head_dim
     key = model.num_key_value_heads * model.head_dim
-    per_token = 5 * model.hidden_size + _inner_saved_elements(model) + 6 * query + 2 * key + row_tokens
+    per_token = 5 * model.hidden_size + _inner_saved_elements(model)
+    if not model.needs_masks:
+        # A norm of queries and keys keeps both once more before it and after it, and a number per head.
+        times, num_norms = (4, model.num_attention_heads + model.num_key_value_heads) if model.norms_queries else (2, 0)
+        attention = times * (query + key) + num_norms + model.num_attention_heads + 3 * model.latent_size
+        return (per_token + attention) * row_tokens
+    per_token += 6 * query + 2 * key + row_tokens
     if model.softcaps_attention:
         per_token += 2 * model.num_attention_heads * row_tokens
     return per_token * row_tokens
@@ -322,7 +358,9 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     # gradient of the logits, in fp32 and in bf16, and that of the projection.
     at_softmax = chunk_tokens * (vocabulary * (_BF16 + 3 * _FP32) + hidden * (3 * _BF16 + _FP32))
     at_projection = chunk_tokens * vocabulary * (_BF16 + _FP32) + vocabulary * hidden * _BF16
-    row_bytes = 2 * min(tokens_per_step, vocabulary) * hidden * _BF16
+    # Some tokens' gradients and those of all rows in use.
+    added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
+    row_bytes = (min(tokens_per_step, vocabulary) + added_tokens) * hidden * _FP32
     return max(layer_bytes, at_softmax, at_projection, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
 
 
@@ -357,12 +395,12 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
     # When the gradient of the down projection is made, one plane less is there.
     widest_weight = _largest_weight_elements(layout, model) * _BF16
     weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
-    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(row_tokens)
+    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(model, row_tokens)
 
 
-def _cuda_mask_bytes(row_tokens: int) -> int:
+def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:
     """The bias that attention makes of a packed row's mask."""
-    return row_tokens * row_tokens * _BF16
+    return row_tokens * row_tokens * _BF16 if model.needs_masks else 0
 
 
 def _heap_bytes(
@@ -390,4 +428,12 @@ def _heap_bytes(
     calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
     if element_bytes == _BF16:
         layer_elements += _norm_input_elements(model, row_tokens)
-    return layer_elements * element_bytes + head_bytes + row_bytes + calls
+    blocks_bytes = _block_elements(model, row_tokens) * _FP32
+    return layer_elements * element_bytes + head_bytes + row_bytes + calls + blocks_bytes
+
+
+def _block_elements(model: ModelShape, row_tokens: int) -> int:
+    """Scores of a block of queries in attention without masks that no kernel fuses, and what is computed of them in a backward."""
+    if not model.attends_in_blocks:
+        return 0
+    return 5 * max(_BLOCK_SCORES, _BLOCK_QUERIES * model.num_attention_heads * row_tokens)

@@ -46,6 +46,14 @@ UNFUSED_ATTENTION = frozenset(
 )  # fmt: skip
 """Model types whose attention keeps its scores: their classes in transformers have no fused one (a test compares), but for the last."""
 
+MASKED_ATTENTION = frozenset(
+    {
+        "axk2", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "falcon", "gemma4_text", "gemma4_unified_text",
+        "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "llama4_text", "longcat_flash", "mpt", "openai-gpt", "xglm",
+    }
+)  # fmt: skip
+"""Model types whose attention takes a mask, because the engine's own is not what the model means (a test compares with its trial)."""
+
 TIED_BY_DEFAULT = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
@@ -134,6 +142,14 @@ class ModelShape:
     max_position_embeddings: int
     softcaps_attention: bool
     tied: bool
+    needs_masks: bool = False
+    """Whether attention takes a mask over all pairs of a packed row's tokens, because the engine's own is not what the model means."""
+    norms_queries: bool = True
+    """Whether layers normalise queries and keys; what they keep for that is planned where it is not known."""
+    latent_size: int = 0
+    """Elements of what queries and keys are expanded from, where they are compressed; each is normalised or rotated."""
+    attends_in_blocks: bool = False
+    """Whether the engine's own attention computes scores of a block of queries in memory: for windows, soft caps and sinks."""
     experts: ExpertShape | None = None
     num_score_planes: int = 0
     """Planes of T x T attention scores that a layer keeps for its backward on the host; 0 where attention is fused, or is capped."""
@@ -160,6 +176,8 @@ class ModelShape:
             text, "max_position_embeddings", "n_positions", "max_seq_len", default=UNBOUNDED_POSITIONS
         )
         num_heads = config_size(text, *_HEAD_COUNTS) if has_attention else 0
+        query_size = config_count(text, "qk_nope_head_dim") + config_count(text, "qk_rope_head_dim")
+        needs_masks, is_capped = _needs_masks(text), text.get("attn_logit_softcapping") is not None
         inner_sizes = text.get("intermediate_size")
         if isinstance(inner_sizes, list) and inner_sizes:
             # One for each layer: the largest decides on memory.
@@ -173,11 +191,18 @@ class ModelShape:
             intermediate_size=inner_size,
             num_attention_heads=num_heads,
             num_key_value_heads=config_size(text, "num_key_value_heads", default=num_heads),
-            head_dim=config_size(text, "head_dim", default=max(1, hidden_size // num_heads)) if has_attention else 0,
+            head_dim=max(query_size, config_size(text, "head_dim", default=max(1, hidden_size // num_heads)))
+            if has_attention
+            else 0,
             max_position_embeddings=longest,
-            # A soft cap on the scores rules out fused attention, so that the scores are kept.
-            softcaps_attention=text.get("attn_logit_softcapping") is not None,
+            # A soft cap on the scores rules out fused attention, so that the scores are kept where there are masks.
+            softcaps_attention=needs_masks and is_capped,
             tied=_is_tied(config, names),
+            needs_masks=needs_masks,
+            norms_queries=(names is None or any("q_norm" in n for n in names)) and not query_size,
+            latent_size=query_size
+            and sum(config_count(text, n) for n in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")),
+            attends_in_blocks=not needs_masks and (is_capped or bool(text.get("sliding_window"))),
             experts=_experts(text),
             num_score_planes=_score_planes(text, num_heads, on_gpu=False),
             num_score_planes_on_gpu=_score_planes(text, num_heads, on_gpu=True),
@@ -297,7 +322,14 @@ def _experts(text: Mapping[str, Any]) -> ExpertShape | None:
     )
 
 
+def _needs_masks(text: Mapping[str, Any]) -> bool:
+    drops = any("att" in n and "drop" in n and isinstance(v, (int, float)) and v > 0 for n, v in text.items())
+    return drops or text.get("model_type") in MASKED_ATTENTION
+
+
 def _score_planes(text: Mapping[str, Any], num_heads: int, *, on_gpu: bool) -> int:
+    if not _needs_masks(text):
+        return 0
     is_asked_for = "eager" in (text.get("attn_implementation"), text.get("_attn_implementation"))
     is_unfused = is_asked_for or text.get("model_type") in UNFUSED_ATTENTION
     if not is_unfused and not on_gpu:

@@ -26,6 +26,7 @@ from horizon_server.planning.ledger import (
     DeviceKind,
     LayerMemory,
     MemoryPlan,
+    micro_batch_tokens,
     plan_memory,
 )
 from horizon_server.planning.machine import (
@@ -39,7 +40,7 @@ from horizon_server.planning.machine import (
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
-from horizon_server.planning.step_work import work_of_step
+from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.records.plan import JobPlan, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
@@ -121,6 +122,8 @@ class WorkerMemory:
     device_kind: DeviceKind
     compute_dtype: ComputeDtype
     activation_placement: ActivationPlacement
+    micro_batch_tokens: int
+    """Rows are laid end to end up to this."""
 
     @contextmanager
     def lent(self) -> Iterator[dict[str, int]]:
@@ -147,6 +150,7 @@ class _Choice:
     device_limit_bytes: int
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
+    micro_batch_tokens: int = 0
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
     rates: DeviceRates | None = None
@@ -244,6 +248,7 @@ class Planner:
             device_kind=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             activation_placement=choice.activation_placement,
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _limit(self) -> int:
@@ -255,7 +260,11 @@ class Planner:
         self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
     ) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
-        choice = dataclasses.replace(choice, layer=self._layer_memory(found))
+        choice = dataclasses.replace(
+            choice,
+            layer=self._layer_memory(found),
+            micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, choice.device_kind),
+        )
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
             field = "train.sequence_length"
@@ -291,6 +300,7 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
             compute_dtype=choice.compute_dtype,
+            facts=dataclasses.replace(TODAY, micro_batch_tokens=choice.micro_batch_tokens),
         )
         shares = choice.device_kind == "host"
         return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.train.max_steps)
@@ -345,6 +355,7 @@ class Planner:
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
             layer=choice.layer,
+            micro_batch_tokens=choice.micro_batch_tokens,
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:

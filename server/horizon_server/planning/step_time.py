@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from horizon_server.planning.ledger import NUM_SLOTS
 from horizon_server.planning.rates import DeviceRates, rate_at
 from horizon_server.planning.step_work import StepWork
 from horizon_server.records.plan import Bound, StepPrediction
 
-# As many as the engine has by default, for weights and for gradients.
-_NUM_SLOTS = 2
 # The first step finds nothing updated, the second is like all later ones; one more, because queues may need a step to settle.
 _NUM_PLAYED = 3
 BACKWARD_OF_ATTENTION = 2.5
@@ -70,7 +69,7 @@ class _Queues:
     optimizer: float = 0.0
     updated: dict[int, float] = field(default_factory=dict)
     landing: dict[Ring, deque[float]] = field(
-        default_factory=lambda: {"layer": deque([0.0] * _NUM_SLOTS), "edge": deque([0.0])}
+        default_factory=lambda: {"layer": deque([0.0] * NUM_SLOTS), "edge": deque([0.0])}
     )
 
 
@@ -95,8 +94,8 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
     """One step from where the last one has ended; its queues are idle then, but for the optimizer's. `in_backward` are the seconds of
     updates that come as soon as a unit's gradient has landed."""
     start = h2d = compute = d2h = queues.now
-    slots: dict[Ring, deque[float]] = {"layer": deque([start] * _NUM_SLOTS), "edge": deque([start])}
-    gradients: dict[Ring, deque[float]] = {"layer": deque([start] * _NUM_SLOTS), "edge": deque([start])}
+    slots: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
+    gradients: dict[Ring, deque[float]] = {"layer": deque([start] * NUM_SLOTS), "edge": deque([start])}
     timeline, has_ramp = Timeline(), False
     for visit in visits:
         # Uploads keep their order, so one that waits for its update holds up all later ones.
@@ -207,6 +206,8 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
     rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
     rows_down_s = rows.rows_down_bytes / rates.scatter_bytes_per_s + rows.table_down_bytes / down
     numbered = list(enumerate(work.layers, 1))
+    # Backward finds the last layers of forward in their slots.
+    reused = head - NUM_SLOTS
     return (
         Visit(unit=0, ring="edge", upload_s=rows_up_s, compute_s=0.0),
         *(
@@ -222,7 +223,7 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         ),
         *(
             Visit(
-                unit=index, ring="layer", upload_s=(unit.upload_bytes + unit.offload_bytes) / up, compute_s=backward_s,
+                unit=index, ring="layer", upload_s=((unit.upload_bytes if index < reused else 0) + unit.offload_bytes) / up, compute_s=backward_s,
                 download_s=unit.download_bytes / down, gradient=True,
             )
             for index, unit in reversed(numbered)

@@ -38,7 +38,8 @@ _ROW_GRADIENT_PASSES = 9
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """How the engine carries out a step. The defaults are what it does today; each field is one change to it.
+    """How the engine carries out a step. The defaults are the plain schedule, each field is one change to it, and
+    `TODAY` has those that are made.
 
     `micro_batch_tokens` lays rows end to end up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
     read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
@@ -57,7 +58,7 @@ class EngineFacts:
     skips_projection: bool = True
 
 
-TODAY = EngineFacts()
+TODAY = EngineFacts(sends_rows=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The AdamW update of one unit of the host store, in place, and the squared norm that clipping needs.
+"""The AdamW update of one unit of the host store, or of some rows of a table, in place, and the squared norm that clipping needs.
 
 The compiled kernel and the NumPy reference give the same bits for any number of threads.
 
@@ -45,6 +45,17 @@ class SquaredSum:
     is_finite: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowGradient:
+    """The gradient of a table that few rows are used of: `values_RD` are those of the distinct `rows_R`, all other rows' are zero.
+
+    Shapes: R = rows with a gradient, D = width of the table. `values_RD` is fp32 or bf16.
+    """
+
+    rows_R: torch.Tensor
+    values_RD: torch.Tensor
+
+
 def update_unit(
     store: HostStore,
     unit_index: int,
@@ -77,6 +88,44 @@ def update_unit(
         return
     pointers = [view.data_ptr() for view in (*views, grads)]
     kernel.hz_adamw(*pointers, grads.dtype == torch.bfloat16, segments, len(segments), scalars, num_threads)
+
+
+def update_rows(
+    store: HostStore, name: str, hyper: AdamWStep, gradient: RowGradient, rows_U: torch.Tensor, *, num_threads: int
+) -> None:
+    """Update the distinct rows `rows_U` of one 2-D parameter, with the bits that `update_unit` gives them.
+
+    A row without a gradient has its moments and weights decayed, as an element whose gradient is zero.
+
+    Shapes: U = rows to update.
+    """
+    _, place = store.layout.find(name)
+    num_rows, width = place.shape
+    values = gradient.values_RD
+    assert values.is_contiguous() and values.shape == (gradient.rows_R.numel(), width), "one row of values for each row"
+    assert values.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {values.dtype}"
+    source_of = torch.full((num_rows,), -1)
+    source_of[gradient.rows_R] = torch.arange(gradient.rows_R.numel())
+    # The kernel reads and writes by these numbers: indexing checks them, and makes a contiguous copy.
+    sources_U, rows_U = source_of[rows_U], torch.arange(num_rows)[rows_U]
+    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay if place.decay else 1.0
+    scalars = _scalars(hyper)
+    views = [store.tensor(name, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
+    if (kernel := native.library()) is None:
+        _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, scalars)
+        return
+    is_bf16, pointers = values.dtype == torch.bfloat16, [tensor.data_ptr() for tensor in (*views, values)]
+    kernel.hz_adamw_rows(
+        *pointers,
+        is_bf16,
+        rows_U.data_ptr(),
+        sources_U.data_ptr(),
+        rows_U.numel(),
+        width,
+        decay_factor,
+        scalars,
+        num_threads,
+    )
 
 
 def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
@@ -128,6 +177,33 @@ def _update_by_reference(
             segment.decay_factor,
             scalars,
         )
+
+
+def _update_rows_by_reference(
+    views: list[torch.Tensor],
+    values_RD: torch.Tensor,
+    rows_U: torch.Tensor,
+    sources_U: torch.Tensor,
+    decay_factor: float,
+    scalars: Scalars,
+) -> None:
+    size = max(1, reference.CHUNK_ELEMENTS // values_RD.shape[1])
+    for rows, sources in zip(torch.split(rows_U, size), torch.split(sources_U, size), strict=True):
+        # Copies: the rows of a list are not one stretch.
+        hi, lo, exp_avg, exp_avg_sq = parts = [view[rows].view(-1) for view in views]
+        grads = values_RD.new_zeros(rows.numel(), values_RD.shape[1])
+        grads[sources >= 0] = values_RD[sources[sources >= 0]]
+        reference.adamw(
+            hi.view(torch.uint16).numpy(),
+            lo.numpy(),
+            exp_avg.numpy(),
+            exp_avg_sq.numpy(),
+            _raw(grads.view(-1)),
+            decay_factor,
+            scalars,
+        )
+        for view, part in zip(views, parts, strict=True):
+            view[rows] = part.view(rows.numel(), -1)
 
 
 def _raw(values: torch.Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:

@@ -16,7 +16,7 @@ import torch
 from horizon_server.errors import InvalidModel
 from horizon_server.store import native, planes, reference
 from horizon_server.store.cpus import available_cpus
-from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
 _PLANE_DTYPES = {"hi": torch.bfloat16, "lo": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 _COMPONENTS = {"hi": "weights", "lo": "weights", "exp_avg": "moments", "exp_avg_sq": "moments", "grad": "gradients"}
@@ -52,7 +52,7 @@ class HostStore:
             planes.touch(mapping, num_threads=num_threads or available_cpus())
             dtype = grad_dtype or torch.float32 if name == "grad" else _PLANE_DTYPES[name]
             # The tensor keeps the mapping alive, so closing the store never pulls memory from under a view.
-            self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=layout.num_elements)
+            self._planes[name] = torch.frombuffer(mapping, dtype=dtype, count=size_bytes // dtype.itemsize)
 
     @classmethod
     def allocate(
@@ -91,7 +91,7 @@ class HostStore:
         return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
 
     def plane(self, name: str) -> torch.Tensor:
-        """A whole plane. Shapes: [layout.num_elements]."""
+        """A whole plane. Shapes: [layout.num_elements], or less for a `grad` plane that leaves the embedding out."""
         # The caller may write to the view.
         self.blank.discard(name)
         return self._planes[name]
@@ -99,16 +99,22 @@ class HostStore:
     def unit(self, index: int, plane: str) -> torch.Tensor:
         """One unit's block of a plane, with its padding. Shapes: [unit.num_elements]."""
         unit = self.layout.units[index]
-        return self.plane(plane).narrow(0, unit.offset, unit.num_elements)
+        return self.plane(plane).narrow(0, self._offset(unit, plane), unit.num_elements)
 
     def flat(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane. Shapes: [parameter.num_elements]."""
         unit, place = self.layout.find(name)
-        return self.plane(plane).narrow(0, unit.offset + place.offset, place.num_elements)
+        return self.plane(plane).narrow(0, self._offset(unit, plane) + place.offset, place.num_elements)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane, in its own shape; otherwise as `flat`."""
         return self.flat(name, plane).view(self.layout.find(name)[1].shape)
+
+    def _offset(self, unit: UnitLayout, plane: str) -> int:
+        offset = self.layout.offset_in(plane, unit)
+        # A negative offset would count from the plane's end.
+        assert offset >= 0, "the store keeps no gradient of an embedding whose gradient is rows"
+        return offset
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""

@@ -2,7 +2,7 @@
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes.
+Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes but `grad`.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
 """
 
@@ -78,7 +78,7 @@ class UnitLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLayout:
-    """The whole store: embedding, layers in order, head. `num_elements` is one plane's length with padding."""
+    """The whole store: embedding, layers in order, head. `num_elements` is a plane's length with padding, but for the `grad` plane's."""
 
     units: tuple[UnitLayout, ...]
     num_elements: int
@@ -88,6 +88,16 @@ class StoreLayout:
     def num_parameters(self) -> int:
         """Elements that are parameters, without the padding."""
         return sum(tensor.num_elements for _, tensor in self.tensors())
+
+    @property
+    def has_row_gradients(self) -> bool:
+        """Whether the embedding's gradient is kept as rows: a table that is not the projection too, with nothing next to it."""
+        return not self.tied and len(self.units[0].tensors) == 1
+
+    def offset_in(self, plane: str, unit: UnitLayout) -> int:
+        """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as rows."""
+        left_out = self.units[0].num_elements if plane == "grad" and self.has_row_gradients else 0
+        return unit.offset - left_out
 
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
         """The unit and the tensor of a parameter name; KeyError where the store has none."""
@@ -152,8 +162,12 @@ def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
-    bytes_per_element = {**PLANE_BYTES, "grad": grad_dtype_bytes}
-    return {plane: layout.num_elements * size for plane, size in bytes_per_element.items() if size}
+    bytes_per_element, last = {**PLANE_BYTES, "grad": grad_dtype_bytes}, layout.units[-1]
+    return {
+        plane: (layout.offset_in(plane, last) + last.num_elements) * size
+        for plane, size in bytes_per_element.items()
+        if size
+    }
 
 
 def parameter_shapes(headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:

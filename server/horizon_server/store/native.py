@@ -73,11 +73,12 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     segments, scalars = ctypes.POINTER(Segment), ctypes.POINTER(Scalars)
     lib.hz_adamw.argtypes = (*[pointer] * 5, number, segments, size, scalars, number)
+    lib.hz_adamw_rows.argtypes = (*[pointer] * 5, number, *[pointer] * 2, *[size] * 2, ctypes.c_float, scalars, number)
     lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)
     lib.hz_triad.argtypes = (pointer, pointer, pointer, ctypes.c_double, size, number)
-    for function in (lib.hz_adamw, lib.hz_merge, lib.hz_split, lib.hz_triad):
+    for function in (lib.hz_adamw, lib.hz_adamw_rows, lib.hz_merge, lib.hz_split, lib.hz_triad):
         function.restype = None
     lib.hz_sum_squares.restype = ctypes.c_double
     lib.hz_norm_block.restype = size

@@ -65,6 +65,8 @@ class WorkerRequest:
     gpu: str = ""
     """UUID of the GPU that `device: cuda` means; empty where it is the first that torch finds."""
     numa_interleave: bool = True
+    micro_batch_tokens: int = 0
+    """Rows are laid end to end up to this; 0 computes each by itself."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
@@ -328,6 +330,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         optimizer_threads=update_threads(request.num_threads, device_kind=request.device),
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
+        micro_batch_tokens=request.micro_batch_tokens,
     )
 
 

@@ -28,7 +28,7 @@ def one_layer_step() -> list[Span]:
         work("compute", "backward 0", 6.5, 7),
         work("d2h", "gradient 2", 5.5, 6.5),
         work("d2h", "gradient 1", 6.5, 7.5),
-        work("d2h", "gradient of rows", 7.5, 8.5),
+        work("d2h", "gradient 0", 7.5, 8.5),
     ]
 
 
@@ -69,6 +69,23 @@ def test_a_tied_head_waits_for_its_table() -> None:
     ]
 
     assert overlap_of_step(spans, num_gradient_slots=2)["h2d"].exposed_s == pytest.approx(1 + 3)
+
+
+def test_layer_0_comes_ahead_of_the_embedding_and_the_last_layers_once() -> None:
+    spans = [
+        work("h2d", "unit 1", 0, 1),
+        work("h2d", "rows of embed", 1, 3),
+        work("h2d", "unit 2", 3, 5),
+        work("h2d", "rows of embed", 5, 6),
+        work("compute", "forward 0", 3, 3.5),
+        work("compute", "forward 1", 3.5, 4),
+        work("compute", "backward 2", 5, 6),
+        work("compute", "backward 1", 7, 8),
+        work("compute", "backward 0", 8, 9),
+        work("d2h", "gradient 0", 9, 9),
+    ]
+
+    assert overlap_of_step(spans, num_gradient_slots=2)["h2d"].exposed_s == pytest.approx(3 + 1)
 
 
 def test_waits_the_engine_logged_are_not_looked_at() -> None:

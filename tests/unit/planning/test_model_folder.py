@@ -52,9 +52,10 @@ CONFIG: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size
     [
         ({"model_type": "llama"}, 0, 0),
         ({"model_type": "bloom"}, 4, 4),
-        ({"model_type": "llama", "attn_implementation": "eager"}, 4, 4),
+        ({"model_type": "llama", "attn_implementation": "eager"}, 0, 0),
+        ({"model_type": "llama", "attn_implementation": "eager", "attention_dropout": 0.1}, 4, 4),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, 0, 0),
-        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}, 4, 0),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}, 0, 0),
         ({"model_type": "longcat_flash", "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}, 8, 0),
         (
             {

@@ -22,6 +22,7 @@ from horizon_server.planning.machine import (
     find_accelerators,
     usable_accelerators,
 )
+from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.planning.rates import DeviceRates, WidthRates
 from horizon_server.records.plan import JobPlan, PlannedMachine
@@ -117,26 +118,29 @@ def test_auto_means_cuda_where_there_is_one(
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device), accelerators=accelerators)
     assert memory.device_kind == memory.plan.device == wanted
-    assert bytes_per_parameter(memory) == (14 if wanted == "cuda" else 16)
+    # The table of an untied model has no stored gradient; its rows land in a buffer of their own.
+    grad_bytes, table = memory.plane_bytes["grad"], open_model_folder(folder).layout.units[0].num_elements
+    assert (memory.plane_bytes["hi"] / 2 - table) * (2 if wanted == "cuda" else 4) == grad_bytes
+    assert bytes_per_parameter(memory) == 12 + grad_bytes / (memory.plane_bytes["hi"] / 2)
     assert memory.plan.fits
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "wanted", "num_bytes"),
+    ("device", "asked", "wanted", "grad_bytes"),
     [
-        ("auto", "auto", "float32", 16),
-        ("host", "float32", "float32", 16),
-        ("host", "bfloat16", "bfloat16", 14),
-        ("cuda", "auto", "bfloat16", 14),
-        ("cuda", "bfloat16", "bfloat16", 14),
+        ("auto", "auto", "float32", 4),
+        ("host", "float32", "float32", 4),
+        ("host", "bfloat16", "bfloat16", 2),
+        ("cuda", "auto", "bfloat16", 2),
+        ("cuda", "bfloat16", "bfloat16", 2),
     ],
 )
 def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
-    folder: Path, device: str, asked: str, wanted: str, num_bytes: int
+    folder: Path, device: str, asked: str, wanted: str, grad_bytes: int
 ) -> None:
     memory = worker_memory(folder, spec_of(device=device, compute_dtype=asked), accelerators=(H100,))
     assert memory.compute_dtype == memory.plan.compute_dtype == wanted
-    assert bytes_per_parameter(memory) == num_bytes
+    assert memory.grad_dtype_bytes == grad_bytes
 
 
 def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:

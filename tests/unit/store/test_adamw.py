@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from horizon_server.store import native, reference
-from horizon_server.store.adamw import AdamWStep, sum_squares, update_unit
+from horizon_server.store.adamw import AdamWStep, RowGradient, sum_squares, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
@@ -29,8 +29,11 @@ needs_kernel = pytest.mark.skipif(
 )
 
 
-def filled_store(grad_dtype: torch.dtype, *, seed: int = 0) -> HostStore:
-    store = HostStore.allocate(build_layout(SHAPES, num_layers=1, tied=True), grad_dtype=grad_dtype, num_threads=1)
+def filled_store(
+    grad_dtype: torch.dtype, *, seed: int = 0, table: tuple[int, ...] = SHAPES["model.embed_tokens.weight"]
+) -> HostStore:
+    shapes = {**SHAPES, "model.embed_tokens.weight": table}
+    store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), grad_dtype=grad_dtype, num_threads=1)
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in store.layout.tensors():
         store.write_master(tensor.name, torch.randn(tensor.shape, generator=generator) * 0.02)
@@ -143,6 +146,50 @@ def test_takes_a_gradient_from_elsewhere_and_leaves_it_and_the_padding_alone() -
         assert torch.equal(store.plane(plane).view(torch.uint8), other.plane(plane).view(torch.uint8)), plane
     last = store.layout.units[1].tensors[-1]
     assert store.unit(1, "hi")[last.offset + last.num_elements :].abs().sum() == 0
+
+
+@pytest.mark.parametrize("width", [33, 40_000])
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("by_kernel", [pytest.param(True, marks=needs_kernel), False])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_rows_get_the_bits_of_the_whole_table(
+    grad_dtype: torch.dtype, by_kernel: bool, num_threads: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = "model.embed_tokens.weight"
+    dense, by_rows = (filled_store(grad_dtype, table=(97, width)) for _ in range(2))
+    generator = torch.Generator().manual_seed(11)
+    if not by_kernel:
+        monkeypatch.setattr(native, "library", lambda: None)
+    for step in range(1, 4):
+        hyper, grad = AdamWStep(step=step, **OPTIONS), dense.tensor(table, "grad")
+        rows = torch.randperm(97, generator=generator)[:20]
+        values = torch.randn(20, width, generator=generator).to(grad_dtype)
+        grad.zero_()
+        grad[rows] = values
+        update_unit(dense, 0, hyper, num_threads=num_threads)
+
+        first = torch.randperm(97, generator=generator)[:30]
+        others = torch.tensor(sorted(set(range(97)) - set(first.tolist())))
+        for part in (first, others):
+            gradient = RowGradient(rows_R=rows, values_RD=values)
+            update_rows(by_rows, table, hyper, gradient, part, num_threads=num_threads)
+
+    for plane in PLANES:
+        one, other = (store.unit(0, plane).view(torch.uint8) for store in (dense, by_rows))
+        assert torch.equal(one, other), plane
+
+
+def test_a_table_whose_gradient_is_of_no_row_is_decayed() -> None:
+    store, other = filled_store(torch.float32), filled_store(torch.float32)
+    table, hyper = "model.embed_tokens.weight", AdamWStep(step=1, **OPTIONS)
+    store.plane("grad").zero_()
+    nothing = RowGradient(rows_R=torch.arange(0), values_RD=torch.empty(0, 33))
+
+    update_unit(store, 0, hyper, num_threads=1)
+    update_rows(other, table, hyper, nothing, torch.arange(97), num_threads=2)
+
+    assert torch.equal(store.unit(0, "hi"), other.unit(0, "hi"))
+    assert torch.equal(store.unit(0, "lo"), other.unit(0, "lo"))
 
 
 def test_units_update_at_the_same_time_from_several_threads() -> None:

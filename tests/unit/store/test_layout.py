@@ -157,7 +157,7 @@ def assert_sound(layout: StoreLayout) -> None:
 
 
 def test_plane_sizes_are_twelve_bytes_a_parameter_and_the_gradient() -> None:
-    layout = build_layout(LLAMA, num_layers=12, tied=False)
+    layout = build_layout(LLAMA, num_layers=12, tied=True)
     n = layout.num_elements
     assert plane_sizes(layout, grad_dtype_bytes=2) == {
         "hi": 2 * n,
@@ -167,6 +167,17 @@ def test_plane_sizes_are_twelve_bytes_a_parameter_and_the_gradient() -> None:
         "grad": 2 * n,
     }
     assert "grad" not in plane_sizes(layout, grad_dtype_bytes=0)
+
+
+def test_no_gradient_is_stored_for_a_table_that_is_only_looked_up() -> None:
+    layout = build_layout(LLAMA, num_layers=12, tied=False)
+    table, *others = layout.units
+    assert layout.has_row_gradients
+    assert plane_sizes(layout, grad_dtype_bytes=2)["grad"] == 2 * (layout.num_elements - table.num_elements)
+    assert [layout.offset_in("grad", unit) for unit in others] == [unit.offset - table.num_elements for unit in others]
+    assert [layout.offset_in("hi", unit) for unit in layout.units] == [unit.offset for unit in layout.units]
+    with_positions = {**LLAMA, "model.embed_positions.weight": (4, 4)}
+    assert not build_layout(with_positions, num_layers=12, tied=False).has_row_gradients
 
 
 def test_tables_that_can_be_computed_are_no_parameters() -> None:

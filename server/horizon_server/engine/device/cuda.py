@@ -87,10 +87,11 @@ class CudaDevice(QueuedDevice):
     def adopt(self, store: HostStore) -> None:
         """The planes that cross the link are registered with the driver, unit by unit."""
         units = store.layout.units
-        cuts = [*(unit.offset for unit in units), store.layout.num_elements]
-        self._pinned.add(store.plane("hi"), cuts=cuts)
-        if store.grad_dtype is not None:
-            self._pinned.add(store.plane("grad"), cuts=cuts)
+        for plane in ("hi",) if store.grad_dtype is None else ("hi", "grad"):
+            memory = store.plane(plane)
+            # The embedding begins before a `grad` plane that leaves it out.
+            cuts = [max(0, store.layout.offset_in(plane, unit)) for unit in units]
+            self._pinned.add(memory, cuts=[*cuts, memory.numel()])
         # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
         wanted = min(CAST_ELEMENTS, max(unit.num_elements for unit in units))
         if self._cast is None or self._cast.numel() < wanted:
@@ -160,34 +161,17 @@ class CudaDevice(QueuedDevice):
         self.d2h.submit(partial(_copy, source, target), label="loss")
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """CUDA: the sum is taken on d2h, in fp32 over blocks of the size that units are padded to, and in float64 over those. A square
-        beyond fp32 (an element of 1.8e19) counts as not finite.
+        """CUDA: the sum is taken on d2h, in fp32 over rows, or blocks of the size that units are padded to, and in float64 over those. A
+        square beyond fp32 (an element of 1.8e19) counts as not finite.
         """
+        blocks = gradient if gradient.dim() > 1 else gradient.view(-1, UNIT_ALIGN_ELEMENTS)
 
         def work() -> None:
             # Of the fp32 values, before they are rounded: the norm is the same whatever the store keeps.
-            _copy(_square_sum(gradient.view(-1, UNIT_ALIGN_ELEMENTS)), square_sum)
-            self._send_to_host(gradient, target)
+            _copy(_square_sum(blocks), square_sum)
+            self._send_to_host(gradient.view(-1), target)
 
         self.d2h.submit(work, num_bytes=target.nbytes, label=label)
-
-    def download_rows(
-        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
-    ) -> None:
-        """CUDA: the queue's thread waits for the rows and puts them into the table."""
-        width = gradient_RD.shape[1]
-
-        def land(start: int, values: Tensor) -> None:
-            first = start // width
-            table_VD[rows_R[first : first + values.numel() // width]] = values.view(-1, width)
-
-        def work() -> None:
-            _copy(_square_sum(gradient_RD), square_sum)
-            target.zero_()
-            self._down.download(gradient_RD.view(-1), table_VD.dtype, land, multiple_of=width)
-
-        num_bytes = gradient_RD.numel() * target.element_size()
-        self.d2h.submit(work, num_bytes=num_bytes, label="gradient of rows")
 
     def take_use(self) -> QueueFigures:
         """CUDA: waits for what the queues were given; between steps they are idle."""

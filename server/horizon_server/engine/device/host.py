@@ -141,24 +141,11 @@ class HostDevice(QueuedDevice):
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
         def copy() -> None:
             with self._link(target.nbytes):
-                target.copy_(gradient)
+                target.copy_(gradient.view(-1))
             # Off the link's time: a GPU takes the sum before it copies, at the speed of its own memory.
-            square_sum.fill_(sum_squares(gradient).value)
+            square_sum.fill_(sum_squares(gradient.view(-1)).value)
 
         self.d2h.submit(copy, num_bytes=target.nbytes, label=label)
-
-    def download_rows(
-        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
-    ) -> None:
-        num_bytes = gradient_RD.numel() * target.element_size()
-
-        def copy() -> None:
-            with self._link(num_bytes):
-                target.zero_()
-                table_VD[rows_R] = gradient_RD.to(table_VD.dtype)
-            square_sum.fill_(sum_squares(gradient_RD.view(-1)).value)
-
-        self.d2h.submit(copy, num_bytes=num_bytes, label="gradient of rows")
 
     def _copy(self, queue: HostQueue, source: Tensor, target: Tensor) -> None:
         def copy() -> None:

@@ -207,9 +207,7 @@ class StagingRing:
             out[start : start + view.numel()].copy_(view, non_blocking=True)
             mark.record(self._stream)
 
-    def download(
-        self, source: Tensor, dtype: torch.dtype, land: Callable[[int, Tensor], None], *, multiple_of: int = 1
-    ) -> None:
+    def download(self, source: Tensor, dtype: torch.dtype, land: Callable[[int, Tensor], None]) -> None:
         """Copy flat device memory to the host as `dtype` and hand it over, piece by piece: first element, values."""
         waiting: tuple[int, Tensor, Mark] | None = None
 
@@ -219,7 +217,7 @@ class StagingRing:
                 mark.synchronize()
                 land(start, values)
 
-        for start, view, mark in self._pieces(source, dtype=dtype, multiple_of=multiple_of):
+        for start, view, mark in self._pieces(source, dtype=dtype):
             view.copy_(source[start : start + view.numel()].to(dtype), non_blocking=True)
             mark.record(self._stream)
             # One piece late, so that the host empties one buffer while the next copy is under way.

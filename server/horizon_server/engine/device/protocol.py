@@ -141,16 +141,11 @@ class Device(Protocol):
         """Append the copy of a few numbers to d2h, too small to be part of the account."""
 
     def download_unit(self, gradient: Tensor, target: Tensor, square_sum: Tensor, *, label: str = "") -> None:
-        """Append the copy of a unit's gradient to d2h, and the sum of its squares.
+        """Append the copy of a unit's gradient to d2h, and the sum of its squares. `target` is flat; `gradient` may be rows of a table.
 
         The sum is in float64, in a fixed order, of the fp32 values before they are rounded to the target's dtype; it is not
         finite when an element is not.
         """
-
-    def download_rows(
-        self, gradient_RD: Tensor, target: Tensor, table_VD: Tensor, rows_R: Tensor, square_sum: Tensor
-    ) -> None:
-        """Append the return of row gradients to d2h; the rest of `target`, into which `table_VD` is a view, becomes zero."""
 
     def poison(self, queue: Queue, tensor: Tensor) -> None:
         """Append the poisoning of memory that is about to be reused, where that debug switch is on."""

@@ -306,6 +306,9 @@ static void for_each_range(int64_t n, int64_t grain, int num_threads, const Body
     });
 }
 
+// What a row without a gradient reads; zero bits are 0.0 in both dtypes.
+static const float no_gradient[kChunk] = {};
+
 static int64_t chunks_of(const Segment& segment) { return (segment.num_elements + kChunk - 1) / kChunk; }
 
 }  // namespace hz
@@ -329,6 +332,30 @@ HZ_API void hz_adamw(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_s
         } else {
             hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const float*>(grads) + at, n,
                            segment->decay_factor, *scalars);
+        }
+    });
+}
+
+// Some rows of a table whose planes start at the pointers: the gradient of `rows[i]` is row `sources[i]` of `values`, or zero
+// where that is negative.
+HZ_API void hz_adamw_rows(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const void* values,
+                          int values_are_bf16, const int64_t* rows, const int64_t* sources, int64_t num_rows, int64_t width,
+                          float decay_factor, const hz::Scalars* scalars, int num_threads) {
+    const int64_t grain = width < hz::kChunk ? hz::kChunk / width : 1;
+    hz::for_each_range(num_rows, grain, num_threads, [&](int64_t first, int64_t count) {
+        for (int64_t i = first; i < first + count; ++i) {
+            for (int64_t start = 0; start < width; start += hz::kChunk) {
+                const int64_t n = width - start < hz::kChunk ? width - start : hz::kChunk;
+                const int64_t at = rows[i] * width + start;
+                const int64_t from = sources[i] * width + start;
+                if (sources[i] >= 0 && values_are_bf16) {
+                    hz::adamw_bf16(hi + at, lo + at, exp_avg + at, exp_avg_sq + at,
+                                   static_cast<const uint16_t*>(values) + from, n, decay_factor, *scalars);
+                } else {
+                    const float* grads = sources[i] >= 0 ? static_cast<const float*>(values) + from : hz::no_gradient;
+                    hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, grads, n, decay_factor, *scalars);
+                }
+            }
         }
     });
 }

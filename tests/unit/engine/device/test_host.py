@@ -84,27 +84,26 @@ def test_a_gradient_lands_with_its_square_sum(store: HostStore, device: HostDevi
     assert float(square_sum) == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-12)
 
 
-def test_row_gradients_stand_alone_in_the_table(store: HostStore, device: HostDevice) -> None:
-    target, table = store.unit(0, "grad"), store.tensor(TABLE, "grad")
-    target.fill_(2.0)
-    rows, gradient = torch.tensor([4, 30]), torch.ones(2, 8)
+def test_gradients_of_rows_land_one_after_the_other(device: HostDevice) -> None:
+    gradient, landed = torch.randn(3, 8), torch.full((32,), 2.0)
     square_sum = torch.tensor(torch.nan, dtype=torch.float64)
 
-    device.download_rows(gradient, target, table, rows, square_sum)
+    device.download_unit(gradient, landed[:24], square_sum)
     device.d2h.record().wait()
 
-    wanted = torch.zeros(50, 8)
-    wanted[rows] = 1
-    assert torch.equal(table, wanted)
-    assert float(target.sum()) == float(square_sum) == 16
+    assert torch.equal(landed[:24].view(3, 8), gradient)
+    assert bool((landed[24:] == 2).all())
+    assert float(square_sum) == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-12)
+    assert device.take_use().d2h.bytes == 24 * 4
 
 
 def test_the_square_sum_is_taken_before_rounding(device: HostDevice) -> None:
     gradient, square_sum = torch.full((2048,), 1 + 2**-12), torch.tensor(torch.nan, dtype=torch.float64)
-    landed, row_landed, row_sum = torch.empty(2048, dtype=torch.bfloat16), torch.empty(16, 8), square_sum.clone()
+    landed, row_landed = torch.empty(2048, dtype=torch.bfloat16), torch.empty(16, dtype=torch.bfloat16)
+    row_sum = square_sum.clone()
 
     device.download_unit(gradient, landed, square_sum)
-    device.download_rows(gradient[:16].view(2, 8), row_landed.bfloat16(), row_landed, torch.tensor([0, 1]), row_sum)
+    device.download_unit(gradient[:16].view(2, 8), row_landed, row_sum)
     device.d2h.record().wait()
 
     assert landed.float().sum() == 2048
