@@ -223,7 +223,8 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         ),
         *(
             Visit(
-                unit=index, ring="layer", upload_s=((unit.upload_bytes if index < reused else 0) + unit.offload_bytes) / up, compute_s=backward_s,
+                unit=index, ring="layer", upload_s=((unit.upload_bytes if index < reused else 0) + unit.offload_bytes) / up,
+                compute_s=backward_s,
                 download_s=unit.download_bytes / down, gradient=True,
             )
             for index, unit in reversed(numbered)
