@@ -121,6 +121,12 @@ class TrainSpec(_Section):
         description="The job fails with reason DIVERGED after this number of skipped steps in a row.",
     )
 
+    matmul: Literal["bf16", "fp8"] = Field(
+        default="bf16",
+        description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
+        "faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _one_epoch_by_default(cls, given: Any) -> Any:

@@ -181,6 +181,30 @@ TRAIN_ON_ALL: TrainOn.ValueType  # 3
 """Every token."""
 global___TrainOn = TrainOn
 
+class _Matmul:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MatmulEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Matmul.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MATMUL_UNSPECIFIED: _Matmul.ValueType  # 0
+    """Not set: bf16."""
+    MATMUL_BF16: _Matmul.ValueType  # 1
+    """The compute dtype's own."""
+    MATMUL_FP8: _Matmul.ValueType  # 2
+    """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
+
+class Matmul(_Matmul, metaclass=_MatmulEnumTypeWrapper):
+    """Matmul is what the matrix products of layers are computed in."""
+
+MATMUL_UNSPECIFIED: Matmul.ValueType  # 0
+"""Not set: bf16."""
+MATMUL_BF16: Matmul.ValueType  # 1
+"""The compute dtype's own."""
+MATMUL_FP8: Matmul.ValueType  # 2
+"""8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
+global___Matmul = Matmul
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -396,6 +420,7 @@ class TrainSpec(google.protobuf.message.Message):
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     DECAY_FIELD_NUMBER: builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
+    MATMUL_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -430,6 +455,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Which parameters weight_decay applies to; default trainer."""
     compute_dtype: global___ComputeDtype.ValueType
     """What layers are computed in; default auto."""
+    matmul: global___Matmul.ValueType
+    """What the layers' matrix products are computed in; default bf16."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -455,9 +482,10 @@ class TrainSpec(google.protobuf.message.Message):
         max_skipped_steps: builtins.int | None = ...,
         decay: global___Decay.ValueType = ...,
         compute_dtype: global___ComputeDtype.ValueType = ...,
+        matmul: global___Matmul.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload

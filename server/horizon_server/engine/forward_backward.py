@@ -12,38 +12,32 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
-from horizon_server.engine.binding import Place
+from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device, Event
+from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
 
 # That the driver queues before compute has reached them.
 _UNITS_AHEAD = 2
-
-
-def chunk_loss(logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int) -> Tensor:
-    """This chunk's share of the step's mean loss, in fp32. Every target counts: ignored positions were dropped before.
-
-    It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
-    forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
-    """
-    # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
-    return functional.cross_entropy(logits_SV.float(), targets_S, reduction="sum") / num_targets_of_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +85,10 @@ class ForwardBackward:
         *,
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
+        matmul: Matmul = "bf16",
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
-        self._head_chunk_tokens = head_chunk_tokens
+        self._head_chunk_tokens, self._matmul = head_chunk_tokens, matmul
         kind = Activations if activation_placement == "device" else OffloadedActivations
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
@@ -174,8 +169,10 @@ class ForwardBackward:
         self._device.compute.wait(self._device.d2h.record())
         self._device.compute.record().wait()
         # Only now, because after a failure the queues skip their work but let every event happen.
-        self._device.raise_failure()
-        self._device.charge("workspace", -current.call_bytes)
+        try:
+            self._device.raise_failure()
+        finally:
+            self._device.charge("workspace", -current.call_bytes)
 
     def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
         template, tokens = self._template, current.tokens
@@ -201,12 +198,14 @@ class ForwardBackward:
 
     def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
+        visit = self._fp8_visit(layer, for_backward=False)
 
         def forward(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
             hidden_1TD = activations.layer_input(source)[span][None]
             self._seed(current, layer + 1, index)
-            with torch.no_grad():
+            casts = visit.of(parameters)
+            with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
                 output_1TD = template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
             activations.layer_input(output)[span].copy_(output_1TD[0])
 
@@ -239,18 +238,27 @@ class ForwardBackward:
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
         template, tokens, activations = self._template, current.tokens, self.activations
         unit_index = self._head.unit_index
-        gradient = self._sink.open(unit_index)
+        gradients = self._sink.open(unit_index)
 
         def head(chunk: slice) -> None:
             supervised_S = tokens.supervised_S[chunk]
             hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
-            leaves = _leaves(template.places[unit_index], flat, gradient, self._sink.reached)
+            leaves, products = _leaves(template.places[unit_index], flat, gradients)
             self._seed(current, unit_index, chunk.start)
-            with self._device.workspace(("head", supervised_S.numel())):
-                logits_SV = template.head(leaves, hidden_1SD)
-                loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
-                torch.autograd.backward(loss)
-            current.loss += loss.detach()
+            # Autograd does not keep the logits, so that they are not in what `workspace` counts.
+            logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
+            with self._charged(logits_bytes), self._device.workspace(("head", supervised_S.numel())):
+                with products:
+                    logits_SV = template.head(leaves, hidden_1SD)
+                values_SV = logits_SV.detach()
+                # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
+                edge = torch.autograd.graph.get_gradient_edge(logits_SV)
+                # The logits' own memory becomes their gradient, unless the model's backward wants them again.
+                gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
+                targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
+                loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
+                torch.autograd.backward(edge, gradient_SV)
+            current.loss += loss
             assert hidden_1SD.grad is not None
             activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
 
@@ -266,17 +274,19 @@ class ForwardBackward:
 
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
-        gradient = self._sink.open(layer + 1)
+        gradients = self._sink.open(layer + 1)
+        visit = self._fp8_visit(layer, for_backward=True)
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
             hidden_1TD = activations.layer_input(layer)[span][None].data.requires_grad_()
-            leaves = _leaves(template.places[layer + 1], flat, gradient, self._sink.reached)
+            leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
-                output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
+                with products:
+                    output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             assert hidden_1TD.grad is not None
             gradient_TD.copy_(hidden_1TD.grad[0])
@@ -295,11 +305,11 @@ class ForwardBackward:
         padding_row = padding_rows[0][0] if padding_rows else -1
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
-        gradient = sink.open(0, tokens.rows_R if by_rows else None)
-        table = self._table(current, gradient, by_rows=by_rows)
+        gradients = sink.open(0, tokens.rows_R if by_rows else None)
+        table = self._table(current, gradients.flat, by_rows=by_rows)
 
         def backward(index: int, span: slice) -> None:
-            leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
+            leaves, products = _leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
             weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_()
@@ -307,7 +317,8 @@ class ForwardBackward:
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
-                hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
+                with products:
+                    hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
                 torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
             assert weight_TD.grad is not None
             # Not by a hook: other parameters of the unit may still read what came in.
@@ -334,6 +345,22 @@ class ForwardBackward:
             self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
+    @contextmanager
+    def _charged(self, num_bytes: int) -> Iterator[None]:
+        """Account for working memory of a known size inside the block."""
+        self._device.charge("workspace", num_bytes)
+        try:
+            yield
+        finally:
+            self._device.charge("workspace", -num_bytes)
+
+    def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
+        """What the layer multiplies in FP8; nothing where that is off."""
+        places = self._template.places[layer + 1] if self._matmul == "fp8" else []
+        views = [place for place in places if place.trained and isinstance(place.piece, Strided)]
+        names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
+        return Fp8Visit(names, for_backward=for_backward)
+
     def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
         if not by_rows:
@@ -347,18 +374,17 @@ class ForwardBackward:
             self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
 
 
-def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: set[str]) -> dict[str, Tensor]:
-    """The parameters of a unit, in its flat weights; autograd adds their gradients to the flat `gradient`."""
-
-    def accumulate(place: Place, values: Tensor) -> None:
-        place.piece.add(gradient, values)
-        reached.update(place.stored_names)
-
+def _leaves(
+    places: Sequence[Place], flat: Tensor, gradients: UnitGradients, visit: Fp8Visit | None = None
+) -> tuple[dict[str, Tensor], AccumulatedProducts]:
+    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds their gradients to `gradients`."""
     leaves = {}
     for place in places:
         weight = place.piece.read(flat)
-        leaves[place.name] = _leaf(weight, partial(accumulate, place)) if place.trained else weight
-    return leaves
+        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if place.trained else weight
+    accumulators = gradients.accumulators
+    accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
+    return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
 
 
 def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
@@ -366,7 +392,9 @@ def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
     leaf = weight.detach().requires_grad_()
 
     def take(finished: Tensor) -> None:
-        assert finished.grad is not None
+        # None where all of it went to an accumulator.
+        if finished.grad is None:
+            return
         # At once and not after backward, so that the gradients of a layer's parameters are never in memory together.
         accumulate(finished.grad)
         finished.grad = None

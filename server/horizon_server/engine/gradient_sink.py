@@ -6,6 +6,7 @@ Shapes: R = rows of the embedding in use, D = hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.adamw import RowGradient
 from horizon_server.store.host_store import HostStore
 
@@ -67,6 +69,7 @@ class GradientSink:
                 ),
             )
         self._open: dict[int, Slot] = {}
+        self._gradients: dict[int, UnitGradients] = {}
         self.reached: set[str] = set()
 
     @property
@@ -101,25 +104,28 @@ class GradientSink:
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int, rows_R: Tensor | None = None) -> Tensor:
-        """Memory that a unit's places, or with `rows_R` rows of the embedding, are views into: zeros, but for a tied table's head part;
-        compute waits until it is free.
-        """
-        units = self._template.layout.units
-        if unit_index == 0 and self._template.tied:
+    def open(self, unit_index: int, rows_R: Tensor | None = None) -> UnitGradients:
+        """Memory for a unit's gradients; compute waits until it is free. With `rows_R` it is zeros for these rows of the embedding."""
+        template, units, compute = self._template, self._template.layout.units, self._device.compute
+        places, unit = template.places[unit_index], units[unit_index]
+        if unit_index == 0 and template.tied:
             # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
-            return slot.flat[units[-1].num_elements : self._template.head_elements]
-        slot = self._open[unit_index] = self._rings.take(unit_index, self._device.compute)
-        num_elements = units[unit_index].num_elements
+            flat = slot.flat[units[-1].num_elements : template.head_elements]
+            places = template.places_besides_table
+        else:
+            slot = self._open[unit_index] = self._rings.take(unit_index, compute)
+            flat = slot.flat
         if rows_R is not None:
-            num_elements = rows_R.numel() * self._template.hidden_size
-        elif units[unit_index].kind == "head":
-            num_elements = self._template.head_elements
-        # Not the whole slot: a table of many rows is far larger than what a step uses of it.
-        flat = slot.flat[:num_elements]
-        self._device.compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
-        return flat
+            # Not the whole slot: a table of many rows is far larger than what a step uses of it.
+            flat = flat[: rows_R.numel() * template.hidden_size]
+            compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
+            return UnitGradients([], flat, unit, reached=self.reached)
+        gradients = self._gradients[unit_index] = UnitGradients(places, flat, unit, reached=self.reached)
+        if unit_index == 0 and not template.tied:
+            zero = partial(gradients.start_from_zero, template.table_place)
+            compute.submit(zero, label=f"zero gradient {unit_index}")
+        return gradients
 
     def send_loss(self, loss: Tensor) -> None:
         """Send the loss, ahead of the gradients of the same step."""
@@ -135,6 +141,7 @@ class GradientSink:
             target = self._row_values[: gradient.numel()]
             self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
+            device.compute.submit(self._gradients.pop(unit_index).finish, label=f"backward {unit_index}")
             start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
             gradient = slot.flat[start : start + unit.num_elements]
             if self._landing is not None:

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
+from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.forward_backward import chunk_loss
+from horizon_server.engine.linear import AccumulatedProducts, Accumulator
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
@@ -38,7 +39,7 @@ from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, 
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
 from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds
-from horizon_server.planning.step_work import LOGIT_BYTES, StepWork, work_of_step
+from horizon_server.planning.step_work import FUSED_LOGIT_BYTES, StepWork, work_of_step
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
@@ -163,9 +164,8 @@ def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: Dev
     )
     logits = sizes.chunk_tokens * sizes.vocabulary
     head_gemm_s = 6 * logits * hidden_size / rate_at(gemm, sizes.chunk_tokens)
-    sums_s = _sum_bytes(device) * sizes.vocabulary * hidden_size / rates.accumulate_bytes_per_s
-    head_bytes = LOGIT_BYTES * device.compute_dtype.itemsize / 2 * logits
-    width = dataclasses.replace(width, head_bytes_per_s=head_bytes / _rest(head_s, head_gemm_s + sums_s))
+    head_bytes = FUSED_LOGIT_BYTES * device.compute_dtype.itemsize / 2 * logits
+    width = dataclasses.replace(width, head_bytes_per_s=head_bytes / _rest(head_s, head_gemm_s))
     parts = Seconds.of(work, dataclasses.replace(rates, widths=(width,))).compute()
     traffic = parts.pop("elementwise") + parts.pop("embedding")
     elementwise = traffic / _rest(step_s, sum(parts.values()))
@@ -306,16 +306,17 @@ class _Probe:
         sizes = self.sizes
         hidden_CD = _random(self.device, sizes.chunk_tokens, hidden_size).requires_grad_()
         weight_VD = _random(self.device, sizes.vocabulary, hidden_size).requires_grad_()
-        sum_VD = self.device.place(torch.zeros(sizes.vocabulary, hidden_size))
+        out_VD = self.device.place(torch.zeros(sizes.vocabulary, hidden_size))
+        accumulator = Accumulator(out=out_VD, first=torch.tensor(False))
         targets_C = self.device.place(torch.zeros(sizes.chunk_tokens, dtype=torch.int64))
 
         def chunk() -> None:
-            logits_CV = functional.linear(hidden_CD, weight_VD)
-            loss = chunk_loss(logits_CV, targets_C, num_targets_of_step=sizes.chunk_tokens)
-            torch.autograd.backward(loss)
-            assert weight_VD.grad is not None
-            sum_VD.add_(weight_VD.grad)
-            hidden_CD.grad = weight_VD.grad = None
+            with AccumulatedProducts([(weight_VD, accumulator)]):
+                logits_CV = functional.linear(hidden_CD, weight_VD)
+            values_CV = logits_CV.detach()
+            chunk_loss(values_CV, targets_C, num_targets_of_step=sizes.chunk_tokens, gradient_SV=values_CV)
+            torch.autograd.backward(logits_CV, values_CV)
+            hidden_CD.grad = None
 
         return self.seconds(chunk)
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from horizon_server.engine.layer_stubs import RUN_ERRORS, LayerCall
+from horizon_server.engine.linear import linear_without_value
 
 
 class SkippedProjection:
@@ -49,8 +48,7 @@ class SkippedProjection:
         weight, bias = self._projection.weight, self._projection.bias
         # Products of other layouts are multiplied in another order, so of those the bits would differ.
         if self._skips and inputs.is_contiguous():
-            output: Tensor = _LinearWithoutValue.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
-            return output
+            return linear_without_value(inputs, weight, bias)
         return functional.linear(inputs, weight, bias)
 
 
@@ -86,27 +84,3 @@ def find_skipped_projection(layer: nn.Module, call: LayerCall, *, hidden_size: i
         return None
     name = {module: name for name, module in trial.named_modules()}[called[-1]]
     return SkippedProjection(layer.get_submodule(name))
-
-
-class _LinearWithoutValue(torch.autograd.Function):
-    """A linear map without its value. Its gradients are the very products that autograd would call, so their bits are equal."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, inputs: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs, weight_OI)
-        return _any_values(inputs, weight_OI.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs, weight_OI = ctx.saved_tensors
-        for_inputs, for_weight, for_bias = ctx.needs_input_grad
-        grad_TO, inputs_TI = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
-        return (
-            grad_TO.mm(weight_OI).view(inputs.shape) if for_inputs else None,
-            grad_TO.t().mm(inputs_TI) if for_weight else None,
-            grad_TO.sum(0) if for_bias else None,
-        )
-
-
-def _any_values(like: Tensor, num_outputs: int) -> Tensor:
-    return like.new_empty((*like.shape[:-1], num_outputs))

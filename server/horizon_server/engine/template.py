@@ -37,6 +37,7 @@ from horizon_server.engine.layer_stubs import (
     Tape,
     try_embedding,
 )
+from horizon_server.engine.logits import keeps_logits
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
@@ -65,7 +66,8 @@ class Template:
     embedding's where that is the projection. `table_place` is the embedding table among the embedding unit's places, `embedding_name`
     its name in the layout, and `places_besides_table` what else the first layer's input is made of (learned positions, a norm).
     Where there is nothing else, the model `embeds_by_rows`: the rows in use are all it needs. `num_skipped_parameters` are those of all
-    layers whose product the recompute of a layer skips.
+    layers whose product the recompute of a layer skips. `head_keeps_logits` says whether the head's backward reads the logits, so that
+    their memory must not become that of their gradient.
     """
 
     def __init__(self, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> None:
@@ -199,6 +201,8 @@ class Template:
         self.num_skipped_parameters = sum(projection.num_parameters for projection in skipped)
         # After the search above, which replaces a projection's forward for good.
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in groups}
+        parameters = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[-1]}
+        self.head_keeps_logits = keeps_logits(self.head, parameters, self.projection_name, hidden_size=self.hidden_size)
         self.packing_limit = find_packing_limit(
             calls_of,
             [(self._layers[group], calls[group]) for group in groups],
@@ -325,7 +329,8 @@ class Template:
         inputs = {"inputs_embeds": hidden_1CD.detach(), "position_ids": positions_1C}
         with self._state.restored(), self._tape.injecting(hidden_1CD):
             output = functional_call(self._model, {**bound, **parameters}, kwargs=_accepted(self._model, inputs))
-        logits_CV: Tensor = output.logits[0]
+        # Not `[0]`, whose backward copies the gradient into zeros of the whole.
+        logits_CV: Tensor = output.logits.squeeze(0)
         if logits_CV.shape != (num_tokens, self.vocab_size):
             raise InvalidModel(f"logits of shape {tuple(output.logits.shape)} are not supported")
         return logits_CV

@@ -16,6 +16,7 @@ import torch
 
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
+from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
@@ -49,7 +50,8 @@ class TrainConfig:
     `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are
     laid end to end up to `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself.
     `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
-    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off.
+    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
+    rounds the layers' products.
     """
 
     num_steps: int
@@ -69,6 +71,7 @@ class TrainConfig:
     tokens_per_step: int = 0
     micro_batch_tokens: int = 0
     activation_placement: ActivationPlacement = "device"
+    matmul: Matmul = "bf16"
 
 
 class Trainer:
@@ -80,6 +83,8 @@ class Trainer:
         self._template, self._store, self._device = template, store, device
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
+        if config.matmul == "fp8":
+            check_supported(device.place(torch.zeros(())).device)
         # Before anything is copied: memory that is not registered yet takes the detour through staging memory.
         device.adopt(store)
         template.place_buffers(device.place)
@@ -97,6 +102,7 @@ class Trainer:
             self._sink,
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
+            matmul=config.matmul,
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)

@@ -70,11 +70,15 @@ CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
 
+# For each element of a hidden state: seven planes in fp32 and what the norm was given, less what goes before the last comes.
+_NORM_BACKWARD_BYTES = 27
 _TOKEN_BYTES = 5 * 8
-_CHUNK_BYTES: Mapping[DeviceKind, int] = {"host": 32 << 20, "cuda": 1 << 30}
-# Below this the projection's gradient, as large as the projection, would cost more per chunk than the chunk.
-_MIN_CHUNK_TOKENS = 256
-_MAX_CHUNK_TOKENS = 4096
+_CHUNK_ELEMENTS: Mapping[DeviceKind, int] = {"host": 16 << 20, "cuda": 1 << 30}
+# Below this, reading and writing the projection's whole gradient once per chunk would cost more than the chunk.
+_MIN_CHUNK_TOKENS = 512
+_MAX_CHUNK_TOKENS = 8192
+# Rows of logits that are computed in fp32 at once on the host, where that is more than one row.
+_BLOCK_ELEMENTS = 1 << 19
 _GATHERED_ROWS = 4096
 # As in engine.attention.blocks (a test compares).
 _BLOCK_SCORES = 1 << 22
@@ -137,6 +141,7 @@ def plan_memory(
     num_threads: int = 1,
     activation_placement: ActivationPlacement = "device",
     layer: LayerMemory | None = None,
+    in_fp8: bool = False,
     micro_batch_tokens: int = 0,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
@@ -158,6 +163,8 @@ def plan_memory(
         "activations": on_device * element_bytes,
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
+    if in_fp8:
+        device["workspace"] += _fp8_bytes(layout, model, row_tokens)
     layer_bytes = formula_elements * element_bytes + uncovered_bytes
     if element_bytes == _BF16:
         layer_bytes += _norm_input_elements(model, row_tokens) * element_bytes
@@ -173,11 +180,14 @@ def plan_memory(
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
-        device["workspace"] += max(layer_bytes, _chunk_saved_bytes(model, tokens_per_step))
+        device["workspace"] += max(layer_bytes, _chunk_bytes(model, tokens_per_step, element_bytes))
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
+        if in_fp8:
+            # Products that are emulated widen both factors again.
+            host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
         host["other"] += int(_HEAP_SHARE * uncovered_bytes + _SCAN_SHARE * counted_bytes)
     return MemoryPlan(host=host, device=device)
 
@@ -189,11 +199,8 @@ def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
 
 
 def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
-    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's fp32 logits near a size that suits the device.
-
-    On cuda each chunk reads and writes the projection's whole fp32 gradient, which takes many tokens to be worth it.
-    """
-    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_BYTES[device_kind] // (_FP32 * vocab_size)))
+    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's logits near a size that suits the device."""
+    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_ELEMENTS[device_kind] // vocab_size))
 
 
 def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
@@ -271,10 +278,18 @@ def _activation_elements(model: ModelShape, tokens_per_step: int, placement: Act
     return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
-def _chunk_saved_bytes(model: ModelShape, tokens_per_step: int) -> int:
-    """What autograd keeps of a logits chunk: its log-probabilities and three hidden states."""
+def _chunk_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:
+    """A logits chunk on the host: the logits, which become their own gradient, and three hidden states that autograd keeps."""
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * _FP32
+    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
+
+
+def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
+    """A layer's weights in FP8 by rows and by columns, and the quotient in fp32 that one tensor is rounded from."""
+    largest_cast = max(
+        _largest_weight_elements(layout, model), row_tokens * max(model.hidden_size, model.intermediate_size)
+    )
+    return 2 * _largest_layer_elements(layout) + _FP32 * largest_cast
 
 
 def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
@@ -353,15 +368,13 @@ def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int,
     # Scores in fp32 and in bf16, and the gradients of both.
     scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
     layer_bytes = _cuda_layer_bytes(layout, model, row_tokens) + scores_bytes
+    # The logits, which become their own gradient, until the backward of the norm before them is over. The projection's goes to its slot.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(vocabulary, "cuda"))
-    # First the logits in bf16, their log-probabilities and two gradients in fp32, with the hidden states that the norm has kept; later the
-    # gradient of the logits, in fp32 and in bf16, and that of the projection.
-    at_softmax = chunk_tokens * (vocabulary * (_BF16 + 3 * _FP32) + hidden * (3 * _BF16 + _FP32))
-    at_projection = chunk_tokens * vocabulary * (_BF16 + _FP32) + vocabulary * hidden * _BF16
+    head_bytes = chunk_tokens * (vocabulary * _BF16 + hidden * _NORM_BACKWARD_BYTES)
     # Some tokens' gradients and those of all rows in use.
     added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
     row_bytes = (min(tokens_per_step, vocabulary) + added_tokens) * hidden * _FP32
-    return max(layer_bytes, at_softmax, at_projection, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
+    return max(layer_bytes, head_bytes, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
 
 
 def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
@@ -392,8 +405,8 @@ def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -
         visits, expert = model.experts.num_computed_per_token, model.experts.intermediate_size
         shared = _BF16 * 6 * model.experts.shared_intermediate_size
         moments.append(norms + shared + visits * max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden))
-    # When the gradient of the down projection is made, one plane less is there.
-    widest_weight = _largest_weight_elements(layout, model) * _BF16
+    # Gradients of projections go to their slot; those of experts, which are one parameter, are made whole first.
+    widest_weight = _largest_weight_elements(layout, model) * _BF16 if model.experts is not None else 0
     weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
     return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(model, row_tokens)
 
@@ -409,8 +422,7 @@ def _heap_bytes(
     """The heap of a worker that computes on the host, calibrated against peak RSS.
 
     The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
-    add up instead of sharing their room: one layer's backward, one logits chunk with the projection's gradient, the
-    embedding rows in both directions.
+    add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
     """
     scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
     backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
@@ -420,9 +432,12 @@ def _heap_bytes(
     gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
     unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
     layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
-    # Logits, log-probabilities and the gradients of both; where logits and their gradient are in bf16, there is a copy of each in fp32.
+    # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the projection's gradient too.
     chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    head_bytes = (4 * _FP32 * chunk_tokens + model.hidden_size * element_bytes) * model.vocab_size
+    head_bytes = chunk_tokens * (model.vocab_size + model.hidden_size) * element_bytes
+    head_bytes += 3 * max(_BLOCK_ELEMENTS, model.vocab_size) * _FP32
+    if element_bytes == _BF16:
+        head_bytes += model.hidden_size * model.vocab_size * _BF16
     num_rows = min(tokens_per_step, model.vocab_size)
     row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
     calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)

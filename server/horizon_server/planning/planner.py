@@ -355,6 +355,7 @@ class Planner:
             num_threads=self._num_threads,
             activation_placement=choice.activation_placement,
             layer=choice.layer,
+            in_fp8=spec.train.matmul == "fp8",
             micro_batch_tokens=choice.micro_batch_tokens,
         )
 

@@ -58,7 +58,7 @@ class EngineFacts:
     skips_projection: bool = True
 
 
-TODAY = EngineFacts(sends_rows=True)
+TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
 
 
 @dataclass(frozen=True, kw_only=True)

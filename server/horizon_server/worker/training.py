@@ -330,6 +330,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         optimizer_threads=update_threads(request.num_threads, device_kind=request.device),
         tokens_per_step=train.tokens_per_step,
         activation_placement=request.activation_placement,
+        matmul=train.matmul,
         micro_batch_tokens=request.micro_batch_tokens,
     )
 

@@ -227,7 +227,7 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert facts["num_cpus"] >= 1
     assert facts["host_peak_flops_per_s"] > 0
     assert facts["host_products_of_256_flops_per_s"] > 0
-    for rate in ("attention_flops", "h2d_bytes", "d2h_bytes", "adamw_bytes", "head_of_256_flops"):
+    for rate in ("elementwise_of_256_bytes", "h2d_bytes", "d2h_bytes", "adamw_bytes"):
         assert facts[f"host_{rate}_per_s"] > 0
 
     _, out, told = command(*plan_of, "-o", "json")

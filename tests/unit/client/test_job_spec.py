@@ -40,6 +40,8 @@ _train = st.fixed_dictionaries(
         "train_on": st.sampled_from(["assistant", "last-assistant", "all"]),
         "max_skipped_steps": _int64,
         "decay": st.sampled_from(["trainer", "matrices", "all"]),
+        "compute_dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
+        "matmul": st.sampled_from(["bf16", "fp8"]),
     },
 )
 _checkpoint = st.fixed_dictionaries(
@@ -97,6 +99,8 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "train_on": "last-assistant",
             "max_skipped_steps": 12,
             "decay": "matrices",
+            "compute_dtype": "bfloat16",
+            "matmul": "fp8",
         },
         "eval_every_steps": 12,
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},

@@ -30,7 +30,12 @@ def folder(make_model: Callable[..., Path]) -> ModelFolder:
 
 
 def plan_of(
-    folder: ModelFolder, *, device_kind: DeviceKind = "host", grad_bytes: int = 4, tokens_per_step: int = 256
+    folder: ModelFolder,
+    *,
+    device_kind: DeviceKind = "host",
+    grad_bytes: int = 4,
+    tokens_per_step: int = 256,
+    in_fp8: bool = False,
 ) -> MemoryPlan:
     return plan_memory(
         folder.layout,
@@ -39,6 +44,7 @@ def plan_of(
         sequence_length=64,
         device_kind=device_kind,
         grad_bytes=grad_bytes,
+        in_fp8=in_fp8,
     )
 
 
@@ -52,8 +58,16 @@ def test_planes_are_planned_to_the_byte(folder: ModelFolder, grad_dtype: torch.d
 @pytest.mark.parametrize("vocab_size", [1, 100, 4096, 32000, 151936, 300_000])
 def test_a_logits_chunk_stays_near_its_bound(vocab_size: int) -> None:
     tokens = logits_chunk_tokens(vocab_size)
-    assert 256 <= tokens <= 4096
-    assert tokens * vocab_size * 4 <= max(32 << 20, 256 * vocab_size * 4)
+    assert 512 <= tokens <= 8192
+    assert tokens * vocab_size * 4 <= max(64 << 20, 512 * vocab_size * 4)
+
+
+@pytest.mark.parametrize("device_kind", ["host", "cuda"])
+def test_fp8_takes_two_bytes_more_for_every_weight_of_a_layer(folder: ModelFolder, device_kind: DeviceKind) -> None:
+    full, in_fp8 = (plan_of(folder, device_kind=device_kind, in_fp8=on) for on in (False, True))
+    layer = max(unit.num_elements for unit in folder.layout.units if unit.kind == "layer")
+    assert in_fp8.device["workspace"] >= full.device["workspace"] + 2 * layer
+    assert in_fp8.device["weights"] == full.device["weights"]
 
 
 def test_the_hosts_sum_holds_the_hosts_device(folder: ModelFolder) -> None:

@@ -1,0 +1,71 @@
+"""The loss over a vocabulary, and its gradient in the place of the logits: no copy of them in fp32, no softmax that is kept.
+
+A few rows at a time are computed in fp32. On a GPU with Triton each row is a program of one kernel; elsewhere blocks of rows go through
+torch, small enough to stay in the cache.
+
+Shapes: S = supervised tokens of a chunk, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# In fp32 elements: 2 MiB, which a processor's own cache holds. On a GPU enough to keep it busy.
+_BLOCK_ELEMENTS = 1 << 19
+_GPU_BLOCK_ELEMENTS = 1 << 26
+
+
+def chunk_loss(
+    logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int, gradient_SV: Tensor | None = None
+) -> Tensor:
+    """This chunk's share of the step's mean loss, in fp64. Every target counts: ignored positions were dropped before.
+
+    It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
+    forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
+
+    `gradient_SV` receives the gradient of the logits, and may be the logits themselves.
+    """
+    # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
+    scale = 1.0 / num_targets_of_step
+    if logits_SV.is_cuda and _has_triton():
+        from horizon_server.engine.cross_entropy_triton import row_losses
+
+        losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale)
+    else:
+        losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scale)
+    if gradient_SV is not None:
+        # Autograd must know, because an operator of the model may have kept the logits for its own backward.
+        torch.autograd.graph.increment_version(gradient_SV)
+    return losses_S.double().sum() * scale
+
+
+def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float) -> Tensor:
+    num_rows, vocab_size = logits_SV.shape
+    losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
+    size = max(1, (_GPU_BLOCK_ELEMENTS if logits_SV.is_cuda else _BLOCK_ELEMENTS) // vocab_size)
+    # The gradient of the log-probabilities: nothing but the scale at each row's target.
+    num_kept = 0 if gradient_SV is None else min(size, num_rows)
+    at_targets_RV = logits_SV.new_zeros(num_kept, vocab_size, dtype=torch.float32)
+    for start in range(0, num_rows, size):
+        rows = slice(start, start + size)
+        targets_R1 = targets_S[rows, None]
+        # torch's own kernels, so that the bits are those of its cross_entropy; blocks are for the cache alone.
+        values_RV = torch.log_softmax(logits_SV[rows], 1, dtype=torch.float32)
+        losses_S[rows] = -values_RV.gather(1, targets_R1)[:, 0]
+        if gradient_SV is not None:
+            grad_RV = at_targets_RV[: values_RV.shape[0]].scatter_(1, targets_R1, -scale)
+            out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
+            torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
+            if out_RV is values_RV:
+                gradient_SV[rows] = values_RV
+            grad_RV.scatter_(1, targets_R1, 0.0)
+    return losses_S
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

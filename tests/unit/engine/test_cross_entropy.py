@@ -1,0 +1,127 @@
+"""Loss and gradient of logits, block by block and by the kernel, against torch in fp64."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from horizon_server.engine import cross_entropy
+from horizon_server.engine.cross_entropy import chunk_loss
+
+RowLosses = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+NUM_TARGETS = 50
+VOCABULARIES = [5, 1000, 4099]
+
+
+def case(vocab_size: int, dtype: torch.dtype, *, num_rows: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(num_rows, vocab_size, generator=generator)).to(dtype)
+    return logits, torch.randint(0, vocab_size, (num_rows,), generator=generator)
+
+
+def exact(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits.double().requires_grad_()
+    loss = functional.cross_entropy(leaf, targets, reduction="sum") / NUM_TARGETS
+    torch.autograd.backward(loss)
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RowLosses]:
+    """The kernel in Triton's interpreter, which is chosen when the module is imported."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton, which is for Linux only: pip install triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    name = "horizon_server.engine.cross_entropy_triton"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    row_losses: RowLosses = importlib.import_module(name).row_losses
+    yield row_losses
+    # The next importer must get the compiled one.
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_loss_and_gradient_are_exact_to_rounding(vocab_size: int, dtype: torch.dtype, in_place: bool) -> None:
+    logits, targets = case(vocab_size, dtype)
+    kept, (loss, gradient) = logits.clone(), exact(logits, targets)
+    out = logits if in_place else torch.empty_like(logits)
+
+    got = chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=out)
+
+    assert error(got, loss) <= 2e-7
+    assert error(out, gradient) <= (3e-7 if dtype == torch.float32 else 3e-3)
+    assert in_place or torch.equal(logits, kept)
+    assert error(chunk_loss(kept, targets, num_targets_of_step=NUM_TARGETS), loss) <= 2e-7
+    plain = functional.cross_entropy(kept.float(), targets, reduction="sum") / NUM_TARGETS
+    assert error(got, plain.double()) <= 1e-6
+
+
+def test_rows_are_cut_into_blocks_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = case(1000, torch.float32, num_rows=10)
+    whole, parts = torch.empty_like(logits), torch.empty_like(logits)
+    loss = chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=whole)
+    monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 3000)
+
+    assert torch.equal(chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=parts), loss)
+    assert torch.equal(parts, whole)
+
+
+def test_autograd_refuses_logits_that_were_kept_and_overwritten() -> None:
+    hidden = torch.randn(4, 6, requires_grad=True)
+    logits = torch.tanh(hidden)
+    targets = torch.zeros(4, dtype=torch.int64)
+    chunk_loss(logits.detach(), targets, num_targets_of_step=4, gradient_SV=logits.detach())
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(logits, logits.detach())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(value: float) -> None:
+    logits, targets = case(100, torch.float32)
+    logits[2, 5] = value
+
+    assert not torch.isfinite(chunk_loss(logits, targets, num_targets_of_step=7, gradient_SV=logits))
+    assert not torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_kernel_agrees(kernel: RowLosses, vocab_size: int, dtype: torch.dtype, in_place: bool) -> None:
+    wide, targets = case(vocab_size + 3, dtype)
+    # Rows that begin at any address.
+    logits, targets = wide[:, 1:-2], targets % vocab_size
+    loss, gradient = exact(logits, targets)
+    out = logits if in_place else torch.empty(logits.shape, dtype=dtype)
+
+    losses = kernel(logits, targets, out, 1 / NUM_TARGETS)
+
+    assert error(losses.double().sum() / NUM_TARGETS, loss) <= 2e-7
+    # The interpreter cuts bits off where a GPU rounds to bf16.
+    assert error(out, gradient) <= (3e-7 if dtype == torch.float32 else 6e-3)
+
+
+def test_the_kernel_leaves_logits_alone_without_a_gradient(kernel: RowLosses) -> None:
+    logits, targets = case(300, torch.float32)
+    logits[:, :200], targets = -torch.inf, targets % 100 + 200
+    kept = logits.clone()
+
+    losses = kernel(logits, targets, None, 1.0)
+
+    assert torch.equal(logits, kept)
+    assert torch.allclose(losses, functional.cross_entropy(logits, targets, reduction="none"))
