@@ -1,118 +1,186 @@
-"""Predicted against measured step time: the roofline over this machine's measured speeds, against the engine taking steps.
+"""Predicted against measured step time over an emulated link: the step-time model with rates measured between the steps.
 
-The speeds are measured before each shape, as `horizond doctor` does; then it takes steps of several sizes, rows of one document each.
-Where the measured peak differs between shapes, the machine was not quiet. Both the quickest and the median step are shown, because the
-prediction is for a machine that does nothing else.
+Rates of the case's width, with the link, and pairs of steps take turns, and the second step of a pair counts; the prediction for it is
+the mean of those before and after it. So a machine shared with others slows both sides alike. Medians count on both, unlike in a plan,
+which is for a machine that does nothing else. One thread computes and one updates. The cases are chosen so that each kind of queue limits
+one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from transformers import AutoConfig, PretrainedConfig
 
-from bench.models import SHAPES, qwen3_config, random_rows
-from horizon_server.engine.device import device_for
-from horizon_server.engine.rate_probe import measure_rates
+from bench.models import random_rows, random_store
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.rate_probe import Sizes, measure_rates
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.planning.ledger import DeviceKind
-from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.roofline import DeviceRates, predict_step, work_of_step
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.records.plan import StepPrediction
-from horizon_server.store.cpus import available_cpus
-from horizon_server.store.host_store import HostStore
-from horizon_server.store.model_load import load_model
+
+_HEAD_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One size of step of one shape."""
+    """One shape and one size of step."""
 
-    shape: str
-    num_rows: int
+    hidden: int
+    inner: int
+    layers: int
+    vocabulary: int = 4096
+    tied: bool = True
+    rows: int
     row_tokens: int
+    link_gbps: float
+    clips: bool = True
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """A Qwen3 config."""
+        num_heads = self.hidden // _HEAD_SIZE
+        config: PretrainedConfig = AutoConfig.for_model(
+            "qwen3",
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // 2,
+            head_dim=_HEAD_SIZE,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=4096,
+            tie_word_embeddings=self.tied,
+            pad_token_id=0,
+        )
+        return config
+
+    @property
+    def sizes(self) -> Sizes:
+        """What is measured for it: as for a plan, but small enough to be repeated often."""
+        return Sizes(
+            widths=(self.hidden,),
+            attention_width=self.hidden,
+            row_tokens=self.row_tokens,
+            gemm_tokens=(self.row_tokens,),
+            document_tokens=(self.row_tokens,),
+            product=512,
+            chunk_tokens=256,
+            vocabulary=2048,
+        )
 
 
-def predicted(folder: ModelFolder, rates: DeviceRates, case: Case, device: DeviceKind) -> StepPrediction:
-    """What the plan says of a case."""
+CASES: Mapping[str, Case] = {
+    "wide steps": Case(hidden=512, inner=1536, layers=4, rows=2, row_tokens=256, link_gbps=0.5),
+    "long rows": Case(hidden=256, inner=768, layers=4, tied=False, rows=1, row_tokens=1024, link_gbps=0.25),
+    "slow link": Case(hidden=384, inner=1024, layers=16, rows=1, row_tokens=64, link_gbps=0.04),
+    "no clipping": Case(hidden=768, inner=2048, layers=4, rows=4, row_tokens=64, link_gbps=0.06, clips=False),
+    "few tokens": Case(hidden=1024, inner=3072, layers=4, rows=1, row_tokens=16, link_gbps=4.0),
+}
+
+
+def folder_of(case: Case, template: Template) -> ModelFolder:
+    """The model as a plan sees it."""
+    config = case.config.to_dict()
+    return ModelFolder(
+        path=Path(), config=config, shape=ModelShape.from_config(config), headers={}, layout=template.layout
+    )
+
+
+def predicted(case: Case, template: Template, rates: DeviceRates) -> StepPrediction:
+    """What the model says: a device of its own at the other end of a link, which computes in fp32."""
     work = work_of_step(
-        folder,
-        tokens_per_step=case.num_rows * case.row_tokens,
+        folder_of(case, template),
+        tokens_per_step=case.rows * case.row_tokens,
         sequence_length=case.row_tokens,
-        device_kind=device,
-        grad_bytes=4 if device == "host" else 2,
+        device_kind="host",
+        grad_bytes=4 if case.clips else 0,
         activation_placement="device",
     )
-    return predict_step(work, rates, device_kind=device)
+    return predict_step(work, rates, shares_processors=False)
 
 
-def measured(folder: ModelFolder, case: Case, *, device: DeviceKind, num_threads: int, num_steps: int) -> list[float]:
-    """Seconds of each step after the first, in a run that keeps going: an update is hidden where the engine hides it."""
-    template = Template.from_folder(folder.path, layout=folder.layout)
-    compute = device_for(device, num_threads=num_threads)
-    store = HostStore.allocate(template.layout, grad_dtype=compute.gradient_dtype)
-    load_model(store, folder.path)
-    settings = TrainConfig(num_steps=1000, learning_rate=1e-5, optimizer_threads=num_threads)
-    trainer = Trainer(template, store, compute, settings)
-    try:
-        rows = [
-            random_rows(template.vocab_size, num_rows=case.num_rows, row_tokens=case.row_tokens, seed=i)
-            for i in range(num_steps + 1)
-        ]
-        return [trainer.train_step(step).duration_s for step in rows][1:]
-    finally:
-        trainer.close()
-        compute.close()
-        store.close()
+class Run:
+    """A training run of a case that keeps going, so that an update is hidden where the engine hides it."""
 
+    def __init__(self, case: Case, template: Template) -> None:
+        self._case = case
+        self._device = HostDevice(num_threads=1, link_bytes_per_s=case.link_gbps * 1e9)
+        self._store = random_store(template, grad_dtype=self._device.gradient_dtype if case.clips else None)
+        clip = 1.0 if case.clips else None
+        config = TrainConfig(num_steps=1000, learning_rate=1e-5, optimizer_threads=1, max_grad_norm=clip)
+        self._trainer = Trainer(template, self._store, self._device, config)
+        self.step_s()
 
-def write_folder(shape: str, path: Path) -> ModelFolder:
-    """A model folder of a named shape with random weights."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(qwen3_config(shape), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model.save_pretrained(path)
-    return open_model_folder(path)
+    def step_s(self) -> float:
+        """Seconds of the second of two steps: the first one's update ran while nothing else did."""
+        seconds = []
+        for seed in range(2):
+            case = self._case
+            rows = random_rows(case.vocabulary, num_rows=case.rows, row_tokens=case.row_tokens, seed=seed)
+            start_s = time.perf_counter()
+            self._trainer.train_step(rows)
+            seconds.append(time.perf_counter() - start_s)
+        self._trainer.flush()
+        return seconds[1]
+
+    def close(self) -> None:
+        """Free what it holds."""
+        self._trainer.close()
+        self._device.close()
+        self._store.close()
 
 
 def main() -> None:
     """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), nargs="*", default=["6m", "40m"])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4], help="rows of a step")
-    parser.add_argument("--row-tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--device", choices=["host", "cuda"], default="host")
+    parser.add_argument("--case", choices=list(CASES), nargs="*", default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", action="store_true", help="also print the seconds of each part in each round")
     arguments = parser.parse_args()
     print(
-        "| shape | peak GFLOP/s | tokens/step | bound | predicted s | measured s: best | median | predicted/best | predicted/median |"
+        "| case | hidden x layers | rows x tokens | clipping | link GB/s | limited by | predicted s | measured s "
+        "| predicted / measured: median | of each round |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for shape in arguments.shape:
-        # Anew for each: on a machine that others share, processors change their speed within minutes.
-        rates = measure_rates(arguments.device, num_threads=arguments.threads)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = write_folder(shape, Path(scratch))
-            for num_rows in arguments.rows:
-                case = Case(shape=shape, num_rows=num_rows, row_tokens=arguments.row_tokens)
-                said = predicted(folder, rates, case, arguments.device)
-                took = measured(
-                    folder, case, device=arguments.device, num_threads=arguments.threads, num_steps=arguments.steps
-                )
-                best, median = min(took), statistics.median(took)
-                print(
-                    f"| {shape} | {rates.peak_flops_per_s / 1e9:,.0f} | {num_rows * case.row_tokens} | {said.bound} "
-                    f"| {said.step_s:.3f} | {best:.3f} | {median:.3f} | {said.step_s / best:.2f} | {said.step_s / median:.2f} |",
-                    flush=True,
-                )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in arguments.case:
+        case = CASES[name]
+        template = Template.from_config(case.config)
+        make = partial(HostDevice, num_threads=1, link_bytes_per_s=case.link_gbps * 1e9)
+        measure = partial(
+            measure_rates, "host", num_threads=1, budget_s=0.0, sizes=case.sizes, make=make, choose=statistics.median
+        )
+        said, took = [predicted(case, template, measure())], []
+        with closing(Run(case, template)) as run:
+            for _ in range(arguments.rounds):
+                took.append(run.step_s())
+                said.append(predicted(case, template, measure()))
+                if arguments.parts:
+                    parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in said[-1].parts_s.items())
+                    print(f"  {name}: {took[-1]:.3f} s, then {said[-1].step_s:.3f}: {parts}", flush=True)
+        expected = [(before.step_s + after.step_s) / 2 for before, after in pairwise(said)]
+        ratios = [expected_s / took_s for expected_s, took_s in zip(expected, took, strict=True)]
+        bounds = [one.bound for one in said]
+        print(
+            f"| {name} | {case.hidden} x {case.layers} | {case.rows} x {case.row_tokens} | {'on' if case.clips else 'off'} "
+            f"| {case.link_gbps:g} | {max(set(bounds), key=bounds.count)} "
+            f"| {statistics.median(expected):.3f} "
+            f"| {statistics.median(took):.3f} | {statistics.median(ratios):.2f} "
+            f"| {' '.join(f'{ratio:.2f}' for ratio in ratios)} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, St
 from horizon_proto.v1 import job_pb2
 
 _SEARCHED_JOBS = 1000
+# In a spec that is planned without its data
+_NO_DATASET = "not-looked-at"
 
 
 class AsyncJobs:
@@ -65,6 +67,39 @@ class AsyncJobs:
             answer = await self._connection.unary(
                 self._connection.calls.jobs.PlanJob, job_pb2.PlanJobRequest(spec=wire_spec)
             )
+        except NotFound as problem:
+            raise await self._missing_input(problem, wire_spec) from None
+        return from_message(PlannedJob, answer)
+
+    async def plan_elsewhere(
+        self,
+        spec: SpecLike,
+        *,
+        gpu: str,
+        host_gbps: float,
+        link_gbps: float | None = None,
+        host_memory_bytes: int | None = None,
+        overrides: Sequence[str] = (),
+        push: bool = True,
+        reporter: Reporter = SILENT,
+    ) -> PlannedJob:
+        """Predict a job's steps on a machine that you name, and how much memory it would take there. Its data is not looked at.
+
+        `gpu` is a name such as h100. `host_gbps` and `link_gbps` are the bandwidth of its memory and of its link in each direction, in
+        10^9 bytes per second; without a link, the GPU's own is assumed. Without `host_memory_bytes`, host memory has no limit.
+
+        Raises:
+            InvalidRequest: when the server does not know the GPU; the message lists those it knows.
+        """
+        machine = job_pb2.PlannedMachine(
+            gpu=gpu, host_gbps=host_gbps, link_gbps=link_gbps, host_memory_bytes=host_memory_bytes
+        )
+        # Data files would be pushed for nothing
+        without_data = (*overrides, f"dataset={_NO_DATASET}", "eval_dataset=null")
+        wire_spec = await self._wire_spec(spec, without_data, push, reporter)
+        request = job_pb2.PlanJobRequest(spec=wire_spec, machine=machine)
+        try:
+            answer = await self._connection.unary(self._connection.calls.jobs.PlanJob, request)
         except NotFound as problem:
             raise await self._missing_input(problem, wire_spec) from None
         return from_message(PlannedJob, answer)

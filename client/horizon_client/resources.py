@@ -111,7 +111,7 @@ class MemoryPlan:
     host_bytes: Mapping[str, int]
     """Host bytes by component: weights, moments, gradients, activations, staging, other."""
     device_bytes: Mapping[str, int]
-    """Device bytes by component: weights, gradients, activations, workspace; on a GPU also what the allocator has cached."""
+    """Device bytes by component: weights, gradients, activations, workspace."""
     host_total_bytes: int
     """Sum over the host's components."""
     device_total_bytes: int
@@ -138,18 +138,28 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """What an optimizer step is expected to take, from the node's measured speed. A job is never refused for it."""
+    """What an optimizer step is expected to take, from measured or estimated speeds. A job is never refused for it."""
 
     step_s: float
     """Seconds of a step."""
     tokens_per_second: float
     """Real tokens per second."""
     bound: str
-    """What takes the most of it: compute, h2d, d2h or host memory."""
+    """What limits it: compute, h2d, d2h or host memory."""
     total_s: float | None
     """Seconds of all steps; None where their number is not known before the data is prepared."""
     peak_flops_per_s: float
-    """Floating-point operations per second of the device's matrix products, as measured: what utilisation refers to."""
+    """Floating-point operations per second of the device's matrix products: what utilisation refers to."""
+    model_flops_per_s: float
+    """Operations per second that the model itself is worth, without recomputing."""
+    parts_s: Mapping[str, float]
+    """Seconds by kind of work: gemm, attention, elementwise, accumulation, head, clearing, embedding, launches, upload, download,
+    adamw, submission. They overlap. Also exposed, in which compute waits, and of it ramp at the start and tail at the end of a
+    step."""
+    machine: str
+    """What the speeds belong to: a device of this node, or a GPU that was asked about."""
+    measured: bool
+    """Whether the speeds of compute were measured on this node; else they are estimated from data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +328,20 @@ class MessageEvent:
     """info, warning or error."""
     text: str
     """The message; several lines where it quotes a log or a list of rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachine:
+    """A machine that is asked about. Its GPU computes, whatever the spec's device is."""
+
+    gpu: str
+    """Its GPU, by a name the server knows, such as h100; an unknown one is refused with the known ones."""
+    host_gbps: float
+    """Bandwidth of its host memory in 10^9 bytes per second; above zero."""
+    link_gbps: float | None
+    """What its link carries in each direction, in 10^9 bytes per second; None for what the GPU's data sheet leads to."""
+    host_memory_bytes: int | None
+    """Its host memory in bytes; None where memory must not decide whether the job fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

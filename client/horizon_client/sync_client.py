@@ -226,6 +226,39 @@ class Jobs:
         """Return how much memory a job would take and whether it fits. Queues nothing; local files are pushed as by `submit`."""
         return self._loop.run(lambda: self._inner.plan(spec, overrides=overrides, push=push, reporter=reporter))
 
+    def plan_elsewhere(
+        self,
+        spec: SpecLike,
+        *,
+        gpu: str,
+        host_gbps: float,
+        link_gbps: float | None = None,
+        host_memory_bytes: int | None = None,
+        overrides: Sequence[str] = (),
+        push: bool = True,
+        reporter: Reporter = SILENT,
+    ) -> PlannedJob:
+        """Predict a job's steps on a machine that you name, and how much memory it would take there. Its data is not looked at.
+
+        `gpu` is a name such as h100. `host_gbps` and `link_gbps` are the bandwidth of its memory and of its link in each direction, in
+        10^9 bytes per second; without a link, the GPU's own is assumed. Without `host_memory_bytes`, host memory has no limit.
+
+        Raises:
+            InvalidRequest: when the server does not know the GPU; the message lists those it knows.
+        """
+        return self._loop.run(
+            lambda: self._inner.plan_elsewhere(
+                spec,
+                gpu=gpu,
+                host_gbps=host_gbps,
+                link_gbps=link_gbps,
+                host_memory_bytes=host_memory_bytes,
+                overrides=overrides,
+                push=push,
+                reporter=reporter,
+            )
+        )
+
     def get(self, job: str) -> Job:
         """Return one job.
 

@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
+from tests.support.rates import RATES
 
 from horizon_server.planning.machine import Machine, RateBook
-from horizon_server.planning.roofline import DeviceRates, WidthRates
 from horizon_server.store.cpus import available_cpus
-
-RATES = DeviceRates(
-    name="any", num_threads=1, peak_flops_per_s=1e11, attention_flops_per_s=1e10, h2d_bytes_per_s=1e10, d2h_bytes_per_s=1e10,
-    adamw_bytes_per_s=1e10, widths=(WidthRates(hidden_size=256, layer_flops_per_s=1e11, head_flops_per_s=1e11),),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from horizon_client.cli.output import (
     age_text,
     bytes_text,
     clean,
+    details,
     duration_text,
     table,
     time_text,
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from horizon_client.resources import Job, JobEvent, MemoryPlan, StepEvent
+    from horizon_client.resources import Job, JobEvent, MemoryPlan, PlannedJob, StepEvent
 
 _PLAIN_INTERVAL_S = 1.0
+# A limit from here on means that none was given
+_NO_LIMIT_BYTES = 1 << 60
 
 
 def state_text(job: Job) -> str:
@@ -75,29 +78,61 @@ def data_text(report: Mapping[str, int]) -> str:
     return ", ".join(parts)
 
 
-def plan_page(plan: MemoryPlan) -> str:
-    """Return the memory by component, whether the job fits, and its predicted speed."""
+def _memory_page(plan: MemoryPlan) -> str:
+    """Return the memory by component and whether the job fits."""
     # On the host the device's memory is part of the host's, and the host column counts it
     on_device = plan.device != "host"
     headers = ["COMPONENT", "HOST", *(["DEVICE"] if on_device else [])]
     components = sorted({*plan.host_bytes, *plan.device_bytes} if on_device else plan.host_bytes)
     rows = [[c, _amount(plan.host_bytes.get(c)), _amount(plan.device_bytes.get(c))] for c in components]
     rows.append(["total", bytes_text(plan.host_total_bytes), bytes_text(plan.device_total_bytes)])
-    rows.append(["limit", bytes_text(plan.host_limit_bytes), _amount(plan.device_limit_bytes or None)])
+    host_limit = "-" if plan.host_limit_bytes >= _NO_LIMIT_BYTES else bytes_text(plan.host_limit_bytes)
+    rows.append(["limit", host_limit, _amount(plan.device_limit_bytes or None)])
     amounts = table(headers, [row[: len(headers)] for row in rows])
     fits = "it fits" if plan.fits else "it does not fit"
     message = f"; {clean(plan.message)}" if plan.message else ""
     where = clean(plan.device) or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
-    fits = f"{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
+    return f"{amounts}\n\n{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
+
+
+def plan_page(plan: MemoryPlan) -> str:
+    """Return the memory by component, whether the job fits, and its predicted speed."""
+    memory = _memory_page(plan)
     if plan.prediction is None:
-        return f"{amounts}\n\n{fits}\nno prediction yet: the node measures its speed when no job is running"
+        return f"{memory}\nno prediction yet: the node measures its speed when no job is running"
     step_s, total_s = plan.prediction.step_s, plan.prediction.total_s
     step = f"{step_s:.3g} s" if step_s < 60 else duration_text(step_s)
     total = f", about {duration_text(total_s)} in total" if total_s is not None else ""
     hint = f"\nhint: {clean(plan.hint)}" if plan.hint else ""
-    return f"{amounts}\n\n{fits}\npredicted: {speed_text(plan)}, {step} per step{total}{hint}"
+    return f"{memory}\npredicted: {speed_text(plan)}, {step} per step{total}{hint}"
+
+
+def prediction_page(planned: PlannedJob, machine: str) -> str:
+    """Return the prediction for a machine that was asked about, by part, and the memory that the job takes there."""
+    plan, prediction = planned.plan, planned.plan.prediction
+    assert prediction is not None  # noqa: S101 - a machine that is asked about always has one
+    basis = (
+        f"measured on this node ({clean(prediction.machine)}); host memory and a given link as asked"
+        if prediction.measured
+        else "estimated from data sheets, NOT measured; expect it to be off by ten percent and more"
+    )
+    train = planned.spec.get("train", {})
+    facts = [
+        ("machine", machine),
+        ("speeds", basis),
+        ("step", f"{prediction.step_s:.3g} s for {train.get('tokens_per_step'):,} tokens"),
+        ("rows", f"{train.get('sequence_length'):,} tokens"),
+        ("speed", speed_text(plan)),
+        ("useful", f"{prediction.model_flops_per_s / 1e12:.3g} TFLOP/s"),
+    ]
+    # They overlap, so they do not add up to the step
+    parts = sorted(prediction.parts_s.items(), key=lambda part: part[1], reverse=True)
+    seconds = table(
+        ["SECONDS PER STEP", "OF WORK"], [[f"{part_s:.3g}", clean(name)] for name, part_s in parts if part_s > 0]
+    )
+    return f"PREDICTION\n{details(facts)}\n\n{seconds}\n\n{_memory_page(plan)}"
 
 
 def _steps(job: Job) -> str:

@@ -26,6 +26,7 @@ _COMMANDS = {
     "dataset": ("pushed:dataset", "Push, list, preview and delete datasets."),
     "model": ("pushed:model", "Push, list and delete model folders."),
     "job": ("jobs:job", "Plan, submit, watch and control fine-tuning jobs."),
+    "plan": ("plan:plan", "Predict a job's speed and memory on a machine that you do not have."),
     "checkpoint": ("checkpoints:checkpoint", "List, pull and delete the checkpoints of a job."),
     "node": ("node:node", "Show the machine that the daemon runs on."),
     "version": ("node:version", "Print the versions of client and server."),

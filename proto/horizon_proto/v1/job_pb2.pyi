@@ -780,25 +780,57 @@ global___MemoryPlan = MemoryPlan
 
 @typing.final
 class StepPrediction(google.protobuf.message.Message):
-    """StepPrediction is what an optimizer step is expected to take, from the node's measured speed. A job is never refused for it."""
+    """StepPrediction is what an optimizer step is expected to take, from measured or estimated speeds. A job is never refused for it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class PartsSEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     STEP_S_FIELD_NUMBER: builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
     BOUND_FIELD_NUMBER: builtins.int
     TOTAL_S_FIELD_NUMBER: builtins.int
     PEAK_FLOPS_PER_S_FIELD_NUMBER: builtins.int
+    MODEL_FLOPS_PER_S_FIELD_NUMBER: builtins.int
+    PARTS_S_FIELD_NUMBER: builtins.int
+    MACHINE_FIELD_NUMBER: builtins.int
+    MEASURED_FIELD_NUMBER: builtins.int
     step_s: builtins.float
     """Seconds of a step."""
     tokens_per_second: builtins.float
     """Real tokens per second."""
     bound: builtins.str
-    """What takes the most of it: compute, h2d, d2h or host memory."""
+    """What limits it: compute, h2d, d2h or host memory."""
     total_s: builtins.float
     """Seconds of all steps; unset where their number is not known before the data is prepared."""
     peak_flops_per_s: builtins.float
-    """Floating-point operations per second of the device's matrix products, as measured: what utilisation refers to."""
+    """Floating-point operations per second of the device's matrix products: what utilisation refers to."""
+    model_flops_per_s: builtins.float
+    """Operations per second that the model itself is worth, without recomputing."""
+    machine: builtins.str
+    """What the speeds belong to: a device of this node, or a GPU that was asked about."""
+    measured: builtins.bool
+    """Whether the speeds of compute were measured on this node; else they are estimated from data sheets."""
+    @property
+    def parts_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Seconds by kind of work: gemm, attention, elementwise, accumulation, head, clearing, embedding, launches, upload, download, adamw,
+        submission. They overlap. Also exposed, in which compute waits, and of it ramp at the start and tail at the end of a step.
+        """
+
     def __init__(
         self,
         *,
@@ -807,9 +839,13 @@ class StepPrediction(google.protobuf.message.Message):
         bound: builtins.str = ...,
         total_s: builtins.float | None = ...,
         peak_flops_per_s: builtins.float = ...,
+        model_flops_per_s: builtins.float = ...,
+        parts_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        machine: builtins.str = ...,
+        measured: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_total_s", b"_total_s", "total_s", b"total_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_total_s", b"_total_s", "bound", b"bound", "peak_flops_per_s", b"peak_flops_per_s", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_total_s", b"_total_s", "bound", b"bound", "machine", b"machine", "measured", b"measured", "model_flops_per_s", b"model_flops_per_s", "parts_s", b"parts_s", "peak_flops_per_s", b"peak_flops_per_s", "step_s", b"step_s", "tokens_per_second", b"tokens_per_second", "total_s", b"total_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_total_s", b"_total_s"]) -> typing.Literal["total_s"] | None: ...
 
 global___StepPrediction = StepPrediction
@@ -1285,19 +1321,60 @@ class PlanJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
+    MACHINE_FIELD_NUMBER: builtins.int
     @property
     def spec(self) -> global___JobSpec:
         """What would be submitted."""
+
+    @property
+    def machine(self) -> global___PlannedMachine:
+        """The machine to plan for; unset for this node."""
 
     def __init__(
         self,
         *,
         spec: global___JobSpec | None = ...,
+        machine: global___PlannedMachine | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["spec", b"spec"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["machine", b"machine", "spec", b"spec"]) -> None: ...
 
 global___PlanJobRequest = PlanJobRequest
+
+@typing.final
+class PlannedMachine(google.protobuf.message.Message):
+    """PlannedMachine is a machine that is asked about. Its GPU computes, whatever the spec's device is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: builtins.int
+    HOST_GBPS_FIELD_NUMBER: builtins.int
+    LINK_GBPS_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    gpu: builtins.str
+    """Its GPU, by a name the server knows, such as h100; an unknown one is refused with the known ones."""
+    host_gbps: builtins.float
+    """Bandwidth of its host memory in 10^9 bytes per second; above zero."""
+    link_gbps: builtins.float
+    """What its link carries in each direction, in 10^9 bytes per second; unset for what the GPU's data sheet leads to."""
+    host_memory_bytes: builtins.int
+    """Its host memory in bytes; unset where memory must not decide whether the job fits."""
+    def __init__(
+        self,
+        *,
+        gpu: builtins.str = ...,
+        host_gbps: builtins.float = ...,
+        link_gbps: builtins.float | None = ...,
+        host_memory_bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_host_memory_bytes", b"_host_memory_bytes", "_link_gbps", b"_link_gbps", "gpu", b"gpu", "host_gbps", b"host_gbps", "host_memory_bytes", b"host_memory_bytes", "link_gbps", b"link_gbps"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_host_memory_bytes", b"_host_memory_bytes"]) -> typing.Literal["host_memory_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_link_gbps", b"_link_gbps"]) -> typing.Literal["link_gbps"] | None: ...
+
+global___PlannedMachine = PlannedMachine
 
 @typing.final
 class PlanJobResponse(google.protobuf.message.Message):

@@ -195,13 +195,16 @@ def _speed(settings: Settings, usable: tuple[Gpu, ...]) -> Part:
     facts: dict[str, Any] = {}
     speeds = []
     for device, rates in measured.items():
-        facts |= {f"{device}_{name}": round(value) for name, value in vars(rates).items() if name.endswith("_per_s")}
-        facts |= {f"{device}_layer_of_{w.hidden_size}_flops_per_s": round(w.layer_flops_per_s) for w in rates.widths}
-        facts |= {f"{device}_head_of_{w.hidden_size}_flops_per_s": round(w.head_flops_per_s) for w in rates.widths}
+        plain = {name: value for name, value in vars(rates).items() if isinstance(value, float)}
+        facts |= {f"{device}_{name}": round(value) for name, value in plain.items() if name.endswith("_per_s")}
+        for width in rates.widths:
+            facts[f"{device}_products_of_{width.hidden_size}_flops_per_s"] = round(width.gemm_flops_per_s[-1][1])
+            facts[f"{device}_elementwise_of_{width.hidden_size}_bytes_per_s"] = round(width.elementwise_bytes_per_s)
         # The slowest and the fastest width, once where they print alike.
-        layers = dict.fromkeys(f"{w.layer_flops_per_s / 1e9:,.0f}" for w in (rates.widths[0], rates.widths[-1]))
+        ends = (rates.widths[0], rates.widths[-1])
+        layers = dict.fromkeys(f"{width.gemm_flops_per_s[-1][1] / 1e9:,.0f}" for width in ends)
         copies = f"{rates.h2d_bytes_per_s / 1e9:.1f} GB/s"
-        speeds.append(f"{device.replace('_', ' in ')} {' to '.join(layers)} GFLOP/s in layers, copies {copies}")
+        speeds.append(f"{device.replace('_', ' in ')} {' to '.join(layers)} GFLOP/s in products, copies {copies}")
     found = "; ".join(speeds)
     book = RateBook(settings.state_dir, machine)
     try:

@@ -1,7 +1,8 @@
-"""How fast this machine computes, copies and updates, measured with the engine itself: what `planning.roofline` predicts steps from.
+"""How fast this machine computes, copies and updates, measured with the engine itself: what `planning.step_time` predicts steps from.
 
-Layers are timed as training runs them (template, slots, recompute, fp32 accumulation), on one-layer llamas of a few widths with random
-weights; copies and the optimizer on a store of their own.
+Products, attention and sums are timed alone. Whole layers are timed as training runs them (template, slots, recompute, fp32
+accumulation), on one-layer llamas of a few widths with random weights; what is left of their time after the parts that were timed alone
+is what the elementwise traffic takes. So the model's sum is a measured one. Copies and the optimizer run on a store of their own.
 
 A run is bounded in time, by `budget_s` and what the last width takes beyond it, and in memory, by its widest model: the process peaked
 at 2.3 GiB on the host device, and keeps 2.8 GiB of planes for the widest one on cuda.
@@ -11,12 +12,14 @@ Shapes: T = tokens of a row, C = tokens of a logits chunk, D = hidden size, V = 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from horizon_server.engine.cross_entropy import chunk_loss
-from horizon_server.engine.device import TORCH_DTYPE, device_for
+from horizon_server.engine.device import device_for
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.linear import AccumulatedProducts, Accumulator
@@ -33,13 +36,17 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
-from horizon_server.planning.roofline import DeviceRates, WidthRates
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
+from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds
+from horizon_server.planning.step_work import FUSED_LOGIT_BYTES, StepWork, work_of_step
 from horizon_server.store.adamw import AdamWStep, update_unit
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout
 
-# Of each thing, after one that is not counted. The quickest counts: what else the machine does can only slow a run down.
+# Of each thing, after one that is not counted. The quickest counts, unless asked otherwise: what else the machine does can only slow a
+# run down.
 _NUM_RUNS = 4
 
 _HEAD_SIZE = 64
@@ -47,158 +54,297 @@ _HEAD_SIZE = 64
 _VOCABULARY = 256
 
 _COPY_ELEMENTS = 1 << 24
+_ROW_ELEMENTS = 512
+# A layer and a row that are next to no work, so that their time is what starting it takes.
+_LAUNCH_WIDTH, _FEW_TOKENS = 128, 4
+# Of a measured time, for the part that is not timed alone.
+_SMALLEST_REST = 0.05
 
 AnyDevice = HostDevice | CudaDevice
 MakeDevice = Callable[[], AnyDevice]
+Choose = Callable[[list[float]], float]
 _STEP = AdamWStep(step=1, learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class Sizes:
     """What is worth timing on a device: large enough to be typical, small enough to be quick."""
 
     widths: tuple[int, ...]
+    attention_width: int
     row_tokens: int
+    gemm_tokens: tuple[int, ...]
+    document_tokens: tuple[int, ...]
     product: int
     chunk_tokens: int
     vocabulary: int
 
 
-_SIZES: Mapping[DeviceKind, _Sizes] = {
-    "host": _Sizes(widths=(256, 512, 1024, 2048), row_tokens=512, product=1536, chunk_tokens=256, vocabulary=8192),
-    "cuda": _Sizes(widths=(1024, 2048, 4096), row_tokens=4096, product=8192, chunk_tokens=4096, vocabulary=32768),
-}
+SIZES: Mapping[DeviceKind, Sizes] = {
+    "host": Sizes(
+        widths=(256, 512, 1024, 2048), attention_width=512, row_tokens=512, gemm_tokens=(16, 128, 512),
+        document_tokens=(128, 512, 2048), product=1024, chunk_tokens=256, vocabulary=8192,
+    ),
+    "cuda": Sizes(
+        widths=(1024, 2048, 4096), attention_width=2048, row_tokens=4096, gemm_tokens=(1024, 4096, 16384),
+        document_tokens=(1024, 4096, 16384), product=8192, chunk_tokens=4096, vocabulary=32768,
+    ),
+}  # fmt: skip
 
 
 def measure_rates(
-    kind: DeviceKind, *, num_threads: int, compute_dtype: ComputeDtype | None = None, budget_s: float = 10.0
+    kind: DeviceKind,
+    *,
+    num_threads: int,
+    compute_dtype: ComputeDtype | None = None,
+    budget_s: float = 10.0,
+    sizes: Sizes | None = None,
+    make: MakeDevice | None = None,
+    choose: Choose = min,
 ) -> DeviceRates:
     """Measure a device. The first width is always timed, a wider one only while its time is likely to be within the budget.
 
-    Without a `compute_dtype`, the device's default.
+    Without a `compute_dtype`, the device's default. `sizes` are others than those that a plan wants. `make` is another way to make the
+    device, with a link for example. `choose` takes one of several equal runs: the quickest, unless a caller compares with steps that
+    a busy machine takes.
 
     Raises:
         InvalidSpec: the kind is cuda and torch finds no CUDA device.
     """
-    sizes, start_s = _SIZES[kind], time.perf_counter()
+    sizes, start_s = sizes or SIZES[kind], time.perf_counter()
     compute_dtype = compute_dtype or DEFAULT_COMPUTE_DTYPE[kind]
-    make = partial(device_for, kind, compute_dtype=compute_dtype, num_threads=num_threads)
-    grad_dtype = TORCH_DTYPE[compute_dtype]
+    make = make or partial(device_for, kind, compute_dtype=compute_dtype, num_threads=num_threads)
     with closing(make()) as device:
-        attention = _attention_flops_per_s(device, sizes)
-        left, right = (_random(device, sizes.product, sizes.product) for _ in range(2))
-        peak = 2 * sizes.product**3 / _best(lambda: _compute_s(device, partial(torch.matmul, left, right)))
-    up, down, adamw = _copies(make, grad_dtype, update_threads(num_threads, device_kind=kind))
-    widths: list[WidthRates] = []
-    for width in sizes.widths:
+        probe = _Probe(device=device, sizes=sizes, choose=choose)
+        attention = probe.attention()
+        copies = _copies(make, device.gradient_dtype, update_threads(num_threads, device_kind=kind), choose)
+        rates = DeviceRates(
+            name=torch.cuda.get_device_name() if kind == "cuda" else "host",
+            num_threads=num_threads,
+            peak_flops_per_s=probe.product(sizes.product, sizes.product, sizes.product),
+            attention_forward_flops_per_s=tuple((tokens, forward) for tokens, forward, _ in attention),
+            attention_backward_flops_per_s=tuple((tokens, backward) for tokens, _, backward in attention),
+            accumulate_bytes_per_s=probe.sums(),
+            widths=(),
+            launches_add=kind == "host",
+            h2d_bytes_per_s=copies.up,
+            d2h_bytes_per_s=copies.down,
+            gather_bytes_per_s=copies.gather,
+            scatter_bytes_per_s=copies.scatter,
+            zero_bytes_per_s=copies.zero,
+            adamw_bytes_per_s=copies.adamw,
+        )
+    with closing(_OneLayer(make, _LAUNCH_WIDTH, sizes)) as model:
+        launch_s = model.step_s(_FEW_TOKENS, choose)
+    # Backward starts three times as many kernels as forward.
+    rates = dataclasses.replace(rates, forward_launch_s=launch_s / 4, backward_launch_s=launch_s * 3 / 4)
+    found: list[WidthRates] = []
+    for hidden_size in sizes.widths:
         width_start_s = time.perf_counter()
-        layer = _layer_flops_per_s(make, grad_dtype, width, sizes, attention)
-        with closing(make()) as device:
-            head = _head_flops_per_s(device, width, sizes)
-        widths.append(WidthRates(hidden_size=width, layer_flops_per_s=layer, head_flops_per_s=head))
+        found.append(_measured_width(make, hidden_size, sizes, rates, choose))
         now_s = time.perf_counter()
         # Twice the width is four times the work.
         if now_s - start_s + 4 * (now_s - width_start_s) > budget_s:
             break
-    return DeviceRates(
-        name=torch.cuda.get_device_name() if kind == "cuda" else "host",
-        num_threads=num_threads,
-        peak_flops_per_s=peak,
-        attention_flops_per_s=attention,
-        widths=tuple(widths),
-        h2d_bytes_per_s=up,
-        d2h_bytes_per_s=down,
-        adamw_bytes_per_s=adamw,
+    return dataclasses.replace(rates, widths=tuple(found))
+
+
+def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: DeviceRates, choose: Choose) -> WidthRates:
+    """The rates of one width; `rates` are those that all widths share."""
+    with closing(make()) as device:
+        probe = _Probe(device=device, sizes=sizes, choose=choose)
+        gemm = tuple((tokens, probe.product(tokens, hidden_size, 3 * hidden_size)) for tokens in sizes.gemm_tokens)
+        head_s = probe.head(hidden_size)
+    with closing(_OneLayer(make, hidden_size, sizes)) as model:
+        step_s = model.step_s(sizes.row_tokens, choose)
+        work = model.work(sizes.row_tokens)
+    # With rates of one byte per second, seconds are bytes.
+    width = WidthRates(
+        hidden_size=hidden_size, gemm_flops_per_s=gemm, elementwise_bytes_per_s=1.0, head_bytes_per_s=1.0
     )
+    logits = sizes.chunk_tokens * sizes.vocabulary
+    head_gemm_s = 6 * logits * hidden_size / rate_at(gemm, sizes.chunk_tokens)
+    head_bytes = FUSED_LOGIT_BYTES * device.compute_dtype.itemsize / 2 * logits
+    width = dataclasses.replace(width, head_bytes_per_s=head_bytes / _rest(head_s, head_gemm_s))
+    parts = Seconds.of(work, dataclasses.replace(rates, widths=(width,))).compute()
+    traffic = parts.pop("elementwise") + parts.pop("embedding")
+    elementwise = traffic / _rest(step_s, sum(parts.values()))
+    return dataclasses.replace(width, elementwise_bytes_per_s=elementwise)
 
 
-def _layer_flops_per_s(
-    make: MakeDevice, grad_dtype: torch.dtype, width: int, sizes: _Sizes, attention_flops_per_s: float
-) -> float:
-    """Nominal operations per second of one llama layer, forward, again and backward, attention's scores taken off."""
-    num_heads = width // _HEAD_SIZE
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=1,
-        num_attention_heads=num_heads,
-        num_key_value_heads=max(1, num_heads // 2),
-        head_dim=_HEAD_SIZE,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=sizes.row_tokens,
-        tie_word_embeddings=True,
-    )
-    template = Template.from_config(config)
-    ids_T = torch.randint(0, _VOCABULARY, (sizes.row_tokens,), generator=torch.Generator().manual_seed(0))
-    positions_T, lengths = torch.arange(sizes.row_tokens), (sizes.row_tokens,)
-    row = MicroBatch(input_ids_T=ids_T, position_ids_T=positions_T, labels_T=ids_T, document_lengths=lengths)
-    settings = TrainConfig(num_steps=100, learning_rate=0.0)
-    # A device unpins what it has pinned when it is closed, so it goes before the memory does.
-    with closing(HostStore.allocate(template.layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
-        store.plane("hi").normal_(std=0.02)
-        with closing(Trainer(template, store, device, settings)) as trainer:
-
-            def compute_s() -> float:
-                seconds = trainer.train_step([row]).compute_s
-                # The update would take cores from the next run.
-                trainer.flush()
-                return seconds
-
-            step_s = _best(compute_s)
-    matrices = sum(tensor.num_elements for _, tensor in template.layout.tensors() if len(tensor.shape) > 1)
-    table = _VOCABULARY * width
-    attention_s = _attention_flops(width, sizes.row_tokens) / attention_flops_per_s
-    # Half at the least: where the processors slowed down in between, attention must not seem to have taken all of it.
-    return sizes.row_tokens * (8 * (matrices - table) + 6 * table) / max(step_s - attention_s, step_s / 2)
+def _rest(whole_s: float, known_s: float) -> float:
+    """What is left of a measured time; a little at the least, where the processors were slower while the parts were timed alone."""
+    return max(whole_s - known_s, _SMALLEST_REST * whole_s)
 
 
-def _head_flops_per_s(device: AnyDevice, width: int, sizes: _Sizes) -> float:
-    hidden_CD = _random(device, sizes.chunk_tokens, width).requires_grad_()
-    weight_VD = _random(device, sizes.vocabulary, width).requires_grad_()
-    out_VD = device.place(torch.zeros(sizes.vocabulary, width))
-    accumulator = Accumulator(out=out_VD, first=torch.tensor(False))
-    targets_C = device.place(torch.zeros(sizes.chunk_tokens, dtype=torch.int64))
+class _OneLayer:
+    """A llama of one layer in a store, with its trainer."""
 
-    def chunk() -> None:
-        with AccumulatedProducts([(weight_VD, accumulator)]):
-            logits_CV = functional.linear(hidden_CD, weight_VD)
-        values_CV = logits_CV.detach()
-        chunk_loss(values_CV, targets_C, num_targets_of_step=sizes.chunk_tokens, gradient_SV=values_CV)
-        torch.autograd.backward(logits_CV, values_CV)
-        hidden_CD.grad = None
+    def __init__(self, make: MakeDevice, hidden_size: int, sizes: Sizes) -> None:
+        num_heads = hidden_size // _HEAD_SIZE
+        config = AutoConfig.for_model(
+            "llama",
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=1,
+            num_attention_heads=num_heads,
+            num_key_value_heads=max(1, num_heads // 2),
+            head_dim=_HEAD_SIZE,
+            vocab_size=_VOCABULARY,
+            max_position_embeddings=sizes.row_tokens,
+            tie_word_embeddings=True,
+        )
+        template = Template.from_config(config)
+        self._device = make()
+        self._store = HostStore.allocate(template.layout, grad_dtype=self._device.gradient_dtype)
+        self._store.plane("hi").normal_(std=0.02)
+        settings = TrainConfig(num_steps=1000, learning_rate=0.0)
+        self._trainer = Trainer(template, self._store, self._device, settings)
+        self._compute_dtype: ComputeDtype = "bfloat16" if self._device.compute_dtype == torch.bfloat16 else "float32"
+        plain = config.to_dict()
+        self._folder = ModelFolder(
+            path=Path(), config=plain, shape=ModelShape.from_config(plain), headers={}, layout=template.layout
+        )
 
-    return 6 * sizes.chunk_tokens * sizes.vocabulary * width / _best(lambda: _compute_s(device, chunk))
+    def work(self, num_tokens: int) -> StepWork:
+        """A step of one row, as the model counts it."""
+        return work_of_step(
+            self._folder,
+            tokens_per_step=num_tokens,
+            sequence_length=num_tokens,
+            device_kind=self._device.name,
+            compute_dtype=self._compute_dtype,
+            grad_bytes=self._device.gradient_dtype.itemsize,
+            activation_placement="device",
+        )
+
+    def step_s(self, num_tokens: int, choose: Choose) -> float:
+        """Seconds of compute in a step of one row."""
+        ids_T = torch.randint(0, _VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(0))
+        positions_T, lengths = torch.arange(num_tokens), (num_tokens,)
+        row = MicroBatch(input_ids_T=ids_T, position_ids_T=positions_T, labels_T=ids_T, document_lengths=lengths)
+
+        def compute_s() -> float:
+            seconds = self._trainer.train_step([row]).compute_s
+            # The update would take cores from the next run.
+            self._trainer.flush()
+            return seconds
+
+        return _chosen(compute_s, choose)
+
+    def close(self) -> None:
+        # A device unpins what it has pinned when it is closed, so it goes before the memory does.
+        self._trainer.close()
+        self._device.close()
+        self._store.close()
 
 
-def _attention_flops_per_s(device: AnyDevice, sizes: _Sizes) -> float:
-    width = sizes.widths[1]
-    query, key, value = (
-        _random(device, 1, width // _HEAD_SIZE, sizes.row_tokens, _HEAD_SIZE).requires_grad_() for _ in range(3)
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """Times single operations on a device."""
 
-    def attend() -> Tensor:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    device: AnyDevice
+    sizes: Sizes
+    choose: Choose
 
-    def forward_and_again() -> None:
-        with torch.no_grad():
-            attend()
-        torch.autograd.backward(attend(), query.detach())
-        query.grad = key.grad = value.grad = None
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of compute."""
 
-    return _attention_flops(width, sizes.row_tokens) / _best(lambda: _compute_s(device, forward_and_again))
+        def compute_s() -> float:
+            self.device.compute.submit(work)
+            self.device.compute.record().wait()
+            self.device.raise_failure()
+            return self.device.take_use().compute_s
+
+        return _chosen(compute_s, self.choose)
+
+    def product(self, num_tokens: int, num_inputs: int, num_outputs: int) -> float:
+        """Operations per second of a projection's three products: forward, and both of backward."""
+        inputs, outputs = (_random(self.device, num_tokens, size) for size in (num_inputs, num_outputs))
+        weight = _random(self.device, num_outputs, num_inputs)
+
+        def products() -> None:
+            torch.matmul(inputs, weight.t())
+            torch.matmul(outputs, weight)
+            torch.matmul(outputs.t(), inputs)
+
+        return 6 * num_tokens * num_inputs * num_outputs / self.seconds(products)
+
+    def sums(self) -> float:
+        """Bytes per second of adding gradients of the compute dtype to fp32 sums."""
+        addend = _random(self.device, _COPY_ELEMENTS // 4)
+        total = self.device.place(torch.zeros(addend.numel()))
+        return _sum_bytes(self.device) * addend.numel() / self.seconds(lambda: total.add_(addend))
+
+    def attention(self) -> list[tuple[int, float, float]]:
+        """Document length, operations per second forward, and backward with 2.5 times as many."""
+        found = []
+        for num_tokens in self.sizes.document_tokens:
+            width = self.sizes.attention_width
+            query, key, value = (
+                _random(self.device, 1, width // _HEAD_SIZE, num_tokens, _HEAD_SIZE).requires_grad_() for _ in range(3)
+            )
+
+            def attend(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
+                return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+            def forward(attend: Callable[[], Tensor] = attend) -> None:
+                with torch.no_grad():
+                    attend()
+
+            def both(attend: Callable[[], Tensor] = attend, leaves: tuple[Tensor, ...] = (query, key, value)) -> None:
+                torch.autograd.grad(attend(), leaves, leaves[0].detach())
+
+            flops = 4 * width * num_tokens * (num_tokens + 1) / 2
+            forward_s = self.seconds(forward)
+            backward_s = _rest(self.seconds(both), forward_s)
+            found.append((num_tokens, flops / forward_s, BACKWARD_OF_ATTENTION * flops / backward_s))
+        return found
+
+    def head(self, hidden_size: int) -> float:
+        """Seconds of a logits chunk: loss, gradients, and adding the projection's to its sum."""
+        sizes = self.sizes
+        hidden_CD = _random(self.device, sizes.chunk_tokens, hidden_size).requires_grad_()
+        weight_VD = _random(self.device, sizes.vocabulary, hidden_size).requires_grad_()
+        out_VD = self.device.place(torch.zeros(sizes.vocabulary, hidden_size))
+        accumulator = Accumulator(out=out_VD, first=torch.tensor(False))
+        targets_C = self.device.place(torch.zeros(sizes.chunk_tokens, dtype=torch.int64))
+
+        def chunk() -> None:
+            with AccumulatedProducts([(weight_VD, accumulator)]):
+                logits_CV = functional.linear(hidden_CD, weight_VD)
+            values_CV = logits_CV.detach()
+            chunk_loss(values_CV, targets_C, num_targets_of_step=sizes.chunk_tokens, gradient_SV=values_CV)
+            torch.autograd.backward(logits_CV, values_CV)
+            hidden_CD.grad = None
+
+        return self.seconds(chunk)
 
 
-def _attention_flops(width: int, row_tokens: int) -> float:
-    """Of one layer, forward, again and backward."""
-    return 16 * width * row_tokens * (row_tokens + 1) / 2
+def _sum_bytes(device: AnyDevice) -> int:
+    """Of one element: the addend read, the sum read and written."""
+    return device.compute_dtype.itemsize + 8
 
 
-def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tuple[float, float, float]:
-    """Bytes per second up, down and through the optimizer, over units in memory files, as in a job."""
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """Bytes per second: units up and down, embedding rows up and back, clearing their table's gradient, the optimizer."""
+
+    up: float
+    down: float
+    gather: float
+    scatter: float
+    zero: float
+    adamw: float
+
+
+def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int, choose: Choose) -> _Copies:
+    """Bytes per second up, down and through the optimizer, over units in memory files, as in a job; and of embedding rows."""
     num_units = 4
+    num_rows = _COPY_ELEMENTS // num_units // _ROW_ELEMENTS
     shapes = {f"model.layers.{i}.w.weight": (_COPY_ELEMENTS // num_units,) for i in range(num_units)}
-    layout = build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=num_units, tied=True)
+    table = "model.embed_tokens.weight"
+    layout = build_layout({table: (num_rows, _ROW_ELEMENTS), **shapes}, num_layers=num_units, tied=True)
     layers = [unit for unit in layout.units if unit.kind == "layer"]
     turn = itertools.cycle(layers)  # so that no run finds its memory in a cache
     with closing(HostStore.allocate(layout, grad_dtype=grad_dtype)) as store, closing(make()) as device:
@@ -208,30 +354,49 @@ def _copies(make: MakeDevice, grad_dtype: torch.dtype, num_threads: int) -> tupl
         # Uninitialised memory may hold subnormal numbers, which processors compute far more slowly.
         gradient.zero_()
         numbers = device.allocate_host("staging", len(layout.units), torch.float64)
+        # Half of the table in an order that no cache foresees.
+        rows_R = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[: max(1, num_rows // 2)]
+        rows_RD = weights[: rows_R.numel() * _ROW_ELEMENTS].view(-1, _ROW_ELEMENTS)
+        landed_RD = torch.zeros(rows_R.numel(), _ROW_ELEMENTS, dtype=grad_dtype)
+        table_VD = store.tensor(table, "grad")
+
+        def copied(queue: str) -> float:
+            getattr(device, queue).record().wait()
+            device.raise_failure()
+            use = getattr(device.take_use(), queue)
+            return float(use.busy_s / use.bytes)
 
         def up() -> float:
             device.upload_unit(store, next(turn).index, weights)
-            device.h2d.record().wait()
-            device.raise_failure()
-            use = device.take_use().h2d
-            return use.busy_s / use.bytes
+            return copied("h2d")
 
         def down() -> float:
             unit = next(turn)
             device.download_unit(gradient, store.unit(unit.index, "grad"), numbers[unit.index])
-            device.d2h.record().wait()
-            device.raise_failure()
-            use = device.take_use().d2h
-            return use.busy_s / use.bytes
+            return copied("d2h")
 
-        def update() -> float:
-            unit = next(turn)
-            start_s = time.perf_counter()
-            update_unit(store, unit.index, _STEP, num_threads=num_threads)
-            num_bytes = unit.num_elements * adamw_bytes_per_parameter(grad_dtype.itemsize)
-            return (time.perf_counter() - start_s) / num_bytes
+        def rows_up() -> float:
+            device.upload_rows(store, table, rows_R, rows_RD)
+            return copied("h2d")
 
-        rates = 1 / _best(up), 1 / _best(down), 1 / _best(update)
+        def scatter() -> None:
+            table_VD[rows_R] = landed_RD
+
+        def clear() -> None:
+            table_VD.zero_()
+
+        def update() -> None:
+            update_unit(store, next(turn).index, _STEP, num_threads=num_threads)
+
+        update_bytes = layers[0].num_elements * adamw_bytes_per_parameter(grad_dtype.itemsize)
+        rates = _Copies(
+            up=1 / _chosen(up, choose),
+            down=1 / _chosen(down, choose),
+            gather=1 / _chosen(rows_up, choose),
+            scatter=landed_RD.nbytes / _chosen(partial(_timed, scatter), choose),
+            zero=table_VD.nbytes / _chosen(partial(_timed, clear), choose),
+            adamw=update_bytes / _chosen(partial(_timed, update), choose),
+        )
         device.free_host(numbers)
     return rates
 
@@ -241,14 +406,13 @@ def _random(device: AnyDevice, *shape: int) -> Tensor:
     return device.place((0.02 * torch.randn(shape)).to(device.compute_dtype))
 
 
-def _compute_s(device: AnyDevice, work: Callable[[], object]) -> float:
-    device.compute.submit(work)
-    device.compute.record().wait()
-    device.raise_failure()
-    return device.take_use().compute_s
+def _timed(work: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
 
 
-def _best(measure: Callable[[], float]) -> float:
+def _chosen(measure: Callable[[], float], choose: Choose) -> float:
     # The first run allocates and compiles what later ones find.
     measure()
-    return min(measure() for _ in range(_NUM_RUNS))
+    return choose([measure() for _ in range(_NUM_RUNS)])

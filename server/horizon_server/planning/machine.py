@@ -24,7 +24,7 @@ from horizon_server.control_groups import CGROUP_ROOT, OWN_CGROUP, memory_limits
 from horizon_server.durable import replace_file
 from horizon_server.errors import BadSetting, FieldViolation, HorizonError, WorkerFailed
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
-from horizon_server.planning.roofline import DeviceRates
+from horizon_server.planning.rates import DeviceRates
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
 
@@ -40,7 +40,7 @@ IDLE_S = 30.0
 # More than the child takes at its peak.
 MEASURE_BYTES: Mapping[DeviceKind, int] = {"host": 3 << 30, "cuda": 5 << 30}
 
-_FILE_VERSION = 1
+_FILE_VERSION = 2
 _CPU_INFO = Path("/proc/cpuinfo")
 # As the kernel names them: Intel's and AMD's, and Arm's.
 _BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import structlog
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
+from horizon_server.planning.gpus import gpu_named, rates_of_machine
 from horizon_server.planning.ledger import (
     DEFAULT_COMPUTE_DTYPE,
     ELEMENT_BYTES,
@@ -36,8 +38,10 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.planning.roofline import predict_step, work_of_step
-from horizon_server.records.plan import JobPlan, StepPrediction, size_text
+from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import TODAY, work_of_step
+from horizon_server.records.plan import JobPlan, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
 from horizon_server.store.layout import StoreLayout, plane_sizes
@@ -58,6 +62,7 @@ _CUDA_RESERVE_BYTES = 1 << 30
 # What the CUDA context and fragmentation take of an accelerator is not planned with.
 _CUDA_USABLE = 0.96
 
+_GIGA = 1e9
 _MAX_REMEMBERED = 256
 _RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
 """Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
@@ -148,6 +153,8 @@ class _Choice:
     micro_batch_tokens: int = 0
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
+    rates: DeviceRates | None = None
+    """How fast the device is, where that is known."""
 
 
 class Planner:
@@ -200,12 +207,40 @@ class Planner:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._against(self._limit(), spec, folder)[0]
+        return self._against(self._limit(), spec, folder, self._choice(spec))[0]
+
+    def plan_elsewhere(self, spec: JobSpec, folder: Path, machine: PlannedMachine) -> JobPlan:
+        """Return the ledger and the predicted step on a machine that is asked about. What this node has measured on the same GPU counts.
+
+        Raises:
+            InvalidModel: as `plan`.
+            InvalidSpec: as `plan`, and when the machine's GPU is unknown or a number of it cannot be.
+        """
+        for name, value in (("host_gbps", machine.host_gbps), ("link_gbps", machine.link_gbps)):
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidSpec.of(
+                    f"machine.{name}", f"{name} is {value:g}; it must be above 0, in GB (10^9 bytes) per second"
+                )
+        rates = rates_of_machine(
+            machine.gpu,
+            host_bytes_per_s=machine.host_gbps * _GIGA,
+            link_bytes_per_s=None if machine.link_gbps is None else machine.link_gbps * _GIGA,
+            measured=self._rates().get("cuda"),
+        )
+        choice = _Choice(
+            device_kind="cuda",
+            compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
+            device_limit_bytes=_usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
+            grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
+            rates=rates,
+        )
+        limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
+        return self._against(limit_bytes, spec, folder, choice)[0]
 
     def worker_memory(self, spec: JobSpec, folder: Path) -> WorkerMemory:
         """Return the ledger against what is free now, with the planes to lend."""
         free = max(0, self._memory().available_bytes - self._reserve_bytes)
-        plan, layout, choice = self._against(min(self._limit(), free), spec, folder)
+        plan, layout, choice = self._against(min(self._limit(), free), spec, folder, self._choice(spec))
         return WorkerMemory(
             plan=plan,
             plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
@@ -221,9 +256,10 @@ class Planner:
         limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
         return max(0, limit - self._reserve_bytes)
 
-    def _against(self, limit_bytes: int, spec: JobSpec, folder: Path) -> tuple[JobPlan, StoreLayout, _Choice]:
+    def _against(
+        self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
+    ) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
-        choice = self._choice(spec)
         choice = dataclasses.replace(
             choice,
             layer=self._layer_memory(found),
@@ -254,8 +290,7 @@ class Planner:
         return plan, found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
-        rates = self._rates().get(rates_name(choice.device_kind, choice.compute_dtype))
-        if rates is None:
+        if choice.rates is None:
             return None
         work = work_of_step(
             found,
@@ -265,8 +300,10 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
             compute_dtype=choice.compute_dtype,
+            facts=dataclasses.replace(TODAY, micro_batch_tokens=choice.micro_batch_tokens),
         )
-        return predict_step(work, rates, device_kind=choice.device_kind, max_steps=spec.train.max_steps)
+        shares = choice.device_kind == "host"
+        return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.train.max_steps)
 
     def _choice(self, spec: JobSpec) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
@@ -278,7 +315,7 @@ class Planner:
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
             # The first is the one that the worker is given.
-            limit_bytes = max(0, int(self._accelerators[0].memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+            limit_bytes = _usable_device_bytes(self._accelerators[0].memory_bytes)
         asked = spec.train.compute_dtype
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
@@ -286,12 +323,12 @@ class Planner:
             field, what = "train.compute_dtype", "is float32, which only the host device computes in"
             violation = FieldViolation(field=field, description=what)
             raise InvalidSpec(f"{field} {what}; use bfloat16 or auto, or device: host", violations=[violation])
-        grad_bytes = 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]
         return _Choice(
             device_kind=device_kind,
             compute_dtype=compute_dtype,
             device_limit_bytes=limit_bytes,
-            grad_bytes=grad_bytes,
+            grad_bytes=_grad_bytes(spec, compute_dtype),
+            rates=self._rates().get(rates_name(device_kind, compute_dtype)),
         )
 
     def _placed(
@@ -357,7 +394,8 @@ class Planner:
         if plan.prediction is None or choice.device_kind != "host" or spec.train.compute_dtype != "auto":
             return ""
         grad_bytes = ELEMENT_BYTES["bfloat16"] if choice.grad_bytes else 0
-        faster = dataclasses.replace(choice, compute_dtype="bfloat16", grad_bytes=grad_bytes)
+        rates = self._rates().get(rates_name("host", "bfloat16"))
+        faster = dataclasses.replace(choice, compute_dtype="bfloat16", grad_bytes=grad_bytes, rates=rates)
         prediction = self._prediction(spec, found, faster)
         if prediction is None or plan.prediction.step_s < _LEAST_GAIN * prediction.step_s:
             return ""
@@ -375,3 +413,12 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
+
+
+def _usable_device_bytes(memory_bytes: int) -> int:
+    return max(0, int(memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
+
+
+def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:
+    """Of one stored gradient; none is stored where no clipping waits for the norm."""
+    return 0 if spec.train.max_grad_norm is None else ELEMENT_BYTES[compute_dtype]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Bound = Literal["compute", "h2d", "d2h", "host memory"]
@@ -15,10 +15,23 @@ def size_text(num_bytes: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPrediction:
-    """What a step is expected to take. `bound` is what takes the most of it; `total_s` is the whole job, where its steps are known.
+class PlannedMachine:
+    """A machine that a plan is asked about: its GPU by name, and 10^9 bytes per second of host memory and link. None leaves the link to
+    the GPU's data sheet, and host memory without a limit."""
 
-    `peak_flops_per_s` is the device's measured matrix product, which model FLOPs utilisation refers to.
+    gpu: str
+    host_gbps: float
+    link_gbps: float | None = None
+    host_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """What a step is expected to take. `bound` is the queue that limits it; `total_s` is the whole job, where its steps are known.
+
+    `peak_flops_per_s` is the device's matrix product, which model FLOPs utilisation refers to; `model_flops_per_s` is what a step is
+    worth in its time. `parts_s` are seconds by kind of work, which overlap; `ramp` and `tail`, in which compute waits at a step's ends,
+    are parts of `exposed`. `machine` is what the rates belong to, and `measured` whether they were measured or estimated.
     """
 
     step_s: float
@@ -26,6 +39,11 @@ class StepPrediction:
     bound: Bound
     peak_flops_per_s: float
     total_s: float | None = None
+    # Predictions of earlier versions, which the database holds, have none of these.
+    model_flops_per_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)
+    machine: str = ""
+    measured: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

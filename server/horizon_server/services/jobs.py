@@ -20,7 +20,7 @@ from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, ON_DEVICE, ORDERED, CheckpointRecord, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan
+from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.services.accounts import UserTurns, require_change, require_create, require_visible
 from horizon_server.services.pushed import MAX_PAGE_SIZE, NodeResources, page_limit
 from horizon_server.spec import JobSpec
@@ -82,12 +82,20 @@ class JobService:
         self.scheduler.wake()
         return stored
 
-    async def plan(self, principal: Principal, spec: JobSpec) -> tuple[JobSpec, JobPlan]:
-        """Return the spec with defaults and its memory plan, fitting or not. Raises NotFound when the caller has no such model."""
+    async def plan(
+        self, principal: Principal, spec: JobSpec, machine: PlannedMachine | None = None
+    ) -> tuple[JobSpec, JobPlan]:
+        """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is asked about.
+
+        Raises:
+            NotFound: when the caller has no such model.
+        """
         spec = self._owned(principal, spec)
         async with self.turns.of(principal.name):
             _, folder = await self.resources.model(principal, spec.model)
-            return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
+            if machine is None:
+                return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
+            return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
         """Return one job by id, by the start of only one id, or by name: the newest. Raises NotFound, also for jobs of others."""

@@ -217,7 +217,7 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert {check["verdict"] for check in facts["checks"]} <= {"ok", "warn"}
     found = {check["name"]: check["found"] for check in facts["checks"]}
     assert "times the STREAM triad of" in found["AdamW kernel"] or found["AdamW kernel"] == "missing"
-    assert "GFLOP/s in layers, copies" in found["speed"]
+    assert "GFLOP/s in products, copies" in found["speed"]
     assert ", writes " in found["disk"]
     assert all(bool(check["advice"]) == (check["verdict"] != "ok") for check in facts["checks"])
     assert facts["max_parameters"] > 0
@@ -226,8 +226,8 @@ def test_the_doctor_measures_and_plans_predict_from_it(command: Command, tmp_pat
     assert facts["adamw_kernel"]
     assert facts["num_cpus"] >= 1
     assert facts["host_peak_flops_per_s"] > 0
-    assert facts["host_layer_of_256_flops_per_s"] > 0
-    for rate in ("attention_flops", "h2d_bytes", "d2h_bytes", "adamw_bytes", "head_of_256_flops"):
+    assert facts["host_products_of_256_flops_per_s"] > 0
+    for rate in ("elementwise_of_256_bytes", "h2d_bytes", "d2h_bytes", "adamw_bytes"):
         assert facts[f"host_{rate}_per_s"] > 0
 
     _, out, told = command(*plan_of, "-o", "json")

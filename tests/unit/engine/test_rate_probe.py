@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+
 import pytest
 import torch
 from tests.cpu_runtime import CpuRuntime
@@ -12,23 +15,33 @@ from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.rate_probe import measure_rates
 from horizon_server.planning.ledger import ComputeDtype, DeviceKind
-from horizon_server.planning.roofline import DeviceRates
+from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.step_time import Seconds
 
-SMALL = rate_probe._Sizes(widths=(64, 128, 256), row_tokens=32, product=64, chunk_tokens=16, vocabulary=128)
+SMALL = rate_probe.Sizes(
+    widths=(64, 128, 256),
+    attention_width=128,
+    row_tokens=32,
+    gemm_tokens=(8, 32),
+    document_tokens=(16, 32),
+    product=64,
+    chunk_tokens=16,
+    vocabulary=128,
+)
 
 
 @pytest.fixture(autouse=True)
 def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_probe, "_SIZES", {"host": SMALL, "cuda": SMALL})
+    monkeypatch.setattr(rate_probe, "SIZES", {"host": SMALL, "cuda": SMALL})
     monkeypatch.setattr(rate_probe, "_COPY_ELEMENTS", 1 << 16)
 
 
 def check(rates: DeviceRates) -> None:
-    numbers = [
-        value for part in (rates, *rates.widths) for name, value in vars(part).items() if name.endswith("_per_s")
-    ]
-    assert len(numbers) == 5 + 2 * len(rates.widths)
+    # Eight of one number, attention's two curves of two points, and per width a curve of two points and two numbers.
+    numbers = list(rates.numbers())
+    assert len(numbers) == 8 + 4 + 4 * len(rates.widths)
     assert all(number > 1e3 for number in numbers), rates
+    assert rates.measured and 0 < rates.forward_launch_s < rates.backward_launch_s
 
 
 def test_the_host_is_measured_in_all_widths_within_the_budget() -> None:
@@ -68,3 +81,12 @@ def test_the_cuda_devices_path(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = measure_rates("cuda", num_threads=1, budget_s=0.0)
     assert rates.name == "a GPU"
     check(rates)
+
+
+def test_the_parts_of_a_layer_add_up_to_the_whole_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {rate_probe._FEW_TOKENS: 0.001, SMALL.row_tokens: 0.5}
+    monkeypatch.setattr(rate_probe._OneLayer, "step_s", lambda self, num_tokens, choose: seconds[num_tokens])
+    rates = measure_rates("host", num_threads=1, budget_s=0.0)
+    with closing(rate_probe._OneLayer(partial(device_for, "host"), 64, SMALL)) as model:
+        work = model.work(SMALL.row_tokens)
+    assert sum(Seconds.of(work, rates).compute().values()) == pytest.approx(0.5)

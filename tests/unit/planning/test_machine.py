@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.support.rates import RATES
 
 from horizon_server.children.entry import Answer, Failure, encode_line
 from horizon_server.errors import BadSetting, WorkerFailed
@@ -27,19 +28,8 @@ from horizon_server.planning.machine import (
     usable_accelerators,
     worker_environment,
 )
-from horizon_server.planning.roofline import DeviceRates, WidthRates
 
 MACHINE = Machine(cpu="a processor", num_cpus=2, num_threads=2, accelerators=())
-RATES = DeviceRates(
-    name="host",
-    num_threads=2,
-    peak_flops_per_s=1e11,
-    attention_flops_per_s=1e10,
-    widths=(WidthRates(hidden_size=256, layer_flops_per_s=5e10, head_flops_per_s=6e10),),
-    h2d_bytes_per_s=1e10,
-    d2h_bytes_per_s=1e10,
-    adamw_bytes_per_s=2e10,
-)
 
 
 def fake_python(folder: Path, script: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.rates import RATES
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.planning.machine import (
@@ -22,7 +24,8 @@ from horizon_server.planning.machine import (
 )
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.planning.roofline import DeviceRates, WidthRates
+from horizon_server.planning.rates import DeviceRates, WidthRates
+from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.spec import JobSpec, parse_job_spec
 
 GIB = 1 << 30
@@ -166,11 +169,17 @@ def test_a_cpu_without_bf16_instructions_is_warned_of(folder: Path) -> None:
 
 def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) -> None:
     def rates(flops_per_s: float) -> DeviceRates:
-        width = WidthRates(hidden_size=32, layer_flops_per_s=flops_per_s, head_flops_per_s=flops_per_s)
-        return DeviceRates(
-            name="host", num_threads=1, peak_flops_per_s=flops_per_s, attention_flops_per_s=flops_per_s, widths=(width,),
-            h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, adamw_bytes_per_s=1e12,
-        )  # fmt: skip
+        width = WidthRates(
+            hidden_size=32,
+            gemm_flops_per_s=((1, flops_per_s),),
+            elementwise_bytes_per_s=1e15,
+            head_bytes_per_s=1e15,
+        )
+        copies = dict.fromkeys((name for name in vars(RATES) if name.endswith("bytes_per_s")), 1e15)
+        plain = {**vars(RATES), **copies, "widths": (width,), "peak_flops_per_s": flops_per_s}
+        for name in ("attention_forward_flops_per_s", "attention_backward_flops_per_s"):
+            plain[name] = ((1, flops_per_s),)
+        return DeviceRates(**plain)
 
     both = {"host": rates(1e9), "host_bfloat16": rates(3e9)}
     exact, rounded = (
@@ -230,3 +239,76 @@ async def test_an_accelerator_that_torch_cannot_use_does_not_count() -> None:
 
 async def test_without_a_driver_no_accelerator_is_found() -> None:
     assert bool(await find_accelerators()) == torch.cuda.is_available()
+
+
+def planned_elsewhere(
+    folder: Path, machine: PlannedMachine, *, measured: DeviceRates | None = None, **train: Any
+) -> JobPlan:
+    planner = Planner(
+        memory=lambda: HostMemory(limit_bytes=1, available_bytes=1),
+        limit_bytes=None,
+        reserve_bytes=0,
+        arena_limit_bytes=1,
+        num_threads=1,
+        rates=lambda: {} if measured is None else {"cuda": measured},
+    )
+    return planner.plan_elsewhere(spec_of(device="host", **train), folder, machine)
+
+
+def test_a_machine_that_is_asked_about_is_planned_with_its_own_gpu_and_memory(folder: Path) -> None:
+    plan = planned_elsewhere(folder, PlannedMachine(gpu="h100", host_gbps=200))
+    assert (plan.fits, plan.device) == (True, "cuda"), "this node's memory, and the spec's device, say nothing about it"
+    assert plan.device_limit_bytes == int(80e9 * 0.96) - (1 << 30)
+    assert plan.prediction is not None
+    assert (plan.prediction.machine, plan.prediction.measured) == ("h100", False)
+    assert plan.prediction.parts_s["adamw"] > 0
+    small = planned_elsewhere(folder, PlannedMachine(gpu="h100", host_gbps=200, host_memory_bytes=GIB))
+    assert (small.fits, small.host_limit_bytes) == (False, GIB)
+
+
+def test_more_host_bandwidth_and_a_faster_link_never_make_it_slower(folder: Path) -> None:
+    def step_s(*, host_gbps: float = 200, link_gbps: float = 50) -> float:
+        machine = PlannedMachine(gpu="h100", host_gbps=host_gbps, link_gbps=link_gbps)
+        prediction = planned_elsewhere(folder, machine).prediction
+        assert prediction is not None
+        return prediction.step_s
+
+    assert step_s(host_gbps=0.1) > step_s(host_gbps=1) >= step_s(host_gbps=100)
+    assert step_s(link_gbps=0.01) > step_s(link_gbps=0.1) >= step_s(link_gbps=50)
+
+
+def test_without_clipping_no_gradients_are_kept_elsewhere_either(folder: Path) -> None:
+    plan = planned_elsewhere(folder, PlannedMachine(gpu="h100", host_gbps=200), max_grad_norm=None)
+    assert plan.host_bytes["gradients"] == 0
+
+
+def test_rates_that_this_node_has_measured_on_such_a_gpu_count(folder: Path) -> None:
+    measured = dataclasses.replace(RATES, name="NVIDIA H100 80GB HBM3")
+    found = planned_elsewhere(folder, PlannedMachine(gpu="h100", host_gbps=200), measured=measured).prediction
+    assert found is not None
+    assert (found.machine, found.measured, found.peak_flops_per_s) == (measured.name, True, RATES.peak_flops_per_s)
+
+
+@pytest.mark.parametrize(
+    ("machine", "field", "why"),
+    [
+        (PlannedMachine(gpu="b300", host_gbps=200), "machine.gpu", "known GPUs: h100, h100-pcie, h200, a100-80g"),
+        (PlannedMachine(gpu="h100", host_gbps=0), "machine.host_gbps", "host_gbps is 0; it must be above 0"),
+        (
+            PlannedMachine(gpu="h100", host_gbps=float("nan")),
+            "machine.host_gbps",
+            "host_gbps is nan; it must be above 0",
+        ),
+        (
+            PlannedMachine(gpu="h100", host_gbps=1, link_gbps=-1),
+            "machine.link_gbps",
+            "link_gbps is -1; it must be above",
+        ),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused_by_field(
+    folder: Path, machine: PlannedMachine, field: str, why: str
+) -> None:
+    with pytest.raises(InvalidSpec, match=why) as caught:
+        planned_elsewhere(folder, machine)
+    assert [violation.field for violation in caught.value.violations] == [field]

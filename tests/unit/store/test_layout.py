@@ -198,7 +198,18 @@ def test_tables_that_can_be_computed_are_no_parameters() -> None:
 
 def test_what_the_daemon_imports_of_store_and_planning_loads_no_torch() -> None:
     of_store = ("layout", "manifest", "model_files", "planes", "cpus", "native")
-    of_planning = ("ledger", "model_folder", "bandwidth", "machine", "planner", "roofline")
+    of_planning = (
+        "ledger",
+        "model_folder",
+        "bandwidth",
+        "machine",
+        "planner",
+        "rates",
+        "gpus",
+        "flops",
+        "step_work",
+        "step_time",
+    )
     modules = [f"horizon_server.store.{m}" for m in of_store] + [f"horizon_server.planning.{m}" for m in of_planning]
     script = f"import sys; import {', '.join(modules)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)

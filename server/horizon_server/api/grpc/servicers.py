@@ -28,6 +28,7 @@ from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.job import JobState
+from horizon_server.records.plan import PlannedMachine
 from horizon_server.services.accounts import require_create
 from horizon_server.services.pushed import page_limit
 from horizon_server.spec import parse_job_spec
@@ -50,7 +51,8 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
         return response(job_pb2.SubmitJobResponse, job=job)
 
     async def PlanJob(self, request: job_pb2.PlanJobRequest, context: Any) -> job_pb2.PlanJobResponse:
-        spec, plan = await self._services.jobs.plan(caller(), parse_job_spec(set_fields(request.spec)))
+        machine = from_message(request.machine, PlannedMachine) if request.HasField("machine") else None
+        spec, plan = await self._services.jobs.plan(caller(), parse_job_spec(set_fields(request.spec)), machine)
         return response(job_pb2.PlanJobResponse, plan=plan, spec=spec)
 
     async def GetJob(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.GetJobResponse:

@@ -56,6 +56,20 @@ async def test_a_plan_comes_with_the_whole_spec(world: Any) -> None:
     assert answer.spec.train.lr_schedule == job_pb2.LR_SCHEDULE_COSINE
 
 
+async def test_a_plan_for_another_machine_predicts_without_anything_measured(world: Any) -> None:
+    spec, machine = spec_of(world), job_pb2.PlannedMachine(gpu="h100", host_gbps=200)
+    spec.train.sequence_length, spec.train.tokens_per_step = 64, 4096
+    request = job_pb2.PlanJobRequest(spec=spec, machine=machine)
+    plan = (await world.ann.call("jobs", "PlanJob", request)).plan
+    assert (plan.device, plan.fits, plan.prediction.machine, plan.prediction.measured) == ("cuda", True, "h100", False)
+    assert plan.prediction.step_s > 0
+    assert {"gemm", "adamw", "exposed"} <= set(plan.prediction.parts_s)
+    request.machine.gpu = "abacus"
+    with pytest.raises(grpc.aio.AioRpcError, match="gpu is 'abacus', which is not known; known GPUs: h100") as caught:
+        await world.ann.call("jobs", "PlanJob", request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize(
     ("method", "kind", "becomes"),
     [

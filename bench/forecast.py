@@ -1,0 +1,120 @@
+"""What an H100 is expected to reach with a 7B model, by the step-time model: the plain schedule, and with each planned change.
+
+A forecast, not a measurement: the rates are estimated from data sheets (`planning/gpus.py`). docs/performance.md shows the table, and a
+test keeps it equal to what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.planning.gpus import estimated_rates
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.step_time import predict_step
+from horizon_server.planning.step_work import EngineFacts, work_of_step
+from horizon_server.records.plan import StepPrediction
+from horizon_server.store.layout import build_layout
+
+HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 3584, 18944, 28, 28, 4, 152064
+TOKENS = (8192, 32768, 65536, 131072, 262144)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One row of the table."""
+
+    title: str
+    facts: EngineFacts = EngineFacts()
+    row_tokens: int = 4096
+    host_gbps: float = 200
+    gemm_factor: float = 1.0
+
+
+_GROUPED = EngineFacts(micro_batch_tokens=16384)
+_FUSED = dataclasses.replace(_GROUPED, fused=True)
+_FUSED_HEAD = dataclasses.replace(_FUSED, fused_head=True, head_chunk_tokens=8192)
+_IN_GEMM = dataclasses.replace(_FUSED_HEAD, accumulates_in_gemm=True)
+_NO_ENDS = dataclasses.replace(_IN_GEMM, sends_rows=True, keeps_embedding=True)
+VARIANTS: Mapping[str, Variant] = {
+    "now-120": Variant(title="row by row, rows of 4,096 tokens, host memory 120 GB/s", host_gbps=120),
+    "now": Variant(title="row by row, rows of 4,096 tokens, host memory 200 GB/s"),
+    "now-350": Variant(title="row by row, rows of 4,096 tokens, host memory 350 GB/s", host_gbps=350),
+    "short-rows": Variant(title="row by row, rows of 1,024 tokens", row_tokens=1024),
+    "1": Variant(title="1: micro-batches of 16k tokens", facts=_GROUPED),
+    "2": Variant(title="2: 1 and fused layers", facts=_FUSED),
+    "3": Variant(title="3: 2 and a fused head, chunks of 8,192 tokens", facts=_FUSED_HEAD),
+    "4": Variant(title="4: 3 and weight gradients summed in the product", facts=_IN_GEMM),
+    "5": Variant(title="5: 4 and the embedding kept on the device", facts=_NO_ENDS),
+    "fp8": Variant(title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, gemm_factor=1.55),
+}
+
+
+def model_7b() -> ModelFolder:
+    """The shape of Qwen2.5-7B, without weights."""
+    config: dict[str, Any] = {
+        "model_type": "qwen2", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    }  # fmt: skip
+    keys = KEY_HEADS * HIDDEN // HEADS
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN), "self_attn.q_proj.bias": (HIDDEN,), "self_attn.k_proj.weight": (keys, HIDDEN),
+        "self_attn.k_proj.bias": (keys,), "self_attn.v_proj.weight": (keys, HIDDEN), "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN), "mlp.gate_proj.weight": (INNER, HIDDEN), "mlp.up_proj.weight": (INNER, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INNER), "input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+        **{f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()},
+    }
+    layout = build_layout(shapes, num_layers=LAYERS, tied=False)
+    return ModelFolder(path=Path(), config=config, shape=ModelShape.from_config(config), headers={}, layout=layout)
+
+
+def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPrediction:
+    """One cell: a step of that many tokens with exact clipping, in bf16, its gradients kept in bf16."""
+    rates = estimated_rates("h100", host_bytes_per_s=variant.host_gbps * 1e9)
+    (width,) = rates.widths
+    faster = tuple((tokens, variant.gemm_factor * rate) for tokens, rate in width.gemm_flops_per_s)
+    rates = dataclasses.replace(rates, widths=(dataclasses.replace(width, gemm_flops_per_s=faster),))
+    work = work_of_step(
+        folder,
+        tokens_per_step=num_tokens,
+        sequence_length=variant.row_tokens,
+        device_kind="cuda",
+        grad_bytes=2,
+        activation_placement="device",
+        facts=variant.facts,
+    )
+    return predict_step(work, rates, shares_processors=False)
+
+
+def table() -> list[str]:
+    """Useful TFLOP/s and seconds of a step, as lines of Markdown."""
+    folder = model_7b()
+    lines = [
+        "| variant | " + " | ".join(f"{tokens // 1024}k tokens" for tokens in TOKENS) + " |",
+        "| --- |" + " --- |" * len(TOKENS),
+    ]
+    for variant in VARIANTS.values():
+        found = [forecast(variant, tokens, folder) for tokens in TOKENS]
+        cells = [f"{one.model_flops_per_s / 1e12:.0f} ({one.step_s:.2f} s)" for one in found]
+        lines.append(f"| {variant.title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print("\n".join(table()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""How fast one kind of device works: the parameters of the step-time model. Either measured on this node (`engine.rate_probe`) or
+estimated from data sheets (`planning.gpus`); the model is the same for both.
+
+Units: operations per second, bytes per second, seconds. A curve gives a rate by a number of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Curve = tuple[tuple[int, float], ...]
+"""Pairs (tokens, rate) in ascending order of tokens."""
+
+
+def rate_at(curve: Curve, tokens: float) -> float:
+    """The rate at a number of tokens: on a straight line in both logarithms between two points, and level beyond the ends."""
+    if tokens <= curve[0][0]:
+        return curve[0][1]
+    for (few, low), (many, high) in pairwise(curve):
+        if tokens <= many:
+            return low * math.exp(math.log(high / low) * math.log(tokens / few) / math.log(many / few))
+    return curve[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthRates:
+    """What models of one hidden size reach.
+
+    `gemm_flops_per_s` is by the tokens of a micro-batch. `elementwise_bytes_per_s` is the traffic of norms, rotary tables, activations and
+    sums in a layer; `head_bytes_per_s` that of logits and loss.
+    """
+
+    hidden_size: int
+    gemm_flops_per_s: Curve
+    elementwise_bytes_per_s: float
+    head_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """The speed of one device and of the host that feeds it. `widths` is in ascending order and not empty.
+
+    Attention's rates are by the length of a document, with the operations of forward counted once and those of backward 2.5 times.
+    Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a gradient's squares too.
+    `gather` and `scatter` are embedding rows on their way to the device and back into the table, `zero` clears that table's gradient.
+    `adamw_bytes_per_s` is what the optimizer's kernel moves through host memory. `*_launch_s` is what the host needs to start one layer
+    on one micro-batch; a device of its own hides it under its work, but where `launches_add`, the processors that start a layer compute it
+    too. `submit_s` is to queue one piece of work.
+    """
+
+    name: str
+    num_threads: int
+    measured: bool = True
+    peak_flops_per_s: float
+    attention_forward_flops_per_s: Curve
+    attention_backward_flops_per_s: Curve
+    accumulate_bytes_per_s: float
+    widths: tuple[WidthRates, ...]
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    gather_bytes_per_s: float
+    scatter_bytes_per_s: float
+    zero_bytes_per_s: float
+    adamw_bytes_per_s: float
+    launches_add: bool = False
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
+    submit_s: float = 0.0
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> DeviceRates:
+        """The rates that `dataclasses.asdict` made plain.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or unknown, or a rate is not above zero.
+        """
+        widths = tuple(WidthRates(**_with_curves(width)) for width in plain["widths"])
+        rates = cls(**{**_with_curves(plain), "widths": widths})
+        if not widths or not all(math.isfinite(number) and number > 0 for number in rates.numbers()):
+            raise ValueError("every rate must be above zero, and there must be at least one width")
+        return rates
+
+    def numbers(self) -> Iterator[float]:
+        """Every rate, those of curves and widths included."""
+        for part in (self, *self.widths):
+            for name, value in vars(part).items():
+                if name.endswith("_per_s"):
+                    # A curve without points is as wrong as a rate of zero.
+                    yield from [rate for _, rate in value] or [0.0] if isinstance(value, tuple) else [value]
+
+    def at(self, hidden_size: int) -> WidthRates:
+        """The width that is nearest in ratio."""
+        return min(self.widths, key=lambda w: max(w.hidden_size / hidden_size, hidden_size / w.hidden_size))
+
+
+def _with_curves(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with curves in place of the lists that JSON makes of them."""
+    return {
+        name: tuple((int(tokens), float(rate)) for tokens, rate in value)
+        if name.endswith("_per_s") and isinstance(value, list | tuple)
+        else value
+        for name, value in plain.items()
+    }

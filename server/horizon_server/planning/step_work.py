@@ -1,0 +1,307 @@
+"""What the schedule does in one optimizer step, counted: operations, bytes of memory traffic, bytes over the link. Torch-free.
+
+What is not known before the data is prepared is taken at its upper end: all tokens are trained on, each row is one document as long
+as `sequence_length`, no two tokens are the same.
+
+Units: floating-point operations, bytes. D = hidden size, T = tokens of a step.
+Source: docs/architecture.md, "One step of training" and "How fast a job will be".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.ledger import (
+    DEFAULT_COMPUTE_DTYPE,
+    ELEMENT_BYTES,
+    ActivationPlacement,
+    ComputeDtype,
+    DeviceKind,
+    logits_chunk_tokens,
+)
+from horizon_server.planning.model_folder import ModelFolder, ModelShape
+
+_FP32 = 4
+_FORWARD_SHARE = 1 / 3
+"""Of a model's own operations; backward is twice that, and recomputes the layers' forward besides."""
+
+# Of one logit in bf16: itself, in fp32 through softmax, loss and gradient, and back. Fused, it becomes its own gradient in place.
+LOGIT_BYTES, FUSED_LOGIT_BYTES = 44.0, 8.2
+# Of every gradient a cuda device takes the norm and rounds a copy to bf16, half of it in the shadow of compute.
+_NORM_AND_CAST_BYTES: Mapping[DeviceKind, int] = {"host": 0, "cuda": 5}
+# Of one embedding row's element per micro-batch: its gradient is cleared, written, rounded and added up, in units of the element.
+_ROW_GRADIENT_PASSES = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """How the engine carries out a step. The defaults are the plain schedule, each field is one change to it, and
+    `TODAY` has those that are made.
+
+    `micro_batch_tokens` lays rows end to end up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
+    read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
+    themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel as rows.
+    `keeps_embedding`: table, moments and gradient of the embedding are on the device. `skips_projection`: the recompute leaves out
+    the layer's last product, whose result no gradient needs.
+    """
+
+    micro_batch_tokens: int = 0
+    fused: bool = False
+    fused_head: bool = False
+    head_chunk_tokens: int | None = None
+    accumulates_in_gemm: bool = False
+    sends_rows: bool = False
+    keeps_embedding: bool = False
+    skips_projection: bool = True
+
+
+TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """One layer over all tokens of a step. `attention_flops` are those of one forward; `accumulate_bytes` are of all micro-batches."""
+
+    forward_flops: float
+    recompute_flops: float
+    backward_flops: float
+    attention_flops: float
+    forward_bytes: float
+    recompute_bytes: float
+    backward_bytes: float
+    accumulate_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWork:
+    """The output projection and the loss over all tokens of a step, forward and backward."""
+
+    flops: float
+    elementwise_bytes: float
+    accumulate_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTraffic:
+    """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes` is the device
+    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory."""
+
+    upload_bytes: float
+    download_bytes: float
+    clear_bytes: float
+    update_bytes: float
+    offload_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingTraffic:
+    """The rows in use on their way up and down, a tied table's whole gradient, the part of the host's gradient that is cleared for the
+    rows, and the device memory traffic of the rows' gradient.
+    `first_update_bytes` is what must be updated before the rows may go up, `last_update_bytes` the rest of the table."""
+
+    rows_up_bytes: float
+    rows_down_bytes: float
+    table_down_bytes: float
+    clear_host_bytes: float
+    gradient_bytes: float
+    first_update_bytes: float
+    last_update_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an average layer."""
+
+    num_tokens: int
+    hidden_size: int
+    micro_batch_tokens: int
+    num_micro_batches: int
+    document_tokens: int
+    model_flops: float
+    updates_in_backward: bool
+    layer: LayerWork
+    layers: tuple[UnitTraffic, ...]
+    head: HeadWork
+    head_traffic: UnitTraffic
+    embedding: EmbeddingTraffic
+
+
+def work_of_step(
+    folder: ModelFolder,
+    *,
+    tokens_per_step: int,
+    sequence_length: int,
+    device_kind: DeviceKind,
+    grad_bytes: int,
+    activation_placement: ActivationPlacement,
+    compute_dtype: ComputeDtype | None = None,
+    facts: EngineFacts = TODAY,
+) -> StepWork:
+    """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
+
+    Without a `compute_dtype`, the device's default.
+    """
+    element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
+    document = min(sequence_length, tokens_per_step)
+    num_full, rest = divmod(tokens_per_step, document)
+    num_rows, rows_together = num_full + (rest > 0), max(1, facts.micro_batch_tokens // document)
+    counter = _Counter(
+        folder=folder,
+        lengths=(document,) * num_full + (rest,) * (rest > 0),
+        num_micro_batches=-(-num_rows // rows_together),
+        device_kind=device_kind,
+        element=element,
+        grad_bytes=grad_bytes or element,
+        updates_in_backward=grad_bytes == 0,
+        offloads=activation_placement == "host",
+        facts=facts,
+    )
+    return StepWork(
+        num_tokens=tokens_per_step,
+        hidden_size=folder.shape.hidden_size,
+        micro_batch_tokens=min(rows_together * document, tokens_per_step),
+        num_micro_batches=counter.num_micro_batches,
+        document_tokens=document,
+        model_flops=FlopsCount.of_folder(folder).of(counter.lengths),
+        updates_in_backward=counter.updates_in_backward,
+        layer=counter.layer(),
+        layers=counter.layers(),
+        head=counter.head(),
+        head_traffic=counter.head_traffic(),
+        embedding=counter.embedding(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counter:
+    """The parts of a step, counted one by one. `grad_bytes` is the size of one gradient on its way down."""
+
+    folder: ModelFolder
+    lengths: tuple[int, ...]
+    num_micro_batches: int
+    device_kind: DeviceKind
+    element: int
+    grad_bytes: int
+    updates_in_backward: bool
+    offloads: bool
+    facts: EngineFacts
+
+    @property
+    def update_bytes(self) -> int:
+        """Host memory traffic while one parameter is updated."""
+        # A link's copies of other units read and write the same memory meanwhile.
+        per_copy = 0 if self.device_kind == "host" else self.element
+        return adamw_bytes_per_parameter(self.grad_bytes) + per_copy * (1 + self.updates_in_backward)
+
+    @property
+    def clear_bytes(self) -> int:
+        """Device memory traffic of one gradient besides its sums."""
+        # Where products add to the gradient, the first one of a step overwrites it.
+        return (0 if self.facts.accumulates_in_gemm else _FP32) + _NORM_AND_CAST_BYTES[self.device_kind]
+
+    @property
+    def accumulate_bytes(self) -> float:
+        """Device memory traffic of adding one weight's gradient to its fp32 sum, once per micro-batch or chunk."""
+        # A product that adds to its output hides a part of reading and writing it. Estimated: 3.5 of 8 bytes stay visible.
+        return 3.5 if self.facts.accumulates_in_gemm else self.element + 2 * _FP32
+
+    def layer(self) -> LayerWork:
+        model, count, num_tokens = self.folder.shape, FlopsCount.of_folder(self.folder), sum(self.lengths)
+        matrices = (count.active_parameters - model.vocab_size * model.hidden_size) / model.num_hidden_layers
+        own_flops = FLOPS_PER_PARAMETER * num_tokens * matrices
+        # Only a dense layer's last product is left out.
+        skips = self.facts.skips_projection and model.experts is None
+        skipped = model.hidden_size * model.intermediate_size if skips else 0
+        elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
+        forward, recompute, backward = (part * num_tokens for part in elementwise)
+        return LayerWork(
+            forward_flops=own_flops * _FORWARD_SHARE,
+            recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices),
+            backward_flops=own_flops * (1 - _FORWARD_SHARE),
+            attention_flops=count.of_attention(self.lengths) * _FORWARD_SHARE / model.num_hidden_layers,
+            forward_bytes=forward,
+            recompute_bytes=recompute,
+            backward_bytes=backward,
+            accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches,
+        )
+
+    def head(self) -> HeadWork:
+        model, num_tokens, facts = self.folder.shape, sum(self.lengths), self.facts
+        table = model.vocab_size * model.hidden_size
+        chunk_tokens = facts.head_chunk_tokens or logits_chunk_tokens(model.vocab_size, self.device_kind)
+        bytes_per_logit = (FUSED_LOGIT_BYTES if facts.fused_head else LOGIT_BYTES) * self.element / 2
+        return HeadWork(
+            flops=FLOPS_PER_PARAMETER * num_tokens * table,
+            elementwise_bytes=bytes_per_logit * num_tokens * model.vocab_size,
+            accumulate_bytes=self.accumulate_bytes * table * -(-num_tokens // chunk_tokens),
+        )
+
+    def layers(self) -> tuple[UnitTraffic, ...]:
+        units = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+        offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
+        return tuple(
+            UnitTraffic(
+                upload_bytes=unit.num_elements * self.element,
+                download_bytes=unit.num_elements * self.grad_bytes,
+                clear_bytes=unit.num_elements * self.clear_bytes,
+                update_bytes=unit.num_elements * self.update_bytes,
+                # The last layer's input is still on the device when backward begins.
+                offload_bytes=offload if unit is not units[-1] else 0,
+            )
+            for unit in units
+        )
+
+    def head_traffic(self) -> UnitTraffic:
+        layout = self.folder.layout
+        head = layout.units[-1].num_elements
+        # The projection of a tied model is the embedding's table, whose gradient leaves with the embedding's.
+        projection = head + (layout.units[0].num_elements if layout.tied else 0)
+        return UnitTraffic(
+            upload_bytes=projection * self.element,
+            download_bytes=head * self.grad_bytes,
+            clear_bytes=projection * self.clear_bytes,
+            update_bytes=head * self.update_bytes,
+        )
+
+    def embedding(self) -> EmbeddingTraffic:
+        model, tied, table = self.folder.shape, self.folder.layout.tied, self.folder.layout.units[0].num_elements
+        rows = min(sum(self.lengths), model.vocab_size) * model.hidden_size
+        kept = self.facts.keeps_embedding and not tied
+        # All rows of a tied table have a gradient, from the head.
+        by_rows = self.facts.sends_rows and not tied
+        first = rows if by_rows else table
+        return EmbeddingTraffic(
+            rows_up_bytes=0 if kept else rows * self.element,
+            rows_down_bytes=0 if kept or tied else rows * self.grad_bytes,
+            table_down_bytes=table * self.grad_bytes if tied else 0,
+            clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,
+            gradient_bytes=_ROW_GRADIENT_PASSES * self.element * rows * self.num_micro_batches,
+            first_update_bytes=0 if kept else first * self.update_bytes,
+            last_update_bytes=0 if kept else (table - first) * self.update_bytes,
+        )
+
+
+def elementwise_bytes(model: ModelShape, element: int, *, fused: bool) -> tuple[float, float, float]:
+    """Memory traffic of everything in a layer that is not a product, for one token: forward, recompute, backward.
+
+    Counted kernel by kernel on a layer with RMSNorm, rotary positions and SwiGLU in bf16, by hidden elements, elements of query and
+    key, and inner elements of the feed-forward part (of all experts that a token visits).
+    """
+    hidden, experts, inner = model.hidden_size, model.experts, model.intermediate_size
+    rotated = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    if experts is not None:
+        inner = experts.num_computed_per_token * experts.intermediate_size + experts.shared_intermediate_size
+    if fused:
+        # Each input is read once and each output written once: two norms with residuals 16, and the copy of the output.
+        forward = 24 * hidden + 4 * rotated + 6 * inner
+        backward = 58 * hidden + 4 * rotated + 10 * inner
+    else:
+        # Two norms of 8 kernels each 72, two residuals 12, the copy of the output 4; backward: norms 184, sums of gradients 37.
+        forward = 88 * hidden + 20 * rotated + 10 * inner
+        backward = 221 * hidden + 34 * rotated + 18 * inner
+    scale = element / 2
+    # The recompute's output is copied nowhere.
+    return scale * forward, scale * (forward - 4 * hidden), scale * backward

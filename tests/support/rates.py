@@ -1,0 +1,23 @@
+"""Rates of a device that nobody has measured, in round numbers."""
+
+from __future__ import annotations
+
+from horizon_server.planning.rates import DeviceRates, WidthRates
+
+RATES = DeviceRates(
+    name="host",
+    num_threads=2,
+    peak_flops_per_s=4e9,
+    attention_forward_flops_per_s=((1, 5e8),),
+    attention_backward_flops_per_s=((1, 2.5e8),),
+    accumulate_bytes_per_s=4e8,
+    widths=(
+        WidthRates(hidden_size=32, gemm_flops_per_s=((1, 1e9),), elementwise_bytes_per_s=2e8, head_bytes_per_s=3e8),
+    ),
+    h2d_bytes_per_s=1e8,
+    d2h_bytes_per_s=5e7,
+    gather_bytes_per_s=6e7,
+    scatter_bytes_per_s=7e7,
+    zero_bytes_per_s=8e7,
+    adamw_bytes_per_s=1e9,
+)

@@ -1,0 +1,42 @@
+"""The forecast for a GPU: within a few percent of an independent one, and the page shows what the model says today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.forecast import TOKENS, VARIANTS, forecast, model_7b, table
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
+# Useful TFLOP/s at TOKENS, from a model that another person wrote with closed formulas instead of a played schedule.
+INDEPENDENT = {
+    "now-120": (133, 284, 343, 352, 357),
+    "now": (181, 330, 346, 354, 358),
+    "now-350": (235, 340, 348, 355, 358),
+    "short-rows": (156, 262, 269, 273, 276),
+    "1": (185, 348, 368, 377, 381),
+    "2": (196, 389, 430, 442, 448),
+    "3": (199, 401, 444, 457, 463),
+    "4": (201, 405, 449, 462, 469),
+    "5": (221, 429, 471, 473, 475),
+    "fp8": (246, 532, 652, 658, 660),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_forecast_agrees_with_an_independent_one_within_eight_percent(name: str) -> None:
+    folder = model_7b()
+    found = [forecast(VARIANTS[name], tokens, folder).model_flops_per_s / 1e12 for tokens in TOKENS]
+    assert found == [pytest.approx(expected, rel=0.08) for expected in INDEPENDENT[name]]
+
+
+def test_the_parts_of_a_step_of_64k_tokens_agree_too() -> None:
+    parts = forecast(VARIANTS["now"], 65536, model_7b()).parts_s
+    expected = {"gemm": 5.05, "attention": 0.62, "elementwise": 1.72, "accumulation": 0.47, "head": 0.26, "adamw": 1.09}
+    assert {name: parts[name] for name in expected} == pytest.approx(expected, rel=0.05)
+    assert (parts["ramp"], parts["tail"], parts["exposed"]) == pytest.approx((0.17, 0.17, 0.34), abs=0.06)
+
+
+def test_the_page_shows_what_the_model_says() -> None:
+    text = PAGE.read_text("utf-8")
+    assert "\n".join(table()) in text, "run python -m bench.forecast and paste its table into docs/performance.md"
