@@ -47,17 +47,13 @@ def test_packed_documents_give_the_gradients_of_plain_autograd(
     report = run.trainer.train_step([row])
 
     assert run.trainer.supports_packing
-    same_kernels, apart = model.reference(), model.reference()
-    torch.autograd.backward(plain_loss(same_kernels, row) / row.num_targets)
+    apart = model.reference()
     for document in both:
         torch.autograd.backward(plain_loss(apart, pack([document])) / row.num_targets)
     loss = sum(plain_loss(apart, pack([document])).item() for document in both) / row.num_targets
     assert report.loss == pytest.approx(loss, rel=1e-6)
-    error, name = worst_error(run, same_kernels)
-    assert error <= 1e-6, f"gradient of {name} is off by {error:.1e}"
-    # Rows of other lengths round differently; plain PyTorch itself is up to 2e-6 away from float64 here.
     error, name = worst_error(run, apart)
-    assert error <= 5e-6, f"gradient of {name} is off by {error:.1e} from that of separate documents"
+    assert error <= 2e-6, f"gradient of {name} is off by {error:.1e} from that of separate documents"
 
 
 @pytest.mark.parametrize("architecture", MIXES_DOCUMENTS)

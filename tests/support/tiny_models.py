@@ -144,10 +144,13 @@ ARCHITECTURES = [
     "stablelm",
     "starcoder2",
     "nemotron",
+    # No attention without masks for chunks.
     "llama4_text",
+    # The masks of these do not look for documents.
+    "gpt_oss",
+    "opt",
 ]
 MIXES_DOCUMENTS = {
-    "gpt_oss": "attention sinks",
     "qwen3_next": "linear attention",
     "olmo_hybrid": "linear attention, and convolutions that are cut otherwise on disk",
     "minimax": "linear attention with buffers of the checkpoint",
@@ -156,7 +159,6 @@ MIXES_DOCUMENTS = {
     "mamba2": "a state space computed in chunks",
     "xlstm": "a matrix memory, no positions at all",
     "bloom": "distances instead of positions, a norm between embedding and layers",
-    "opt": "positions counted from the attention mask",
 }
 
 

@@ -50,6 +50,10 @@ class Strided:
         """Add to the values there."""
         self.read(flat).add_(values)
 
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Overwrite the values there."""
+        self.read(flat).copy_(values)
+
     def shifted(self, elements: int) -> Strided:
         """The same, further on in the buffer."""
         return replace(self, offset=self.offset + elements)
@@ -89,6 +93,12 @@ class Joined:
         sizes = [part.shape[self.dim] for part in self.parts]
         for part, share in zip(self.parts, torch.split(values, sizes, dim=self.dim), strict=True):
             part.add(flat, share)
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Overwrite each part."""
+        sizes = [part.shape[self.dim] for part in self.parts]
+        for part, share in zip(self.parts, torch.split(values, sizes, dim=self.dim), strict=True):
+            part.write(flat, share)
 
     def shifted(self, elements: int) -> Joined:
         """The same, further on in the buffer."""

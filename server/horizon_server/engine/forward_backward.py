@@ -25,8 +25,10 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
@@ -174,7 +176,9 @@ class ForwardBackward:
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             self._seed(current, 0, index)
             with torch.no_grad():
-                hidden_1TD, calls = template.embed(parameters, tokens.row_ids_N[span], tokens.position_ids_N[span])
+                hidden_1TD, calls = template.embed(
+                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index]
+                )
             self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
             # All layers of a kind get the same masks and tables, which count once.
@@ -226,15 +230,16 @@ class ForwardBackward:
     def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
         template, tokens, activations = self._template, current.tokens, self.activations
         unit_index = self._head.unit_index
-        gradient = self._sink.open(unit_index)
+        gradients = self._sink.open(unit_index)
 
         def head(chunk: slice) -> None:
             supervised_S = tokens.supervised_S[chunk]
             hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
-            leaves = _leaves(template.places[unit_index], flat, gradient, self._sink.reached)
+            leaves, products = _leaves(template.places[unit_index], flat, gradients)
             self._seed(current, unit_index, chunk.start)
             with self._device.workspace(("head", supervised_S.numel())):
-                logits_SV = template.head(leaves, hidden_1SD)
+                with products:
+                    logits_SV = template.head(leaves, hidden_1SD)
                 loss = chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
                 torch.autograd.backward(loss)
             current.loss += loss.detach()
@@ -253,17 +258,18 @@ class ForwardBackward:
 
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
-        gradient = self._sink.open(layer + 1)
+        gradients = self._sink.open(layer + 1)
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
             hidden_1TD = activations.layer_input(layer)[span][None].data.requires_grad_()
-            leaves = _leaves(template.places[layer + 1], flat, gradient, self._sink.reached)
+            leaves, products = _leaves(template.places[layer + 1], flat, gradients)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
-                output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
+                with products:
+                    output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             assert hidden_1TD.grad is not None
             gradient_TD.copy_(hidden_1TD.grad[0])
@@ -279,10 +285,10 @@ class ForwardBackward:
         template, sink, tokens = self._template, self._sink, current.tokens
         padding_id = template.padding_id
         padding_rows = [] if padding_id is None else (tokens.rows_R == padding_id).nonzero().flatten().tolist()
-        gradient = sink.open(0)
+        gradients = sink.open(0)
         # A tied table's gradient holds the head's part already, and that is of all rows.
         by_rows = template.embeds_by_rows and not template.tied
-        table = self._table(current, gradient, by_rows=by_rows)
+        table = self._table(current, gradients.flat, by_rows=by_rows)
 
         def accumulate(gradient_RD: Tensor) -> None:
             # As nn.Embedding does, whose padding_idx the template removed.
@@ -295,13 +301,14 @@ class ForwardBackward:
                 table.index_add_(0, tokens.placed_rows_R, gradient_RD.to(table.dtype))
 
         def backward(index: int, span: slice) -> None:
-            leaves = _leaves(template.places_besides_table, flat, gradient, sink.reached)
+            leaves, products = _leaves(template.places_besides_table, flat, gradients)
             sink.reached.update(template.table_place.stored_names)
             weight = self._table(current, flat, by_rows=template.embeds_by_rows)
             leaves[template.table_place.name] = _leaf(weight, accumulate)
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
-                hidden_1TD, _ = template.embed(leaves, tokens.row_ids_N[span], tokens.position_ids_N[span])
+                with products:
+                    hidden_1TD, _ = template.embed(leaves, tokens.row_ids_N[span], tokens.position_ids_N[span])
                 torch.autograd.backward(hidden_1TD, self.activations.gradient[span][None])
 
         for index, span in enumerate(tokens.spans):
@@ -321,18 +328,16 @@ class ForwardBackward:
             self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
 
 
-def _leaves(places: Sequence[Place], flat: Tensor, gradient: Tensor, reached: set[str]) -> dict[str, Tensor]:
-    """The parameters of a unit, in its flat weights; autograd adds their gradients to the flat `gradient`."""
-
-    def accumulate(place: Place, values: Tensor) -> None:
-        place.piece.add(gradient, values)
-        reached.update(place.stored_names)
-
+def _leaves(
+    places: Sequence[Place], flat: Tensor, gradients: UnitGradients
+) -> tuple[dict[str, Tensor], AccumulatedProducts]:
+    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds their gradients to `gradients`."""
     leaves = {}
     for place in places:
         weight = place.piece.read(flat)
-        leaves[place.name] = _leaf(weight, partial(accumulate, place)) if place.trained else weight
-    return leaves
+        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if place.trained else weight
+    accumulators = gradients.accumulators
+    return leaves, AccumulatedProducts((leaves[name], accumulators[name]) for name in leaves if name in accumulators)
 
 
 def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
@@ -340,7 +345,9 @@ def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
     leaf = weight.detach().requires_grad_()
 
     def take(finished: Tensor) -> None:
-        assert finished.grad is not None
+        # None where all of it went to an accumulator.
+        if finished.grad is None:
+            return
         # At once and not after backward, so that the gradients of a layer's parameters are never in memory together.
         accumulate(finished.grad)
         finished.grad = None

@@ -6,6 +6,7 @@ Shapes: R = rows of the embedding in use, D = hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.store.host_store import HostStore
 
 
@@ -57,6 +59,7 @@ class GradientSink:
                 edge_elements=max(unit.num_elements for unit in units if unit.kind != "layer"),
             )
         self._open: dict[int, Slot] = {}
+        self._gradients: dict[int, UnitGradients] = {}
         self.reached: set[str] = set()
 
     @property
@@ -76,16 +79,23 @@ class GradientSink:
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int) -> Tensor:
-        """Memory that a unit's places are views into: zeros, but for a tied table's head part; compute waits until it is free."""
-        units = self._template.layout.units
-        if unit_index == 0 and self._template.tied:
+    def open(self, unit_index: int) -> UnitGradients:
+        """Memory for a unit's gradients; compute waits until it is free."""
+        template, units = self._template, self._template.layout.units
+        places, unit = template.places[unit_index], units[unit_index]
+        if unit_index == 0 and template.tied:
             # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
-            return slot.flat[units[-1].num_elements : self._template.head_elements]
-        slot = self._open[unit_index] = self._rings.take(unit_index, self._device.compute)
-        self._device.compute.submit(slot.flat.zero_, label=f"zero gradient {unit_index}")
-        return slot.flat
+            flat = slot.flat[units[-1].num_elements : template.head_elements]
+            places = template.places_besides_table
+        else:
+            slot = self._open[unit_index] = self._rings.take(unit_index, self._device.compute)
+            flat = slot.flat
+        gradients = self._gradients[unit_index] = UnitGradients(places, flat, unit, reached=self.reached)
+        if unit_index == 0 and not template.tied:
+            zero = partial(gradients.start_from_zero, template.table_place)
+            self._device.compute.submit(zero, label="zero gradient 0")
+        return gradients
 
     def send_loss(self, loss: Tensor) -> None:
         """Send the loss, ahead of the gradients of the same step."""
@@ -102,6 +112,7 @@ class GradientSink:
         else:
             update_slot = self._landing.take(unit_index, device.d2h)
             target = update_slot.flat[: unit.num_elements]
+        device.compute.submit(self._gradients.pop(unit_index).finish, label=f"backward {unit_index}")
         # In the queue: the caller continues with the next unit while compute still fills the slot.
         device.d2h.wait(device.compute.record())
         # Views of this step's set, because the update may ask when the next step has begun with the other one.

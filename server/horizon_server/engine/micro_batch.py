@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -56,9 +57,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it."""
+    """All micro-batches of a step. `rows_R` stays on the host; the rest, a copy of it included, is where compute reads it.
+
+    `boundaries` are of each micro-batch: where its documents start and the last one ends. They stay on the host too.
+    """
 
     spans: tuple[slice, ...]
+    boundaries: tuple[Tensor, ...]
     rows_R: Tensor
     placed_rows_R: Tensor
     row_ids_N: Tensor
@@ -84,6 +89,7 @@ class StepTokens:
         supervised_S = (labels_N != IGNORED_LABEL).nonzero()[:, 0]
         return cls(
             spans=tuple(spans),
+            boundaries=tuple(torch.tensor([0, *accumulate(m.document_lengths)]) for m in micro_batches),
             rows_R=rows_R,
             placed_rows_R=device.place(rows_R),
             row_ids_N=device.place(row_ids_N),

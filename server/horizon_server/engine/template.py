@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
+from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Place, Strided, bind
-from horizon_server.engine.layer_stubs import LayerCall, Stub, Tape, try_embedding
+from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, LayerCall, Stub, Tape, try_embedding
 from horizon_server.engine.meta_model import (
     ModuleState,
     build_meta_model,
@@ -130,11 +131,24 @@ class Template:
     def _try(self) -> None:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
+        self._own_attention: OwnAttention | None = None
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
         groups = sorted(set(self.layer_groups))
-        # Dropout after a layer's last projection saves its mask, so the search runs in training mode.
+        # One element, seen in every shape: real enough to compute with, and without memory.
+        zeros = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+        def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
+            with torch.no_grad():
+                return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T)[1]
+
+        # Dropout in attention shows in training mode alone, and after a layer's last projection it saves its mask.
         self.train(True)
+        self._own_attention = find_own_attention(
+            self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
+        )
+        if self._own_attention:
+            calls = calls_of(torch.arange(NUM_TRIAL_TOKENS))
         self._skipped_projections = {
             group: find_skipped_projection(self._layers[group], calls[group], hidden_size=self.hidden_size)
             for group in groups
@@ -144,19 +158,17 @@ class Template:
         self.num_skipped_parameters = sum(projection.num_parameters for projection in skipped)
         # After the search above, which replaces a projection's forward for good.
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in groups}
-        # One element, seen in every shape: real enough to compute with, and without memory.
-        zeros = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
-
-        def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
-            with torch.no_grad():
-                return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T)[1]
-
         self.packing_limit = find_packing_limit(
             calls_of,
             [(self._layers[group], calls[group]) for group in groups],
             hidden_size=self.hidden_size,
             max_document_tokens=self.max_document_tokens,
         )
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means."""
+        return self._own_attention is None
 
     def train(self, mode: bool) -> None:
         """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
@@ -171,11 +183,16 @@ class Template:
             state.place(place)
 
     def embed(
-        self, parameters: Mapping[str, Tensor], row_ids_T: Tensor, position_ids_T: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        row_ids_T: Tensor,
+        position_ids_T: Tensor,
+        boundaries: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerCall]]:
         """The input of the first layer, and the call of every layer. Shapes: [1, T, D].
 
-        `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary.
+        `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary. `boundaries` are where documents
+        start and the last one ends, on the CPU; without them the row is one document.
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
@@ -189,6 +206,10 @@ class Template:
         if shape != expected:
             what = f"its token embedding is {expected[-1]} wide and its layers {shape[-1]}"
             raise InvalidModel(f"{what}; a projection between them is not supported")
+        if self._own_attention:
+            if boundaries is None:
+                boundaries = torch.tensor([0, row_ids_T.numel()])
+            calls = self._own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:

@@ -1,0 +1,198 @@
+"""Attention within the documents of a row, as two operators that torch can trace: forward and backward.
+
+The boundaries of the documents are a tensor on the CPU whatever the device: their values are read inside the operators, where that
+waits for nothing, and a traced graph holds for any number of documents. Fused kernels are used where they compute the same: per
+document on a CPU, all documents at once on a GPU.
+
+Shapes: T = tokens of the row, E = size of a head, of queries and keys or of values. Heads may share keys.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from horizon_server.engine.attention.blocks import Scores, attend_in_blocks, gradients_in_blocks
+
+_aten = torch.ops.aten
+# What the fused kernel of a GPU takes.
+_MAX_HEAD = 256
+_HEAD_MULTIPLE = 8
+_MIN_CAPABILITY = (8, 0)
+
+
+@torch.library.custom_op("horizon::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """The output [1, T, heads, E] and the logarithm of each query's sum of exponentials [heads, T], for [1, heads, T, E]."""
+    rule = Scores(scale=scale, window=window, softcap=softcap)
+    ends = boundaries.tolist()
+    if not _has_kernel(query, ends, sinks, rule):
+        output, logsumexp = attend_in_blocks(query[0], key[0], value[0], _first_seen(ends, window), sinks, rule)
+        return output[None], logsumexp
+    size = value.shape[-1]
+    query, key, value = _of_one_size(query, key, value)
+    if query.is_cuda:
+        placed, longest = boundaries.to(query.device, torch.int32), _longest(ends)
+        output, logsumexp, *_ = _aten._flash_attention_forward(
+            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)), placed, placed, longest, longest, 0.0, True,
+            return_debug_mask=False, scale=scale, **_window(window, longest),
+        )  # fmt: skip
+        return output[None, ..., :size].clone(memory_format=torch.contiguous_format), logsumexp
+    shape = (1, query.shape[2], query.shape[1], size)
+    output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
+    query, key, value = _grouped(query, key, value)
+    for start, stop in pairwise(ends):
+        document = (tensor[:, :, start:stop] for tensor in (query, key, value))
+        mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*document, 0.0, True, scale=scale)
+        output[0, start:stop] = mixed.flatten(0, 1).transpose(0, 1)[..., :size]
+        logsumexp[:, start:stop] = sums.flatten(0, 1)
+    return output, logsumexp
+
+
+@attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    _, num_heads, num_tokens, _ = query.shape
+    output = query.new_empty(1, num_tokens, num_heads, value.shape[-1])
+    return output, query.new_empty(num_heads, num_tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("horizon::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and sinks (empty without), from that of the output."""
+    rule = Scores(scale=scale, window=window, softcap=softcap)
+    ends = boundaries.tolist()
+    results = tuple(_like(tensor) for tensor in (query, key, value))
+    for_sinks = query.new_empty(0)
+    if not _has_kernel(query, ends, sinks, rule):
+        *found, for_sinks = gradients_in_blocks(
+            gradient[0], query[0], key[0], value[0], output[0], logsumexp, _first_seen(ends, window), sinks, rule
+        )
+        for result, tensor in zip(results, found, strict=True):
+            result[0] = tensor
+        return *results, for_sinks
+    query, key, value, gradient, output = _of_one_size(query, key, value, gradient, output)
+    if query.is_cuda:
+        placed, longest = boundaries.to(query.device, torch.int32), _longest(ends)
+        # Of dropout, which there is none of; the kernel's signature asks for them.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found = _aten._flash_attention_backward(
+            gradient[0].contiguous(), *(tensor[0].transpose(0, 1) for tensor in (query, key, value)), output[0].contiguous(),
+            logsumexp, placed, placed, longest, longest, 0.0, True, state, state, scale=scale, **_window(window, longest),
+        )  # fmt: skip
+        for result, tensor in zip(results, found, strict=True):
+            result[0] = tensor.transpose(0, 1)[..., : result.shape[-1]]
+        return *results, for_sinks
+    groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
+    gradient, output = (tensor.transpose(1, 2)[0].unflatten(0, (groups, per_group)) for tensor in (gradient, output))
+    query, key, value = _grouped(query, key, value)
+    sums = logsumexp.unflatten(0, (groups, per_group))
+    for start, stop in pairwise(ends):
+        document = (tensor[:, :, start:stop] for tensor in (gradient, query, key, value, output, sums))
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=scale)
+        # Heads that share a key add to its gradient.
+        for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
+        for result, tensor in zip(results, (for_query, for_key, for_value), strict=True):
+            result[0, :, start:stop] = tensor[..., : result.shape[-1]]
+    return *results, for_sinks
+
+
+@attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    boundaries: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return _like(query), _like(key), _like(value), for_sinks
+
+
+def _has_kernel(query: Tensor, ends: list[int], sinks: Tensor | None, rule: Scores) -> bool:
+    """Whether a fused kernel computes this: causal attention within documents, and windows on a GPU."""
+    if sinks is not None or rule.softcap:
+        return False
+    if query.is_cuda:
+        is_half = query.dtype in (torch.bfloat16, torch.float16)
+        is_new = torch.cuda.get_device_capability(query.device) >= _MIN_CAPABILITY
+        return is_half and is_new and query.shape[-1] <= _MAX_HEAD
+    return query.device.type == "cpu" and not 0 < rule.window < _longest(ends)
+
+
+def _first_seen(ends: list[int], window: int) -> Tensor:
+    """The first key that each token of a row sees."""
+    boundaries = torch.tensor(ends)
+    first_T = boundaries[:-1].repeat_interleave(boundaries.diff())
+    return first_T if not window else torch.maximum(first_T, torch.arange(ends[-1]) - window + 1)
+
+
+def _longest(ends: list[int]) -> int:
+    return max(stop - start for start, stop in pairwise(ends))
+
+
+def _window(window: int, longest: int) -> dict[str, int | None]:
+    """The arguments of a fused kernel, which counts the keys before the query's own."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if 0 < window < longest else {}
+
+
+def _of_one_size(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """With zeros after the shorter heads, because kernels want queries, keys and values of one size: they change no product."""
+    size = max(query.shape[-1], value.shape[-1])
+    if query.is_cuda:
+        size += -size % _HEAD_MULTIPLE
+    tensors = (query, key, value, *others)
+    return tuple(
+        functional.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size or t.stride(-1) != 1 else t for t in tensors
+    )
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[groups, heads of a group, T, E], where keys and values are seen by every head of their group without a copy."""
+    groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
+    shared = (tensor[0][:, None].expand(-1, per_group, -1, -1) for tensor in (key, value))
+    return query[0].unflatten(0, (groups, per_group)), *shared
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Empty, of a tensor's shape [1, heads, T, E], with a token's heads next to each other as its projection wants them."""
+    _, heads, tokens, size = tensor.shape
+    return tensor.new_empty(1, tokens, heads, size).transpose(1, 2)
