@@ -66,7 +66,8 @@ def _compiled(graph: Graph) -> Sequence[object]:
         # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a minute.
         "cpp.vec_isa_ok": True,
     }
-    with torch.no_grad():
+    # Without it, the compiler's choices for the traced number of tokens become conditions that exclude others.
+    with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
         files = compile_fx_aot(graph.module, graph.inputs, config_patches=settings)
     assert isinstance(files, list)
     return files
