@@ -17,6 +17,10 @@ from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
+class CompilerFailed(NotCompilable):
+    """There is no compiler, or it does not take the code."""
+
+
 class LayerCode:
     """The two functions of a package, as `LayerGraphs` describes them. Call them without gradients, on the compute queue."""
 
@@ -41,7 +45,7 @@ def build_package(graphs: LayerGraphs, path: Path) -> None:
     """Compile both graphs into the file `path`.
 
     Raises:
-        NotCompilable: there is no compiler, or it refuses the code.
+        CompilerFailed: there is no compiler, or it does not take the code.
     """
     # Here, because only the process that compiles needs it: it takes seconds and hundreds of megabytes.
     from torch._inductor.package import package_aoti
@@ -49,11 +53,9 @@ def build_package(graphs: LayerGraphs, path: Path) -> None:
     try:
         files = {_FORWARD: _compiled(graphs.forward), _BACKWARD: _compiled(graphs.backward)}
         package_aoti(str(path), files)
-    except NotCompilable:
-        raise
     except Exception as error:  # The compiler raises whatever its own tools do.
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-        raise NotCompilable(f"the compiler failed ({type(error).__name__}: {lines[0][:300]})") from error
+        raise CompilerFailed(f"the compiler failed ({type(error).__name__}: {lines[0][:300]})") from error
 
 
 def _compiled(graph: Graph) -> Sequence[object]:

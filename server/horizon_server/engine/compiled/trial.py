@@ -106,7 +106,9 @@ def _difference(
     named = {"output": (eager[0], compiled[0]), **{name: (eager[1][name], compiled[1][name]) for name in eager[1]}}
     errors = {
         # A NaN is no small difference.
-        name: float("inf") if not bool(b.isfinite().all()) else float((a.double() - b.double()).norm() / a.double().norm())
+        name: float("inf")
+        if not bool(b.isfinite().all())
+        else float((a.double() - b.double()).norm() / a.double().norm())
         for name, (a, b) in named.items()
     }
     worst = max(errors, key=errors.__getitem__)
