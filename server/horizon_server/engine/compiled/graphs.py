@@ -99,7 +99,7 @@ def trace_layer(
     matrices = [place for place in places if accumulable(place)]
     trained = [place.name for place in places if place.trained]
     num_places, num_tensors = len(places), len(pattern.tensors)
-    call_tensors = [tensor for tensor in pattern.tensors_of(example) or ()]
+    call_tensors = pattern.tensors_of(example) or []
 
     def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
         parameters = {place.name: tensor for place, tensor in zip(places, inputs, strict=False)}

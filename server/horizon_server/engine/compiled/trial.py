@@ -84,7 +84,7 @@ def try_layer(
             targets = [part for name in matrices for part in (accumulators[name], flags[name])]
             hidden, *others = code.backward([*inputs, gradient_1TD, *targets])
         added = {name: accumulators[name] for name in matrices if not flags[name]}
-        gradients = {**added, **{name: part for name, part in zip(returned, others, strict=True)}}
+        gradients = {**added, **dict(zip(returned, others, strict=True))}
         return output, {"hidden state": hidden, **gradients}
 
     error, worst = _difference(eager(), compiled())
