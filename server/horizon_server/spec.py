@@ -37,8 +37,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 # Named, because a preview takes the same two choices without being a job.
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
+CompileChoice = Literal["auto", "on", "off"]
 
 # YAML reads `packing: true` as a boolean; the field's values are words.
+_switch_as_text = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 _boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 # `train:` with nothing below it is null in YAML and means every default.
 _absent_as_empty = BeforeValidator(lambda value: {} if value is None else value)
@@ -106,6 +108,13 @@ class TrainSpec(_Section):
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
         default="assistant", description="Which tokens of a chat carry loss."
+    )
+    compile: Annotated[CompileChoice, _switch_as_text] = Field(
+        default="auto",
+        description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain from it, for layers "
+        "that a trial finds equal within rounding and faster; on: in any job, which is refused where a layer cannot be compiled; off: "
+        "never.",
+        json_schema_extra={"enum": ["auto", "on", "off", True, False]},  # YAML reads on and off as booleans
     )
     max_skipped_steps: int = Field(
         default=10,

@@ -180,6 +180,7 @@ class Attempt:
             "device": memory.device_kind,
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
+            "compiled": str(self.folders.compiled),
             "trace": str(self._log.with_name("trace.json")) if self.trace else None,
         }
 

@@ -16,6 +16,7 @@ import torch
 
 from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.durable import remove_unfinished
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.timeline import Trace
@@ -27,11 +28,13 @@ from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.roofline import FlopsCount
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.store.model_load import load_model
+from horizon_server.worker.compilation import Compilation, CompileRequest
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
@@ -58,13 +61,15 @@ class WorkerRequest:
     device: DeviceKind
     device_limit_bytes: int
     activation_placement: ActivationPlacement
+    compiled: Path | None = None
+    """The library of compiled layers."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "trace")
+        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "compiled", "trace")
         return cls(
             **{
                 **plain,
@@ -111,7 +116,9 @@ class Training:
         self._plan = self._step_plan(
             dataset, packing=train.packing != "false", seed=train.seed, epochs=train.epochs, max_steps=train.max_steps
         )
-        self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
+        self._compiled = self._compiled_layers(template)
+        config = _train_config(request, self._plan.num_steps)
+        self._trainer = Trainer(template, self._store, self._device, config, self._compiled)
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(dataset)
@@ -158,6 +165,23 @@ class Training:
         if self._trace is not None and self._request.trace is not None:
             self._trace.write(self._request.trace)
 
+    def _compiled_layers(self, template: Template) -> CompiledLayers:
+        train, request = self._spec.train, self._request
+        wanted = CompileRequest(
+            model=str(request.model),
+            library=str(request.compiled),
+            dtype=str(self._device.compute_dtype).removeprefix("torch."),
+            device="cpu" if self._device.name == "host" else "cuda",
+            num_threads=request.num_threads,
+            num_tokens=min(train.sequence_length, train.tokens_per_step),
+        )
+        compilation = Compilation(template, wanted, choice=train.compile, events=self._events, orders=self._orders)
+        # A checkpoint of a version that compiled nothing was made with eager layers.
+        before = None if self._resumed is None else list(self._resumed.get("compiled", ()))
+        flops = FlopsCount.of_folder(open_model_folder(request.model)).of([train.sequence_length])
+        total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
+        return compilation.layers(model_flops=total, before=before)
+
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
         kept = self._resumed
@@ -193,6 +217,7 @@ class Training:
             "last_eval": self._last_eval,
             "data": self._data_identity(),
             "num_threads": self._request.num_threads,
+            "compiled": self._compiled.keys,
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.compiled.call_pattern import NotCompilable
-from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
+
+if TYPE_CHECKING:  # tracing loads the compiler, which a process that only runs the code does without
+    from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
 
 _FORWARD, _BACKWARD = "forward", "backward"
 
