@@ -5,6 +5,7 @@ Shapes: T = tokens of the trial, D = hidden size.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from horizon_server.engine.template import Template
 
 # Of a tensor's norm. Sums in another order differ by less, another formula by far more.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+_NEGLIGIBLE = 1e-3
 _NUM_PAIRS = 5
 
 
@@ -65,17 +67,17 @@ def try_layer(
     matrices = [place.name for place in places if accumulable(place)]
     accumulators = {name: torch.zeros_like(parameters[name], dtype=torch.float32) for name in matrices}
 
-    def eager() -> tuple[Tensor, Mapping[str, Tensor]]:
+    def eager() -> dict[str, Tensor]:
         with torch.no_grad():
             output = template.layer(layer, parameters, hidden_1TD, call)
         leaves = {name: parameters[name].detach().requires_grad_() for name in trained}
         hidden = hidden_1TD.detach().requires_grad_()
         again = template.layer_for_gradients(layer, {**parameters, **leaves}, hidden, call)
         found = torch.autograd.grad(again, [hidden, *leaves.values()], gradient_1TD, allow_unused=True)
-        gradients = dict(zip(["hidden state", *trained], found, strict=True))
-        return output, {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        tensors = {"output": output, **dict(zip(["hidden state", *trained], found, strict=True))}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def compiled() -> tuple[Tensor, Mapping[str, Tensor]]:
+    def compiled() -> dict[str, Tensor]:
         first = torch.ones((), dtype=torch.bool)
         flags = {name: first.clone() for name in matrices}
         with torch.no_grad():
@@ -83,11 +85,14 @@ def try_layer(
             output = code.forward(list(inputs))
             targets = [part for name in matrices for part in (accumulators[name], flags[name])]
             hidden, *others = code.backward([*inputs, gradient_1TD, *targets])
-        added = {name: accumulators[name] for name in matrices if not flags[name]}
-        gradients = {**added, **dict(zip(returned, others, strict=True))}
-        return output, {"hidden state": hidden, **gradients}
+        tensors = {"output": output, "hidden state": hidden}
+        tensors |= {name: accumulators[name] for name in matrices if not flags[name]}
+        for name, value in zip(returned, others, strict=True):
+            # A weight with uses besides linear maps has a gradient from each.
+            tensors[name] = tensors[name] + value if name in tensors else value
+        return tensors
 
-    error, worst = _difference(eager(), compiled())
+    error, worst = _worst(eager(), compiled())
     pairs = [(_timed(eager, device), _timed(compiled, device)) for _ in range(_NUM_PAIRS)]
     return Trial(error=error, worst=worst, speedup=statistics.median(a / b for a, b in pairs))
 
@@ -96,23 +101,29 @@ def _scale(shape: tuple[int, ...]) -> float:
     return 1.0 if len(shape) < 2 else shape[-1] ** -0.5
 
 
-def _difference(
-    eager: tuple[Tensor, Mapping[str, Tensor]], compiled: tuple[Tensor, Mapping[str, Tensor]]
-) -> tuple[float, str]:
-    """The greatest relative difference, and the tensor that has it."""
-    if eager[1].keys() != compiled[1].keys():
-        odd = sorted(eager[1].keys() ^ compiled[1].keys())
-        raise NotCompilable(f"compiled and eager code differ in which parameters have gradients: {', '.join(odd)}")
-    named = {"output": (eager[0], compiled[0]), **{name: (eager[1][name], compiled[1][name]) for name in eager[1]}}
-    errors = {
-        # A NaN is no small difference.
-        name: float("inf")
-        if not bool(b.isfinite().all())
-        else float((a.double() - b.double()).norm() / a.double().norm())
-        for name, (a, b) in named.items()
+def relative_differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+    """The differences of tensors, relative to what is expected.
+
+    A gradient that is zero but for rounding (of a bias that softmax does not see) counts relative to the largest of them all.
+    """
+    norms = {name: float(value.double().norm()) / value.numel() ** 0.5 for name, value in expected.items()}
+    floor = _NEGLIGIBLE * max(norms.values())
+    return {
+        name: float((value.double() - found[name].double()).norm()) / value.numel() ** 0.5 / max(norms[name], floor)
+        for name, value in expected.items()
     }
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
+
+
+def _worst(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The greatest relative difference, and the tensor that has it."""
+    if expected.keys() != found.keys():
+        odd = ", ".join(sorted(expected.keys() ^ found.keys()))
+        raise NotCompilable(f"compiled and eager code differ in which parameters have gradients: {odd}")
+    differences = relative_differences(expected, found)
+    # A NaN is no small difference, and no comparison sees it.
+    odd_ones = [name for name, value in differences.items() if not math.isfinite(value)]
+    worst = odd_ones[0] if odd_ones else max(differences, key=differences.__getitem__)
+    return math.inf if odd_ones else differences[worst], worst
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
