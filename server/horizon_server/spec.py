@@ -38,8 +38,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
 ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
+CompileChoice = Literal["auto", "on", "off"]
 
 # YAML reads `packing: true` as a boolean; the field's values are words.
+_switch_as_text = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 _boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 # `train:` with nothing below it is null in YAML and means every default.
 _absent_as_empty = BeforeValidator(lambda value: {} if value is None else value)
@@ -113,6 +115,13 @@ class TrainSpec(_Section):
         description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. auto: float32 on "
         "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is several "
         "times faster on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
+    )
+    compile: Annotated[CompileChoice, _switch_as_text] = Field(
+        default="auto",
+        description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain from it, for layers "
+        "that a trial finds equal within rounding and faster; on: in any job, which is refused where a layer cannot be compiled; off: "
+        "never.",
+        json_schema_extra={"enum": ["auto", "on", "off", True, False]},  # YAML reads on and off as booleans
     )
     max_skipped_steps: int = Field(
         default=10,

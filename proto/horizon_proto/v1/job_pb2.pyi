@@ -205,6 +205,34 @@ MATMUL_FP8: Matmul.ValueType  # 2
 """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
 global___Matmul = Matmul
 
+class _Compile:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CompileEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Compile.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COMPILE_UNSPECIFIED: _Compile.ValueType  # 0
+    """Not set: auto."""
+    COMPILE_AUTO: _Compile.ValueType  # 1
+    """In jobs long enough to gain from it, for layers that a trial adopts."""
+    COMPILE_ON: _Compile.ValueType  # 2
+    """In any job; refused where a layer cannot be compiled."""
+    COMPILE_OFF: _Compile.ValueType  # 3
+    """Never."""
+
+class Compile(_Compile, metaclass=_CompileEnumTypeWrapper):
+    """Compile says whether layers run as machine code compiled for the model and the machine."""
+
+COMPILE_UNSPECIFIED: Compile.ValueType  # 0
+"""Not set: auto."""
+COMPILE_AUTO: Compile.ValueType  # 1
+"""In jobs long enough to gain from it, for layers that a trial adopts."""
+COMPILE_ON: Compile.ValueType  # 2
+"""In any job; refused where a layer cannot be compiled."""
+COMPILE_OFF: Compile.ValueType  # 3
+"""Never."""
+global___Compile = Compile
+
 class _Decay:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -420,6 +448,7 @@ class TrainSpec(google.protobuf.message.Message):
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     DECAY_FIELD_NUMBER: builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
+    COMPILE_FIELD_NUMBER: builtins.int
     MATMUL_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
@@ -455,6 +484,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Which parameters weight_decay applies to; default trainer."""
     compute_dtype: global___ComputeDtype.ValueType
     """What layers are computed in; default auto."""
+    compile: global___Compile.ValueType
+    """Whether layers are compiled; default auto."""
     matmul: global___Matmul.ValueType
     """What the layers' matrix products are computed in; default bf16."""
     @property
@@ -482,10 +513,11 @@ class TrainSpec(google.protobuf.message.Message):
         max_skipped_steps: builtins.int | None = ...,
         decay: global___Decay.ValueType = ...,
         compute_dtype: global___ComputeDtype.ValueType = ...,
+        compile: global___Compile.ValueType = ...,
         matmul: global___Matmul.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload

@@ -210,6 +210,11 @@ class Place:
     stored_names: tuple[str, ...]
     trained: bool
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a matrix product may write the parameter's gradient to where it belongs: it must be one matrix there."""
+        return self.trained and isinstance(self.piece, Strided) and len(self.piece.shape) == 2
+
     def dtype_in(self, dtype: torch.dtype) -> torch.dtype:
         """What the parameter is read as where the others are in `dtype`."""
         return torch.float32 if isinstance(self.piece, Exact) else dtype

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
 from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
@@ -86,9 +87,10 @@ class ForwardBackward:
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
         matmul: Matmul = "bf16",
+        compiled: CompiledLayers,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
-        self._head_chunk_tokens, self._matmul = head_chunk_tokens, matmul
+        self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
         kind = Activations if activation_placement == "device" else OffloadedActivations
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
@@ -204,9 +206,13 @@ class ForwardBackward:
             parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
             hidden_1TD = activations.layer_input(source)[span][None]
             self._seed(current, layer + 1, index)
-            casts = visit.of(parameters)
-            with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
-                output_1TD = template.layer(layer, parameters, hidden_1TD, current.calls[index][layer])
+            call = current.calls[index][layer]
+            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+                output_1TD = compiled.forward(parameters, hidden_1TD)
+            else:
+                casts = visit.of(parameters)
+                with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
+                    output_1TD = template.layer(layer, parameters, hidden_1TD, call)
             activations.layer_input(output)[span].copy_(output_1TD[0])
 
         # Only a training step has a backward, which wants the inputs again.
@@ -280,13 +286,19 @@ class ForwardBackward:
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
-            hidden_1TD = activations.layer_input(layer)[span][None].data.requires_grad_()
+            hidden_1TD = activations.layer_input(layer)[span][None].data
+            call = current.calls[index][layer]
+            if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
+                parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
+                gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
+                return
+            hidden_1TD.requires_grad_()
             leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
                 with products:
-                    output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, current.calls[index][layer])
+                    output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             assert hidden_1TD.grad is not None
             gradient_TD.copy_(hidden_1TD.grad[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -293,6 +294,15 @@ class Template:
                 boundaries = torch.tensor([0, row_ids_T.numel()])
             calls = self._own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
+
+    def probe_calls(self, document_lengths: Sequence[int]) -> list[LayerCall]:
+        """The calls of all layers for a row of such documents. Costs no memory for the embedding."""
+        positions_T = torch.cat([torch.arange(length) for length in document_lengths])
+        boundaries = torch.tensor([0, *itertools.accumulate(document_lengths)])
+        # One element, seen in every shape: real enough to compute with, and without memory.
+        zeros = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[0]}
+        with torch.no_grad():
+            return self.embed(zeros, torch.zeros_like(positions_T), positions_T, boundaries)[1]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
 from horizon_server.engine.forward_backward import ForwardBackward, StepKey
 from horizon_server.engine.fp8 import Matmul, check_supported
@@ -75,9 +76,16 @@ class TrainConfig:
 
 
 class Trainer:
-    """Trains the model of `template`, whose weights and moments live in `store`, on `device`."""
+    """Trains the model of `template`, whose weights and moments live in `store`, on `device`, with layers that are `compiled` or eager."""
 
-    def __init__(self, template: Template, store: HostStore, device: Device, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        template: Template,
+        store: HostStore,
+        device: Device,
+        config: TrainConfig,
+        compiled: CompiledLayers | None = None,
+    ) -> None:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
@@ -103,6 +111,7 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
             matmul=config.matmul,
+            compiled=compiled or CompiledLayers(template),
         )
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)

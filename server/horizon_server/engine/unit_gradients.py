@@ -29,7 +29,7 @@ class UnitGradients:
         self.accumulators = {
             place.name: Accumulator(out=place.piece.read(flat), first=self._first[place.name])
             for place in places
-            if place.trained and isinstance(place.piece, Strided) and len(place.piece.shape) == 2
+            if place.is_matrix
         }
         """Of the places that a matrix product can write to, by name."""
 

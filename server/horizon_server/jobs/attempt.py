@@ -187,6 +187,7 @@ class Attempt:
             "device_limit_bytes": memory.plan.device_limit_bytes,
             "activation_placement": memory.activation_placement,
             "micro_batch_tokens": memory.micro_batch_tokens,
+            "compiled": str(self.folders.compiled),
             "trace": str(self._log.with_name("trace.json")) if self.trace else None,
         }
 

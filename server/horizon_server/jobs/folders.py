@@ -26,6 +26,8 @@ class JobFolders:
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
         self._jobs = state_dir / "jobs"
+        self.compiled = state_dir / "compiled"
+        """The library of compiled layers, which all jobs share."""
 
     def log(self, job_id: str, attempt: int) -> Path:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""

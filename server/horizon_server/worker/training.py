@@ -17,6 +17,7 @@ import torch
 
 from horizon_server.children.entry import EventWriter, Order, Orders
 from horizon_server.durable import remove_unfinished
+from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device import device_for
 from horizon_server.engine.device.timeline import Trace
@@ -26,6 +27,7 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
@@ -35,6 +37,7 @@ from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
 from horizon_server.store.model_load import load_model
+from horizon_server.worker.compilation import Compilation, CompileRequest
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
@@ -67,13 +70,15 @@ class WorkerRequest:
     numa_interleave: bool = True
     micro_batch_tokens: int = 0
     """Rows are laid end to end up to this; 0 computes each by itself."""
+    compiled: Path | None = None
+    """The library of compiled layers."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "trace")
+        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "compiled", "trace")
         return cls(
             **{
                 **plain,
@@ -131,7 +136,9 @@ class Training:
         self._plan = self._step_plan(
             dataset, packing=train.packing != "false", seed=train.seed, epochs=train.epochs, max_steps=train.max_steps
         )
-        self._trainer = Trainer(template, self._store, self._device, _train_config(request, self._plan.num_steps))
+        self._compiled = self._compiled_layers(template)
+        config = _train_config(request, self._plan.num_steps)
+        self._trainer = Trainer(template, self._store, self._device, config, self._compiled)
         for refusal in self._device.refusals:
             self._events.send(Message(level="warning", text=refusal))
         self._report_data(dataset)
@@ -179,6 +186,25 @@ class Training:
             parts.callback(self._device.close)
             parts.callback(self._trainer.close)
 
+    def _compiled_layers(self, template: Template) -> CompiledLayers:
+        train, request = self._spec.train, self._request
+        wanted = CompileRequest(
+            model=str(request.model),
+            library=str(request.compiled),
+            dtype=request.compute_dtype,
+            device="cpu" if self._device.name == "host" else "cuda",
+            num_threads=request.num_threads,
+            num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
+        )
+        # Products in FP8 are made of casts that no compiled layer has yet.
+        choice = "off" if train.matmul == "fp8" else train.compile
+        compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
+        # A checkpoint of a version that compiled nothing was made with eager layers.
+        before = None if self._resumed is None else list(self._resumed.get("compiled", ()))
+        flops = FlopsCount.of_folder(open_model_folder(request.model)).of([train.sequence_length])
+        total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
+        return compilation.layers(model_flops=total, before=before)
+
     def _restore(self) -> int:
         """Continue where the checkpoint ended; returns the last finished step."""
         kept = self._resumed
@@ -222,6 +248,7 @@ class Training:
             "data": self._data_identity(),
             "num_threads": self._request.num_threads,
             "compute_dtype": self._request.compute_dtype,
+            "compiled": self._compiled.keys,
             "spec": self._spec.to_mapping(),
         }
         eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None

@@ -1,0 +1,207 @@
+"""A decoder layer as two graphs of aten operations: forward, and recompute with backward. The number of tokens stays a symbol.
+
+The second graph computes gradients from the layer's input, so that products whose result no gradient needs are not in it: what
+`skipped_projection` searches for in layers that run eagerly is dead code here.
+
+Shapes: T = tokens of a micro-batch, D = hidden size.
+Source: torch.fx.experimental.proxy_tensor.make_fx over torch.func.vjp.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import vjp
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.linear import AccumulatedProducts, Accumulator
+from horizon_server.engine.template import Template
+
+# Where a graph's conditions depend on the number of tokens, they are tried for these. One token is not among them: a dimension of
+# size 1 broadcasts, so a graph for it would be another one.
+_TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
+_FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A traced function of tensors. `inputs` are tensors without storage, of the shapes it was traced with."""
+
+    module: GraphModule
+    inputs: list[Tensor]
+    shape_env: ShapeEnv
+
+    def token_range(self, num_tokens: int) -> tuple[int, int]:
+        """The least and the most tokens the graph is right for, around the number it was traced with.
+
+        Compiling adds conditions too: ask after it.
+        """
+        below = [size for size in _TRIED_SIZES if size < num_tokens]
+        above = [size for size in _TRIED_SIZES if size > num_tokens]
+        least = list(itertools.takewhile(self._holds_for, reversed(below)))
+        most = list(itertools.takewhile(self._holds_for, above))
+        return min([num_tokens, *least]), max([num_tokens, *most])
+
+    def _holds_for(self, num_tokens: int) -> bool:
+        return all(
+            bool(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, num_tokens))) for guard in self.shape_env.guards
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGraphs:
+    """Both graphs of a kind of layer.
+
+    Inputs of `forward`: the layer's parameters in the order of `Template.places`, the hidden state, the tensors of the call. Its output
+    is the hidden state. `backward` takes after these: the gradient of the output, then for every place that `is_matrix` its
+    accumulator and its flag. Its outputs: the gradient of the hidden state, then those of the parameters named in `returned`.
+    """
+
+    forward: Graph
+    backward: Graph
+    returned: tuple[str, ...]
+
+
+def trace_layer(
+    template: Template,
+    layer: int,
+    pattern: CallPattern,
+    example: LayerCall,
+    *,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerGraphs:
+    """Trace a layer as the template runs it. `example` is a call for `num_tokens`, the size that the code will be best for.
+
+    Raises:
+        NotCompilable: the layer's code depends on values, or on the number of tokens.
+    """
+    places = template.places[layer + 1]
+    matrices = [place for place in places if place.is_matrix]
+    trained = [place.name for place in places if place.trained]
+    num_places, num_tensors = len(places), len(pattern.tensors)
+    call_tensors = pattern.tensors_of(example) or []
+
+    def split(inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, LayerCall, Sequence[Tensor]]:
+        parameters = {place.name: tensor for place, tensor in zip(places, inputs, strict=False)}
+        hidden_1TD, *rest = inputs[num_places:]
+        return parameters, hidden_1TD, pattern.call_with(example, rest[:num_tensors]), rest[num_tensors:]
+
+    def forward(*inputs: Tensor) -> list[Tensor]:
+        parameters, hidden_1TD, call, _ = split(inputs)
+        return [template.layer(layer, parameters, hidden_1TD, call)]
+
+    def backward(*inputs: Tensor) -> list[Tensor]:
+        parameters, hidden_1TD, call, (gradient_1TD, *accumulators) = split(inputs)
+        outs, flags = accumulators[::2], accumulators[1::2]
+
+        def output(trained_parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
+            # In here, because differentiation wraps the parameters, and the mode knows them by identity.
+            targets = zip((trained_parameters[place.name] for place in matrices), outs, flags, strict=True)
+            with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
+                return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
+
+        _, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
+        gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
+        return [hidden_gradient_1TD, *(gradients[name] for name in trained)]
+
+    def inputs(fake: _Inputs, *, with_gradients: bool) -> list[Tensor]:
+        hidden = (1, num_tokens, template.hidden_size)
+        found = [fake.fixed(place, place.dtype_in(dtype)) for place in places]
+        found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
+        for tensor, shape in zip(call_tensors, pattern.tensors, strict=True):
+            found.append(fake.of_tokens(tensor, shape.sizes))
+        if with_gradients:
+            found.append(fake.of_tokens(torch.empty(hidden, dtype=dtype, device=device), (None, None, hidden[-1])))
+            for place in matrices:
+                found += [fake.fixed(place, torch.float32), fake.flag()]
+        return found
+
+    try:
+        forward_graph = _trace(forward, lambda fake: inputs(fake, with_gradients=False), device)
+        backward_graph = _trace(backward, lambda fake: inputs(fake, with_gradients=True), device)
+    except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise NotCompilable(f"its code cannot be traced ({type(error).__name__}: {lines[0]})") from error
+    returned = _drop_zeros(backward_graph.module, trained)
+    return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
+
+
+class _Inputs:
+    """Makes tensors without storage for one trace. Equal sizes that depend on the tokens become one symbol."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode, self._device = mode, device
+
+    def fixed(self, place: Place, dtype: torch.dtype) -> Tensor:
+        """A parameter's view into a flat buffer, or a copy of its parts."""
+        shape, piece = place.piece.shape, place.piece
+        with self._mode:
+            if isinstance(piece, Strided):
+                return torch.empty_strided(shape, piece.strides, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def of_tokens(self, tensor: Tensor, sizes: Sequence[int | None]) -> Tensor:
+        """A tensor whose sizes are symbols where `sizes` has None and the tensor is longer than 1."""
+        kinds = [
+            DimDynamic.DUCK if size is None and found > 1 else DimDynamic.STATIC
+            for size, found in zip(sizes, tensor.shape, strict=True)
+        ]
+        return self._mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+    def flag(self) -> Tensor:
+        """The flag of an accumulator, which is on the CPU for every device."""
+        with self._mode:
+            return torch.empty((), dtype=torch.bool)
+
+
+def _trace(function: Function, make_inputs: Callable[[_Inputs], list[Tensor]], device: torch.device) -> Graph:
+    shape_env = ShapeEnv()
+    # Buffers that a layer computes itself (rotary tables) are real, and become constants of the graph.
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    inputs = make_inputs(_Inputs(mode, device))
+    with mode:
+        module = make_fx(function, tracing_mode="real", decomposition_table=select_decomp_table())(*inputs)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return Graph(module=module, inputs=inputs, shape_env=shape_env)
+
+
+def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:
+    """Take outputs away that are zeros by construction; returns the parameters whose gradients are left.
+
+    `vjp` answers with zeros for a parameter that nothing used, or whose uses all add to an accumulator.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    hidden, *gradients = output.args[0]
+    kept = [(name, node) for name, node in zip(trained, gradients, strict=True) if not _is_fill(node)]
+    output.args = ([hidden, *(node for _, node in kept)],)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return tuple(name for name, _ in kept)
+
+
+def _is_fill(node: Node) -> bool:
+    # Through views, because zeros may be made in another shape.
+    while node.op == "call_function" and str(node.target).startswith("aten.") and node.args:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name in _FILLS:
+            return True
+        if name not in ("aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"):
+            return False
+        node = node.args[0]
+    return getattr(getattr(node.target, "_schema", None), "name", "") in _FILLS

@@ -1,0 +1,140 @@
+"""The compiled layers of a running template: which calls they serve, and how they are called.
+
+Shapes: T = tokens of a micro-batch, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
+from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key
+from horizon_server.engine.compiled.package import LayerCode
+from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
+
+# Two rows that differ in their tokens and in their documents; the sizes are no layer's.
+_PROBES = ((17, 20), (11, 13, 19))
+
+
+def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
+    """The pattern of every kind of layer, or why it has none."""
+    one, other = (template.probe_calls(lengths) for lengths in _PROBES)
+    found: dict[int, CallPattern | NotCompilable] = {}
+    for group in sorted(set(template.layer_groups)):
+        try:
+            if template.draws_random_numbers:
+                raise NotCompilable(
+                    "the model's config asks for dropout, whose random numbers a compiled layer would draw otherwise"
+                )
+            found[group] = CallPattern.through(one[group], other[group])
+        except NotCompilable as error:
+            found[group] = error
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    key: str
+    pattern: CallPattern
+    code: LayerCode
+    entry: Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCall:
+    """One layer's work on one micro-batch. Thread: compute's."""
+
+    kind: _Kind
+    tensors: list[Tensor]
+    places: list[Place]
+
+    def forward(self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor) -> Tensor:
+        """The layer's output. Shapes: [1, T, D]."""
+        with torch.no_grad():
+            return self.kind.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
+
+    def backward(
+        self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, gradient_1TD: Tensor, gradients: UnitGradients
+    ) -> Tensor:
+        """The gradient of the layer's input, [1, T, D]; those of its parameters are added to `gradients`."""
+        targets = [(found.out, found.first) for found in gradients.accumulators.values()]
+        with torch.no_grad():
+            inputs = [*self._read(parameters), hidden_1TD, *self.tensors, gradient_1TD]
+            hidden_gradient_1TD, *others = self.kind.code.backward(
+                [*inputs, *(part for pair in targets for part in pair)]
+            )
+            returned = dict(zip(self.kind.entry.returned, others, strict=True))
+            for place in self.places:
+                if place.name in returned:
+                    gradients.add(place, returned[place.name])
+        return hidden_gradient_1TD
+
+    def _read(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        return [parameters[place.name] for place in self.places]
+
+
+class CompiledLayers:
+    """The kinds of layers of a template that run compiled; empty: all run eagerly."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._kinds: dict[int, _Kind] = {}
+        self._layers: dict[int, _Kind] = {}
+
+    @classmethod
+    def load(cls, template: Template, library: CodeLibrary, target: Target) -> CompiledLayers:
+        """Take what the library has and a trial has adopted."""
+        layers = cls(template)
+        for group, pattern in call_patterns(template).items():
+            if isinstance(pattern, NotCompilable):
+                continue
+            key = layer_key(template, group, target)
+            entry = library.find(key)
+            if entry is not None and not entry.refusal:
+                kind = _Kind(key=key, pattern=pattern, code=LayerCode(library.code(key)), entry=entry)
+                layers._kinds[group] = kind
+        # Layers of a kind may be stored in other forms, which the code would misread.
+        for layer, group in enumerate(template.layer_groups):
+            if group in layers._kinds and _form(template.places[layer + 1]) == _form(template.places[group + 1]):
+                layers._layers[layer] = layers._kinds[group]
+        return layers
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the code in use, which a checkpoint records."""
+        return sorted(kind.key for kind in self._kinds.values())
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers run compiled."""
+        return len(self._layers)
+
+    def serve(self, layer: int, call: LayerCall, num_tokens: int) -> CompiledCall | None:
+        """The compiled form of a call, or None where the eager layer has to run."""
+        kind = self._layers.get(layer)
+        if kind is None or not kind.entry.min_tokens <= num_tokens <= kind.entry.max_tokens:
+            return None
+        tensors = kind.pattern.tensors_of(call)
+        if tensors is None:
+            return None
+        return CompiledCall(kind=kind, tensors=tensors, places=self._template.places[layer + 1])
+
+
+def _form(places: list[Place]) -> list[object]:
+    # In order, and without the offsets, which differ from layer to layer.
+    return [
+        (
+            place.name,
+            place.piece.shape,
+            place.piece.strides if isinstance(place.piece, Strided) else None,
+            place.trained,
+        )
+        for place in places
+    ]

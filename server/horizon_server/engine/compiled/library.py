@@ -1,0 +1,174 @@
+"""Compiled layers on disk: one file of code per kind of layer, with what its trial found. Jobs of one model share them.
+
+A file goes by a key of everything that its code depends on: the model's structure, the versions of the programs that made it, and the
+machine. So a job that is resumed runs the very code that it began with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from horizon_server.durable import replace_file
+from horizon_server.engine.template import Template
+
+_CHUNK_BYTES = 1 << 20
+_MAX_BYTES = 2 << 30
+# What a config says about where it came from and how text is made, not about the layers.
+_NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What layers are compiled for. `num_tokens` are those of a usual micro-batch, for which the code is best."""
+
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int
+    num_tokens: int
+
+    @property
+    def processor(self) -> list[str]:
+        """What the code can run on."""
+        if self.device.type == "cuda":
+            return [torch.cuda.get_device_name(self.device), str(torch.cuda.get_device_capability(self.device))]
+        return [platform.machine(), _cpu_flags()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What is known of one kind of layer. `refusal` says why the eager layer is used; it is empty where the compiled one is.
+
+    `returned`, `min_tokens` and `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
+    """
+
+    refusal: str = ""
+    sha256: str = ""
+    returned: tuple[str, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 0
+    error: float = 0.0
+    speedup: float = 0.0
+    compile_s: float = 0.0
+
+
+class CodeLibrary:
+    """The folder of compiled layers. Processes may share it: who makes an entry holds its lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def scratch(self) -> Path:
+        """Where the compiler keeps headers that it has read before."""
+        return self._folder / "scratch"
+
+    def code(self, key: str) -> Path:
+        """The file of an entry's code."""
+        return self._folder / f"{key}.pt2"
+
+    def find(self, key: str) -> Entry | None:
+        """An entry whose code is whole, or None."""
+        try:
+            plain = json.loads(self._facts(key).read_bytes())
+            entry = Entry(**{**plain, "returned": tuple(plain["returned"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        if not entry.refusal:
+            # Before it is loaded: a torn file would end the process.
+            if sha256_of(self.code(key)) != entry.sha256:
+                return None
+            os.utime(self.code(key))
+        return entry
+
+    def add(self, key: str, entry: Entry) -> None:
+        """Keep an entry; its code is in its file already. The oldest entries make room."""
+        replace_file(self._facts(key), json.dumps(asdict(entry), indent=1))
+        self._make_room(key)
+
+    @contextmanager
+    def locked(self, key: str) -> Iterator[None]:
+        """Hold the entry: another process that wants to make it waits."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / f"{key}.lock").open("w") as stream:
+            # The kernel releases it with the process, however that ends.
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+    def _facts(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+    def _make_room(self, kept: str) -> None:
+        files = sorted(self._folder.glob("*.pt2"), key=lambda file: file.stat().st_mtime)
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            if total <= _MAX_BYTES:
+                return
+            if file.stem != kept:
+                total -= file.stat().st_size
+                # The facts first: code without facts is never loaded.
+                self._facts(file.stem).unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
+
+
+def layer_key(template: Template, layer: int, target: Target) -> str:
+    """The key of a layer's code: equal keys mean equal code."""
+    config = {name: value for name, value in template.config.to_dict().items() if name not in _NOT_STRUCTURE}
+    places = [(p.name, p.piece.shape, getattr(p.piece, "strides", None), p.trained) for p in template.places[layer + 1]]
+    parts: list[Any] = [
+        config,
+        layer,
+        places,
+        str(target.dtype),
+        target.num_threads,
+        target.num_tokens,
+        target.processor,
+        torch.__version__,
+        transformers.__version__,
+        _sources_digest(),
+    ]
+    text = json.dumps(parts, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file, empty where there is none."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Of the engine's code, which decides what is traced."""
+    digest = hashlib.sha256()
+    engine = Path(__file__).parent.parent
+    for file in sorted(engine.rglob("*.py")):
+        digest.update(file.relative_to(engine).as_posix().encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _cpu_flags() -> str:
+    flags = [
+        line for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if line.startswith(("flags", "Features"))
+    ]
+    return flags[0] if flags else ""

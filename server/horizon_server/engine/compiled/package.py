@@ -1,0 +1,78 @@
+"""A kind of layer's machine code in one file, made by TorchInductor ahead of time, and loaded without it.
+
+Source: AOTInductor, https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.compiled.call_pattern import NotCompilable
+
+if TYPE_CHECKING:  # tracing loads the compiler, which a process that only runs the code does without
+    from horizon_server.engine.compiled.graphs import Graph, LayerGraphs
+
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+class CompilerFailed(NotCompilable):
+    """There is no compiler, or it does not take the code."""
+
+
+class LayerCode:
+    """The two functions of a package, as `LayerGraphs` describes them. Call them without gradients, on the compute queue."""
+
+    def __init__(self, path: Path) -> None:
+        # The loader itself: the function around it imports the compiler, for seconds, to check what this machine can run.
+        loader = torch._C._aoti.AOTIModelPackageLoader
+        self._forward = loader(str(path), _FORWARD, False, 1, -1)
+        self._backward = loader(str(path), _BACKWARD, False, 1, -1)
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        """The layer's output. The list is emptied."""
+        (output,) = self._forward.boxed_run(inputs)
+        return output
+
+    def backward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The gradient of the hidden state and of the returned parameters. The list is emptied."""
+        gradients: list[Tensor] = self._backward.boxed_run(inputs)
+        return gradients
+
+
+def build_package(graphs: LayerGraphs, path: Path) -> None:
+    """Compile both graphs into the file `path`.
+
+    Raises:
+        CompilerFailed: there is no compiler, or it does not take the code.
+    """
+    # Here, because only the process that compiles needs it: it takes seconds and hundreds of megabytes.
+    from torch._inductor.package import package_aoti
+
+    try:
+        files = {_FORWARD: _compiled(graphs.forward), _BACKWARD: _compiled(graphs.backward)}
+        package_aoti(str(path), files)
+    except Exception as error:  # The compiler raises whatever its own tools do.
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
+        raise CompilerFailed(f"the compiler failed ({type(error).__name__}: {lines[0][:300]})") from error
+
+
+def _compiled(graph: Graph) -> Sequence[object]:
+    from torch._inductor.compile_fx import compile_fx_aot
+
+    settings = {
+        "aot_inductor.package": True,
+        # Headers are most of what the wrapper's compiler reads, and its own speed hardly matters: it calls kernels.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a minute.
+        "cpp.vec_isa_ok": True,
+    }
+    # Without it, the compiler's choices for the traced number of tokens become conditions that exclude others.
+    with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        files = compile_fx_aot(graph.module, graph.inputs, config_patches=settings)
+    assert isinstance(files, list)
+    return files

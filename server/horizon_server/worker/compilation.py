@@ -1,0 +1,181 @@
+"""Compiled layers for a job, while it starts: decides whether to compile, and runs the child that does.
+
+The compiler takes seconds to load, hundreds of megabytes, and has been seen to crash; so it runs in a process of its own:
+`python -m horizon_server.worker.compilation REQUEST`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from horizon_server.children.entry import Answer, EventWriter, Failure, Order, Orders, decode_line, serve
+from horizon_server.engine.compiled.layers import CompiledLayers
+from horizon_server.engine.compiled.library import CodeLibrary, Target
+from horizon_server.engine.template import Template
+from horizon_server.errors import HorizonError, InvalidSpec
+from horizon_server.events import Message
+from horizon_server.planning.ledger import DeviceKind
+
+Choice = Literal["auto", "on", "off"]
+
+# Below this, compiling takes longer than it saves: about five minutes of training on the machines that we know.
+WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
+_MAX_COMPILE_S = 900.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileRequest:
+    """What the child is asked for."""
+
+    model: str
+    library: str
+    dtype: str
+    device: str
+    num_threads: int
+    num_tokens: int
+
+    @property
+    def target(self) -> Target:
+        """What to compile for."""
+        return Target(
+            dtype=getattr(torch, self.dtype),
+            device=torch.device(self.device),
+            num_threads=self.num_threads,
+            num_tokens=self.num_tokens,
+        )
+
+
+class Compilation:
+    """The compiled layers of one attempt. `before` are the keys that the checkpoint to resume from was made with, None for a new job."""
+
+    def __init__(
+        self, template: Template, request: CompileRequest, *, choice: Choice, events: EventWriter, orders: Orders
+    ) -> None:
+        self._template, self._request, self._choice = template, request, choice
+        self._events, self._orders = events, orders
+        self._library = CodeLibrary(Path(request.library))
+
+    def layers(self, *, model_flops: float, before: list[str] | None) -> CompiledLayers:
+        """The layers to train with.
+
+        Raises:
+            InvalidSpec: `train.compile` is `on` and some layer cannot be compiled, or is no faster.
+        """
+        eager = CompiledLayers(self._template)
+        wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
+        if not wanted:
+            return eager
+        refusals = self._compile()
+        layers = CompiledLayers.load(self._template, self._library, self._request.target)
+        if before is not None and layers.keys != before:
+            # In part compiled would be a third kind of job, equal to neither.
+            self._warn(
+                "the compiled layers that the checkpoint was made with cannot be made again here: its steps may differ in the last "
+                "bits from those of a job that was not stopped"
+            )
+        if refusals and self._choice == "on" and before is None:
+            raise InvalidSpec(
+                f"train.compile is on, but this model's layers cannot all be compiled: {refusals[0]}; use train.compile: auto or off"
+            )
+        num_layers, total = layers.num_layers, self._template.num_layers
+        reason = f"; the others: {refusals[0]}" if refusals else ""
+        self._tell(f"compiled layers: {num_layers} of {total}{reason}")
+        return layers
+
+    def _is_worth_it(self, model_flops: float) -> bool:
+        if self._choice == "auto":
+            kind: DeviceKind = "cuda" if self._request.device.startswith("cuda") else "host"
+            # By the work and not by what the library has, so that a job's numbers do not depend on earlier jobs.
+            return model_flops >= WORTH_COMPILING_FLOPS[kind]
+        return self._choice == "on"
+
+    def _compile(self) -> list[str]:
+        """Have the child make what the library lacks; returns why layers stay eager."""
+        with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
+            file = Path(folder) / "request.json"
+            file.write_text(json.dumps(asdict(self._request)), "utf-8")
+            child = subprocess.Popen(
+                [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                # Read by the compiler: where it keeps what it may use again.
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._library.scratch)},
+            )  # fmt: skip
+            stack.callback(_end, child)
+            return self._answer_of(child)
+
+    def _answer_of(self, child: subprocess.Popen[bytes]) -> list[str]:
+        assert child.stdout is not None
+        deadline_s = time.monotonic() + _MAX_COMPILE_S
+        pending = b""
+        while self._orders.current is Order.CONTINUE:
+            if time.monotonic() > deadline_s:
+                return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
+            if not select.select([child.stdout], [], [], _POLL_S)[0]:
+                continue
+            data = os.read(child.stdout.fileno(), 1 << 16)
+            if not data:
+                return [
+                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last words"
+                ]
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                match decode_line(line):
+                    case Answer(value):
+                        return [str(refusal) for refusal in value]
+                    case Failure(error):
+                        return [error.message]
+                    case Message() as message:
+                        self._events.send(message)
+                    case _:
+                        pass
+        return ["the job was stopped meanwhile"]
+
+    def _tell(self, text: str) -> None:
+        self._events.send(Message(level="info", text=text))
+
+    def _warn(self, text: str) -> None:
+        self._events.send(Message(level="warning", text=text))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    # The compiler's own children too, which are in the session that the child began.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+def work(request: Any, events: EventWriter) -> list[str]:
+    """Make what the library lacks; returns why layers stay eager."""
+    from horizon_server.engine.compiled.build import build_missing
+
+    wanted = CompileRequest(**request)
+    torch.set_num_threads(wanted.num_threads)
+    template = Template.from_folder(Path(wanted.model))
+    target = wanted.target
+    template.place_buffers(lambda tensor: tensor.to(target.device))
+    library = CodeLibrary(Path(wanted.library))
+    try:
+        return build_missing(template, library, target, lambda text: events.send(Message(level="info", text=text)))
+    except HorizonError:
+        raise
+    except OSError as error:
+        # A full disk is no reason not to train.
+        return [f"the compiled layers could not be kept: {error.strerror or error}"]
+
+
+if __name__ == "__main__":
+    sys.exit(serve(work, who="the compilation"))
