@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter, Order
 from horizon_server.engine.compiled import build
-from horizon_server.engine.compiled.layers import CompiledLayers
+from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
 from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
@@ -33,7 +33,7 @@ from horizon_server.worker.compilation import Compilation, CompileRequest
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
 # The documents of each row of each step. Not the 48 tokens that the code is best for, and one row of a single token, which runs eagerly.
-ROWS = [[(9, 14, 30)], [(40,), (3, 5, 2), (21, 20)], [(17, 17), (1,)], [(60,), (2,)]]
+ROWS: list[list[tuple[int, ...]]] = [[(9, 14, 30)], [(40,), (3, 5, 2), (21, 20)], [(17, 17), (1,)], [(60,), (2,)]]
 MODEL = "qwen3"
 
 
@@ -124,7 +124,13 @@ def train(
     calls: list[object] = []
     if compiled is not None:
         serve = compiled.serve
-        monkeypatch.setattr(compiled, "serve", lambda *of: [call := serve(*of), call and calls.append(call)][0])
+
+        def counted(*of: Any) -> CompiledCall | None:
+            if call := serve(*of):
+                calls.append(call)
+            return call
+
+        monkeypatch.setattr(compiled, "serve", counted)
     store = store or model.store()
     settings = TrainConfig(num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0)
     trainer = Trainer(template, store, device, settings, compiled)
