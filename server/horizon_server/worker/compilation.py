@@ -83,6 +83,8 @@ class Compilation:
         if not is_wanted:
             return eager
         failures = self._compile()
+        if self._orders.current is not Order.CONTINUE:
+            return eager  # the attempt ends before its first step
         # A resumed job takes what it had, whatever a trial on a busy machine says now.
         only_faster = self._choice == "auto" and before is None
         layers = CompiledLayers.load(
@@ -113,14 +115,15 @@ class Compilation:
         """Have the child make what the library lacks; returns why it could not."""
         if shutil.which(_COMPILER) is None:
             return [f"there is no C++ compiler ({_COMPILER}) on this node"]
+        scratch = self._library.make_scratch()
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
             file.write_text(json.dumps(asdict(self._request)), "utf-8")
             child = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                # Read by the compiler: where it keeps what it may use again.
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._library.scratch)},
+                # Read by the compiler: its own default is a folder in /tmp that anybody could have made before.
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)},
             )  # fmt: skip
             stack.callback(_end, child)
             return self._answer_of(child)
@@ -150,7 +153,7 @@ class Compilation:
                         self._events.send(message)
                     case _:
                         pass
-        return ["the job was stopped meanwhile"]
+        return []
 
     def _tell(self, text: str) -> None:
         self._events.send(Message(level="info", text=text))

@@ -54,8 +54,7 @@ def _build(
     share = num_tokens // _NUM_DOCUMENTS
     call = template.probe_calls([share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)])[group]
     # Not in its place, because a compiler that is killed leaves half a file.
-    library.scratch.mkdir(parents=True, exist_ok=True)
-    partial = library.scratch / f"{key}.{os.getpid()}.pt2"
+    partial = library.make_scratch() / f"{key}.{os.getpid()}.pt2"
     try:
         graphs = trace_layer(template, group, pattern, call, num_tokens=num_tokens, dtype=dtype, device=device)
         build_package(graphs, partial)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -73,8 +74,15 @@ class CodeLibrary:
 
     @property
     def scratch(self) -> Path:
-        """Where the compiler keeps headers that it has read before."""
+        """Where the compiler works, and keeps what it may use again."""
         return self._folder / "scratch"
+
+    def make_scratch(self) -> Path:
+        """Make the folder where the compiler works, empty where it has grown large."""
+        if sum(file.stat().st_size for file in self.scratch.rglob("*") if file.is_file()) > _MAX_BYTES:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self.scratch
 
     def code(self, key: str) -> Path:
         """The file of an entry's code."""
