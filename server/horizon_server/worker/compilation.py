@@ -28,6 +28,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.ledger import DeviceKind
+from horizon_server.settings import child_environment
 
 Choice = Literal["auto", "on", "off"]
 
@@ -112,7 +113,7 @@ class Compilation:
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
                 # Read by the compiler: where it keeps what it may use again.
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._library.scratch)},
+                env={**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(self._library.scratch)},
             )  # fmt: skip
             stack.callback(_end, child)
             return self._answer_of(child)
@@ -129,7 +130,7 @@ class Compilation:
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:
                 return [
-                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last words"
+                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last lines"
                 ]
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
@@ -142,7 +143,7 @@ class Compilation:
                         self._events.send(message)
                     case _:
                         pass
-        return ["the job was stopped meanwhile"]
+        return ["compiling was stopped with the job"]
 
     def _tell(self, text: str) -> None:
         self._events.send(Message(level="info", text=text))
@@ -174,7 +175,7 @@ def work(request: Any, events: EventWriter) -> list[str]:
         raise
     except OSError as error:
         # A full disk is no reason not to train.
-        return [f"the compiled layers could not be kept: {error.strerror or error}"]
+        return [f"the compiled layers could not be saved: {error.strerror or error}"]
 
 
 if __name__ == "__main__":

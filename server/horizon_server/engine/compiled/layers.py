@@ -31,7 +31,7 @@ def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
-                    "the model's config asks for dropout, whose random numbers a compiled layer would draw otherwise"
+                    "the model's config asks for dropout, whose random numbers a compiled layer would draw differently"
                 )
             found[group] = CallPattern.through(one[group], other[group])
         except NotCompilable as error:
