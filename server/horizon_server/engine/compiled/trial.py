@@ -61,8 +61,8 @@ def try_layer(
         place.name: random(place.piece.shape, _scale(place.piece.shape), place.dtype_in(dtype)) for place in places
     }
     hidden_1TD, gradient_1TD = (random((1, num_tokens, template.hidden_size)) for _ in range(2))
-    tensors = pattern.tensors_of(call)
-    if tensors is None:
+    call_tensors = pattern.tensors_of(call)
+    if call_tensors is None:
         raise NotCompilable("the trial's call is not one of the pattern")
     trained = [place.name for place in places if place.trained]
     matrices = [place.name for place in places if place.is_matrix]
@@ -82,7 +82,7 @@ def try_layer(
         first = torch.ones((), dtype=torch.bool)
         flags = {name: first.clone() for name in matrices}
         with torch.no_grad():
-            inputs = [*parameters.values(), hidden_1TD, *tensors]
+            inputs = [*parameters.values(), hidden_1TD, *call_tensors]
             output = code.forward(list(inputs))
             targets = [part for name in matrices for part in (accumulators[name], flags[name])]
             hidden, *others = code.backward([*inputs, gradient_1TD, *targets])
