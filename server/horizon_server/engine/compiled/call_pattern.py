@@ -62,7 +62,9 @@ class CallPattern:
             if not isinstance(leaf, Tensor):
                 constants.append(leaf)
                 if not _same(leaf, match):
-                    raise NotCompilable(f"a layer is called with {match!r} instead of {leaf!r} for another number of tokens")
+                    raise NotCompilable(
+                        f"a layer is called with {match!r} instead of {leaf!r} for another number of tokens"
+                    )
             elif leaf.dtype != match.dtype or leaf.dim() != match.dim():
                 raise NotCompilable("the kinds of tensors among a layer's arguments depend on the number of tokens")
             else:
