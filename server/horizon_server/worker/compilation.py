@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ Choice = Literal["auto", "on", "off"]
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 _MAX_COMPILE_S = 900.0
 _POLL_S = 0.5
+# TorchInductor calls it, for every kind of device.
+_COMPILER = "g++"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +77,30 @@ class Compilation:
         """The layers to train with.
 
         Raises:
-            InvalidSpec: `train.compile` is `on` and some layer cannot be compiled, or is no faster.
+            InvalidSpec: `train.compile` is `on` and some layer cannot be compiled.
         """
         eager = CompiledLayers(self._template)
-        wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
-        if not wanted:
+        is_wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
+        if not is_wanted:
             return eager
-        refusals = self._compile()
-        layers = CompiledLayers.load(self._template, self._library, self._request.target)
+        failures = self._compile()
+        # A resumed job takes what it had, whatever a trial on a busy machine says now.
+        only_faster = self._choice == "auto" and before is None
+        layers = CompiledLayers.load(
+            self._template, self._library, self._request.target, only_faster=only_faster, keys=before
+        )
+        refusals = failures or layers.refusals
         if before is not None and layers.keys != before:
-            # In part compiled would be a third kind of job, equal to neither.
             self._warn(
                 "the compiled layers that the checkpoint was made with cannot be made again here: its steps may differ in the last "
                 "bits from those of a job that was not stopped"
             )
-        if refusals and self._choice == "on" and before is None:
+        elif refusals and self._choice == "on":
             raise InvalidSpec(
-                f"train.compile is on, but this model's layers cannot all be compiled: {refusals[0]}; use train.compile: auto or off"
+                f"train.compile is on, but not all of this model's layers can be compiled: {refusals[0]}; use train.compile: auto or off"
             )
-        num_layers, total = layers.num_layers, self._template.num_layers
-        reason = f"; the others: {refusals[0]}" if refusals else ""
-        self._tell(f"compiled layers: {num_layers} of {total}{reason}")
+        reason = f"; the others run eagerly: {refusals[0]}" if refusals else ""
+        self._tell(f"compiled layers: {layers.num_layers} of {self._template.num_layers}{reason}")
         return layers
 
     def _is_worth_it(self, model_flops: float) -> bool:
@@ -105,7 +111,9 @@ class Compilation:
         return self._choice == "on"
 
     def _compile(self) -> list[str]:
-        """Have the child make what the library lacks; returns why layers stay eager."""
+        """Have the child make what the library lacks; returns why it could not."""
+        if shutil.which(_COMPILER) is None:
+            return [f"there is no C++ compiler ({_COMPILER}) on this node"]
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
             file.write_text(json.dumps(asdict(self._request)), "utf-8")
@@ -160,7 +168,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def work(request: Any, events: EventWriter) -> list[str]:
-    """Make what the library lacks; returns why layers stay eager."""
+    """Make what the library lacks; returns why some of it could not be made."""
     from horizon_server.engine.compiled.build import build_missing
 
     wanted = CompileRequest(**request)

@@ -138,6 +138,10 @@ def trace_layer(
     except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
         lines = str(error).strip().splitlines() or ["no message"]
         raise NotCompilable(f"its code cannot be traced ({type(error).__name__}: {lines[0]})") from error
+    for graph in (forward_graph, backward_graph):
+        least, most = graph.token_range(num_tokens)
+        if least == most:
+            raise NotCompilable("its code differs for every number of tokens")
     returned = _drop_zeros(backward_graph.module, trained)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
 

@@ -49,9 +49,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is known of one kind of layer. `refusal` says why the eager layer is used; it is empty where the compiled one is.
+    """What is known of one kind of layer. `refusal` says why it has no code; where it is empty, there is a file of it.
 
-    `returned`, `min_tokens` and `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
+    `speedup` is by how much the code is faster than the eager layer, which `train.compile: on` does not ask for. `returned`, `min_tokens` and
+    `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
     """
 
     refusal: str = ""
