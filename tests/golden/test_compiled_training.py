@@ -201,7 +201,7 @@ def test_torn_code_is_never_loaded(library: Path, folder: Path, tmp_path: Path) 
     code = CodeLibrary(copy).code(layer_key(template, 0, target()))
     code.write_bytes(code.read_bytes()[:-100])
     layers = CompiledLayers.load(template, CodeLibrary(copy), target())
-    assert (layers.num_layers, layers.refusals) == (0, ["there is no code of it"])
+    assert (layers.num_layers, layers.refusals) == (0, ["there is no compiled code of it"])
 
 
 def test_a_layer_that_computes_something_else_is_refused(

@@ -29,6 +29,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.ledger import DeviceKind
+from horizon_server.settings import child_environment
 
 Choice = Literal["auto", "on", "off"]
 
@@ -123,7 +124,7 @@ class Compilation:
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
                 # Read by the compiler: its own default is a folder in /tmp that anybody could have made before.
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)},
+                env={**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)},
             )  # fmt: skip
             stack.callback(_end, child)
             return self._answer_of(child)
@@ -140,7 +141,7 @@ class Compilation:
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:
                 return [
-                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last words"
+                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last lines"
                 ]
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
@@ -185,7 +186,7 @@ def work(request: Any, events: EventWriter) -> list[str]:
         raise
     except OSError as error:
         # A full disk is no reason not to train.
-        return [f"the compiled layers could not be kept: {error.strerror or error}"]
+        return [f"the compiled layers could not be saved: {error.strerror or error}"]
 
 
 if __name__ == "__main__":

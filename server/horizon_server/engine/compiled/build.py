@@ -53,7 +53,7 @@ def _build(
     num_tokens, dtype, device = target.num_tokens, target.dtype, target.device
     share = num_tokens // _NUM_DOCUMENTS
     call = template.probe_calls([share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)])[group]
-    # Not in its place, because a compiler that is killed leaves half a file.
+    # Not in its place, because a compiler that is killed leaves a partial file.
     partial = library.make_scratch() / f"{key}.{os.getpid()}.pt2"
     try:
         graphs = trace_layer(template, group, pattern, call, num_tokens=num_tokens, dtype=dtype, device=device)
@@ -65,7 +65,10 @@ def _build(
         )
         refusal = ""
         if trial.error > TOLERANCE[dtype]:
-            refusal = f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}, at most {TOLERANCE[dtype]:.0e} is rounding"
+            refusal = (
+                f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at most "
+                f"{TOLERANCE[dtype]:.0e}"
+            )
         ranges = [graph.token_range(num_tokens) for graph in (graphs.forward, graphs.backward)]
         entry = Entry(
             refusal=refusal,
@@ -80,7 +83,7 @@ def _build(
         if not refusal:
             partial.replace(library.code(key))
     except CompilerFailed as error:
-        # Not kept: whoever installs a compiler wants it used.
+        # Not kept, so that a compiler that is installed later is used.
         return Entry(refusal=str(error))
     except NotCompilable as error:
         entry = Entry(refusal=str(error))

@@ -141,7 +141,7 @@ def trace_layer(
     for graph in (forward_graph, backward_graph):
         least, most = graph.token_range(num_tokens)
         if least == most:
-            raise NotCompilable("its code is another for every number of tokens")
+            raise NotCompilable("its code differs for every number of tokens")
     returned = _drop_zeros(backward_graph.module, trained)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
 

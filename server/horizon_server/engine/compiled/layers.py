@@ -31,7 +31,7 @@ def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
-                    "the model's config asks for dropout, whose random numbers a compiled layer would draw otherwise"
+                    "the model's config asks for dropout, whose random numbers a compiled layer would draw differently"
                 )
             found[group] = CallPattern.through(one[group], other[group])
         except NotCompilable as error:
@@ -153,7 +153,7 @@ def _load(
         raise NotCompilable("the job began with eager layers of this kind")
     entry = library.find(key)
     if entry is None or entry.refusal:
-        raise NotCompilable(entry.refusal if entry else "there is no code of it")
+        raise NotCompilable(entry.refusal if entry else "there is no compiled code of it")
     if only_faster and entry.speedup <= 1:
         raise NotCompilable(f"the compiled layer is not faster than the eager one ({entry.speedup:.2f} times as fast)")
     try:

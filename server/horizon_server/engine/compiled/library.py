@@ -52,7 +52,7 @@ class Target:
 class Entry:
     """What is known of one kind of layer. `refusal` says why it has no code; where it is empty, there is a file of it.
 
-    `speedup` is by how much the code is faster than the eager layer, which not every user asks for. `returned`, `min_tokens` and
+    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `returned`, `min_tokens` and
     `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
     """
 
