@@ -231,6 +231,13 @@ def test_a_job_says_why_layers_are_not_compiled(folder: Path, tmp_path: Path, mo
         compilation.layers(model_flops=1.0, before=None)
 
 
+def test_a_stop_ends_the_compiler(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilation, _ = compilation_of(Template.from_folder(folder), request_for(folder, tmp_path / "library"), "on")
+    monkeypatch.setattr(Orders, "current", Order.STOP)
+    # Not refused, although nothing was compiled: the attempt ends before its first step.
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == 0
+
+
 @pytest.mark.parametrize(
     ("choice", "flops", "before"), [("off", 1e18, None), ("auto", 1e12, None), ("on", 1e18, []), ("auto", 1e18, [])]
 )
