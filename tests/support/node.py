@@ -116,6 +116,6 @@ def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: 
             # Some tests start a job of very many steps and wait for its first ones.
             "compile": "off",
             **train,
-        },  # fmt: skip
+        },
         "checkpoint": checkpoint or {"every_steps": 0},
     }
