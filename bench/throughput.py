@@ -2,7 +2,9 @@
 
 The plain loop is what one would write for a model that fits: gradient checkpointing, clip 1.0, fused AdamW. Both run a few steps at a
 time; the engine's update of each step is flushed and counted, although a longer run would hide it in the next step. With `--dtype
-bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them.
+bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them. With `--compile FOLDER` the engine's
+layers are compiled and kept in that folder, and the plain loop with its layers compiled by torch.compile takes turns with them; nobody's
+compiling is timed.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from bench.models import plain_model, qwen3_config, random_rows, random_store
+from horizon_server.engine.compiled.build import build_missing
+from horizon_server.engine.compiled.layers import CompiledLayers
+from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.device import TORCH_DTYPE
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning.ledger import micro_batch_tokens
 from horizon_server.store.cpus import available_cpus
 
 
@@ -28,8 +35,12 @@ class PlainLoop:
     """The loop that one would write for a model that fits. In bf16 its weights are rounded from fp32 masters after each step, and the
     gradients of rows add up in fp32."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> None:
         self._model = model
+        if compiled:
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                # Layer by layer, as the engine: a whole model takes minutes to compile.
+                layer.forward = torch.compile(layer.forward)
         self._weights: list[torch.Tensor] = list(model.parameters())
         self._masters = self._weights
         if dtype is not torch.float32:
@@ -66,7 +77,9 @@ class PlainLoop:
 class Engine:
     """A trainer on the host device with a store of its own."""
 
-    def __init__(self, template: Template, dtype: torch.dtype, *, num_threads: int) -> None:
+    def __init__(
+        self, template: Template, dtype: torch.dtype, *, num_threads: int, library: CodeLibrary | None = None
+    ) -> None:
         self.store = random_store(template, grad_dtype=dtype)
         self.device = HostDevice(num_threads=num_threads, compute_dtype=dtype)
         settings = TrainConfig(
@@ -75,8 +88,20 @@ class Engine:
             lr_schedule="constant",
             max_grad_norm=1.0,
             optimizer_threads=num_threads,
+            micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host"),
         )
-        self._trainer = Trainer(template, self.store, self.device, settings)
+        compiled = None
+        if library is not None:
+            target = Target(
+                dtype=dtype,
+                device=torch.device("cpu"),
+                num_threads=num_threads,
+                num_tokens=settings.micro_batch_tokens,
+            )
+            torch.set_num_threads(num_threads)
+            print("; ".join(build_missing(template, library, target, print)))
+            compiled = CompiledLayers.load(template, library, target)
+        self._trainer = Trainer(template, self.store, self.device, settings, compiled)
 
     def step(self, rows: list[MicroBatch]) -> float:
         """One step with its update; returns the loss."""
@@ -100,19 +125,22 @@ def measure(
     num_steps: int,
     num_threads: int,
     dtype: torch.dtype,
+    library: CodeLibrary | None = None,
 ) -> dict[str, float]:
     """Return tokens per second of engine and loop, the median ratio of their turns, and the largest relative difference of losses.
 
-    In bf16 also the median ratio of the engine's turns to those of an engine in fp32.
+    In bf16 also the median ratio of the engine's turns to those of an engine in fp32; with a library of compiled layers, to those of the
+    loop with compiled layers.
     """
     config = qwen3_config(shape)
     template = Template.from_config(config)
-    engines = {"ours": Engine(template, dtype, num_threads=num_threads)}
-    plain = PlainLoop(plain_model(template, engines["ours"].store, config), dtype)
+    engines = {"ours": Engine(template, dtype, num_threads=num_threads, library=library)}
     if dtype is not torch.float32:
-        engines["exact"] = Engine(template, torch.float32, num_threads=num_threads)
+        engines["exact"] = Engine(template, torch.float32, num_threads=num_threads, library=library)
     steps: dict[str, Callable[[list[MicroBatch]], float]] = {name: engine.step for name, engine in engines.items()}
-    steps["plain"] = plain.step
+    loops = {"plain": False, **({"compiled_plain": True} if library is not None else {})}
+    for name, compiled in loops.items():
+        steps[name] = PlainLoop(plain_model(template, engines["ours"].store, config), dtype, compiled=compiled).step
     turns, worst = [], 0.0
     for i in range(num_pairs + 1):
         rows = random_rows(config.vocab_size, num_rows=num_rows, row_tokens=row_tokens, seed=i)
@@ -128,8 +156,9 @@ def measure(
     result = {f"{name}_tokens_per_s": tokens / statistics.median(turn[name] for turn in turns) for name in steps}
     result["ratio"] = statistics.median(turn["plain"] / turn["ours"] for turn in turns)
     result["loss_difference"] = worst
-    if "exact" in steps:
-        result["of_exact"] = statistics.median(turn["exact"] / turn["ours"] for turn in turns)
+    for name in ("exact", "compiled_plain"):
+        if name in steps:
+            result[f"of_{name}"] = statistics.median(turn[name] / turn["ours"] for turn in turns)
     for engine in engines.values():
         engine.close()
     return result
@@ -151,12 +180,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of both computations")
+    parser.add_argument("--compile", type=Path, metavar="FOLDER", help="compile layers; where the engine keeps them")
     arguments = parser.parse_args()
     print(
         "| shape | dtype | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of pairs) "
-        "| engine / its own fp32 | loss differs by |"
+        "| engine / its own fp32 | engine / torch.compile | loss differs by |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
         found = measure(
             shape,
@@ -166,11 +196,12 @@ def main() -> None:
             num_steps=arguments.steps,
             num_threads=arguments.threads,
             dtype=TORCH_DTYPE[arguments.dtype],
+            library=CodeLibrary(arguments.compile) if arguments.compile else None,
         )
-        of_exact = f"{found['of_exact']:.2f}" if "of_exact" in found else "-"
+        others = [f"{found[name]:.2f}" if name in found else "-" for name in ("of_exact", "of_compiled_plain")]
         print(
             f"| {shape} | {arguments.dtype} | {arguments.rows} x {arguments.row_tokens} | {arguments.threads} "
-            f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {of_exact} "
+            f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {' | '.join(others)} "
             f"| {found['loss_difference']:.1e} |",
             flush=True,
         )

@@ -58,8 +58,9 @@ HEAD = f"""# Sizing
 
 How much host memory (RAM) a job takes, and how large a checkpoint is on disk. The rows are the planner's own figures for
 the `host` device, bf16 model folders, `sequence_length: {SEQUENCE_LENGTH}` and `tokens_per_step: {TOKENS_PER_STEP}`. On
-`cuda`, gradients take 2 bytes per parameter less. `horizond plan job.yaml --model-dir FOLDER` gives the figures of any
-model folder and job on this very machine, and `horizond doctor` says how large a model it can train.
+`cuda`, and with `train.compute_dtype: bfloat16`, gradients take 2 bytes per parameter less.
+`horizond plan job.yaml --model-dir FOLDER` gives the figures of any model folder and job on this very machine, and
+`horizond doctor` says how large a model it can train.
 
 | model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | checkpoint on disk |
 | --- | --- | --- | --- | --- |
@@ -67,10 +68,10 @@ model folder and job on this very machine, and `horizond doctor` says how large 
 
 TAIL = """
 With clipping (the default), a parameter takes 16 bytes of RAM on the host device: 4 for the weight, 8 for Adam's two
-moments and 4 for the gradient. Without clipping, gradients are used as they arrive and need no memory of their own: 12
-bytes. The rest is activations, buffers and the worker process. A checkpoint holds the weights for Hugging Face and the
-trainer's state, 12 bytes per parameter; `checkpoint.keep_last` and `keep_best` say how many are kept, so plan disk space
-for two or three.
+moments and 4 for the gradient. An embedding table that is not the output projection too keeps gradients only for the
+tokens of a step. Without clipping, gradients are used as they arrive and need no memory of their own: 12 bytes. The rest
+is activations, buffers and the worker process. A checkpoint holds the weights for Hugging Face and the trainer's state,
+12 bytes per parameter; `checkpoint.keep_last` and `keep_best` say how many are kept, so plan disk space for two or three.
 """
 
 

@@ -113,14 +113,14 @@ class TrainSpec(_Section):
     compute_dtype: ComputeDtypeChoice = Field(
         default="auto",
         description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. auto: float32 on "
-        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is several "
-        "times faster on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
+        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is two "
+        "to three times as fast on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
     )
     compile: Annotated[CompileChoice, _switch_as_text] = Field(
         default="auto",
         description="Run layers as machine code compiled for this model and machine. auto: in jobs long enough to gain from it, for layers "
         "that a trial finds equal within rounding and faster; on: in any job, which is refused where a layer cannot be compiled; off: "
-        "never.",
+        "never. Jobs with matmul: fp8 are never compiled.",
         json_schema_extra={"enum": ["auto", "on", "off", True, False]},  # YAML reads on and off as booleans
     )
     max_skipped_steps: int = Field(

@@ -50,10 +50,13 @@ def test_outputs_and_gradients_are_those_of_a_mask(
 ) -> None:
     ours = [tensor.requires_grad_() for tensor in inputs(*shape, sum(documents))]
     exact = [tensor.detach().float().requires_grad_() for tensor in ours]
-    found = attend(*ours, torch.tensor([0, *accumulate(documents)]), window=window)
-    shared = [tensor.repeat_interleave(shape[0] // shape[1], 1) for tensor in exact[1:]]
+    query, key, value = ours
+    found = attend(query, key, value, torch.tensor([0, *accumulate(documents)]), window=window)
+    key, value = (tensor.repeat_interleave(shape[0] // shape[1], 1) for tensor in exact[1:])
     with sdpa_kernel(SDPBackend.MATH):
-        expected = scaled_dot_product_attention(exact[0], *shared, attn_mask=mask_of(documents, window)).transpose(1, 2)
+        expected = scaled_dot_product_attention(exact[0], key, value, attn_mask=mask_of(documents, window)).transpose(
+            1, 2
+        )
     gradient = torch.randn_like(expected)
     torch.autograd.backward(found, gradient.to(found.dtype))
     torch.autograd.backward(expected, gradient)

@@ -108,6 +108,14 @@ def quick_spec(name: str, *, checkpoint: dict[str, Any] | None = None, **train: 
         "name": name,
         "model": "demo-model",
         "dataset": "demo-chats",
-        "train": {"max_steps": 2, "sequence_length": 64, "tokens_per_step": 128, "warmup_steps": 0, **train},
+        "train": {
+            "max_steps": 2,
+            "sequence_length": 64,
+            "tokens_per_step": 128,
+            "warmup_steps": 0,
+            # Some tests start a job of very many steps and wait for its first ones.
+            "compile": "off",
+            **train,
+        },
         "checkpoint": checkpoint or {"every_steps": 0},
     }

@@ -29,7 +29,9 @@ Example:
 Exit code 0 when the job fits that machine, 1 when it does not."""
 )
 @click.argument("spec", metavar="[SPEC.yaml]", required=False, type=click.Path())
-@click.option("--gpu", required=True, metavar="NAME", help="GPU of the machine, such as h100; a wrong name lists all.")
+@click.option(
+    "--gpu", required=True, metavar="NAME", help="GPU of the machine, such as h100; an unknown name lists all."
+)
 @click.option(
     "--host-gbps", required=True, type=_RATE, metavar="GB/S", help="Bandwidth of its host memory, in GB per second."
 )
@@ -41,8 +43,8 @@ Exit code 0 when the job fits that machine, 1 when it does not."""
 )
 @click.option("--host-gib", type=_RATE, metavar="GIB", help="Its host memory. [default: as much as the job needs]")
 @click.option("--model", metavar="NAME", shell_complete=model_names, help="Model, instead of a job file.")
-@click.option("--tokens-per-step", type=int, metavar="N", help="Instead of train.tokens_per_step.")
-@click.option("--sequence-length", type=int, metavar="N", help="Instead of train.sequence_length.")
+@click.option("--tokens-per-step", type=int, metavar="N", help="Replaces train.tokens_per_step.")
+@click.option("--sequence-length", type=int, metavar="N", help="Replaces train.sequence_length.")
 @click.option(
     "--set",
     "overrides",
@@ -69,7 +71,7 @@ def plan(
     """Predict a job's speed on a machine that you do not have.
 
     Give a job file, or --model. The server computes the prediction from the GPU's data sheet, or from its own measurements where it has
-    such a GPU. A model folder on your disk is pushed first; data is not looked at.
+    such a GPU. A model folder on your disk is pushed first; the dataset is not read.
     """
     if spec is None and model is None:
         raise click.UsageError(

@@ -83,7 +83,7 @@ class GradientSink:
         return float(self._sets[self._set, 0])
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for the embedding's gradient in a step of so many tokens; the queues must be idle but for the optimizer's."""
+        """Make room for the embedding's gradient in a step of this number of tokens; the queues must be idle but for the optimizer's."""
         if not self._has_rows:
             return
         num_values = min(num_tokens, self._template.vocab_size) * self._template.hidden_size

@@ -136,7 +136,7 @@ class _AccumulatedLinear(torch.autograd.Function):
             product = cast.product(inputs)
             return product if bias_O is None else product + bias_O
         output = functional.linear(inputs, weight_OI, bias_O)
-        # With a bias it is a view, and autograd lets nobody change a view made in here in place: some models scale it so.
+        # With a bias it is a view, and autograd refuses to change a view made in here in place, as some models do to scale it.
         unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
         return unviewed
 

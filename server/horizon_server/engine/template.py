@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,12 +179,9 @@ class Template:
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
         groups = sorted(set(self.layer_groups))
-        # One element, seen in every shape: real enough to compute with, and without memory.
-        zeros = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
 
         def calls_of(position_ids_T: Tensor) -> list[LayerCall]:
-            with torch.no_grad():
-                return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T)[1]
+            return self.calls_of(position_ids_T, None)
 
         # Dropout in attention shows in training mode alone, and after a layer's last projection it saves its mask.
         self.train(True)
@@ -204,12 +201,16 @@ class Template:
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in groups}
         parameters = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[-1]}
         self.head_keeps_logits = keeps_logits(self.head, parameters, self.projection_name, hidden_size=self.hidden_size)
-        self.packing_limit = find_packing_limit(
-            calls_of,
-            [(self._layers[group], calls[group]) for group in groups],
-            hidden_size=self.hidden_size,
-            max_document_tokens=self.max_document_tokens,
-        )
+        with ExitStack() as stack:
+            # Without storage, layers move their tables there.
+            for state in self._layer_states.values():
+                stack.enter_context(state.restored())
+            self.packing_limit = find_packing_limit(
+                calls_of,
+                [(self._layers[group], calls[group]) for group in groups],
+                hidden_size=self.hidden_size,
+                max_document_tokens=self.max_document_tokens,
+            )
 
     @property
     def needs_masks(self) -> bool:
@@ -296,13 +297,16 @@ class Template:
         return hidden_1TD, calls
 
     def probe_calls(self, document_lengths: Sequence[int]) -> list[LayerCall]:
-        """The calls of all layers for a row of such documents. Costs no memory for the embedding."""
+        """The calls of all layers for a row of such documents."""
         positions_T = torch.cat([torch.arange(length) for length in document_lengths])
-        boundaries = torch.tensor([0, *itertools.accumulate(document_lengths)])
+        return self.calls_of(positions_T, torch.tensor([0, *itertools.accumulate(document_lengths)]))
+
+    def calls_of(self, position_ids_T: Tensor, boundaries: Tensor | None) -> list[LayerCall]:
+        """The calls of all layers for a row of these positions, without an embedding."""
         # One element, seen in every shape: real enough to compute with, and without memory.
         zeros = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[0]}
         with torch.no_grad():
-            return self.embed(zeros, torch.zeros_like(positions_T), positions_T, boundaries)[1]
+            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries)[1]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""

@@ -93,7 +93,7 @@ def gpu_named(name: str) -> Gpu:
 def estimated_rates(
     name: str, *, host_bytes_per_s: float, link_bytes_per_s: float | None = None, num_threads: int = 1
 ) -> DeviceRates:
-    """The rates of a GPU that nobody has measured, next to a host whose memory has this bandwidth."""
+    """The rates of a GPU that was not measured, next to a host whose memory has this bandwidth."""
     gpu = gpu_named(name)
     peak, link = gpu.bf16_flops_per_s, link_bytes_per_s or _LINK * gpu.link_bytes_per_s
     width = WidthRates(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.ledger import DeviceKind
+from horizon_server.settings import child_environment
 
 Choice = Literal["auto", "on", "off"]
 
@@ -35,6 +37,8 @@ Choice = Literal["auto", "on", "off"]
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 _MAX_COMPILE_S = 900.0
 _POLL_S = 0.5
+# TorchInductor calls it, for every kind of device.
+_COMPILER = "g++"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,27 +77,32 @@ class Compilation:
         """The layers to train with.
 
         Raises:
-            InvalidSpec: `train.compile` is `on` and some layer cannot be compiled, or is no faster.
+            InvalidSpec: `train.compile` is `on` and some layer cannot be compiled.
         """
         eager = CompiledLayers(self._template)
-        wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
-        if not wanted:
+        is_wanted = bool(before) if before is not None else self._is_worth_it(model_flops)
+        if not is_wanted:
             return eager
-        refusals = self._compile()
-        layers = CompiledLayers.load(self._template, self._library, self._request.target)
+        failures = self._compile()
+        if self._orders.current is not Order.CONTINUE:
+            return eager  # the attempt ends before its first step
+        # A resumed job takes what it had, whatever a trial on a busy machine says now.
+        only_faster = self._choice == "auto" and before is None
+        layers = CompiledLayers.load(
+            self._template, self._library, self._request.target, only_faster=only_faster, keys=before
+        )
+        refusals = failures or layers.refusals
         if before is not None and layers.keys != before:
-            # In part compiled would be a third kind of job, equal to neither.
             self._warn(
                 "the compiled layers that the checkpoint was made with cannot be made again here: its steps may differ in the last "
                 "bits from those of a job that was not stopped"
             )
-        if refusals and self._choice == "on" and before is None:
+        elif refusals and self._choice == "on":
             raise InvalidSpec(
-                f"train.compile is on, but this model's layers cannot all be compiled: {refusals[0]}; use train.compile: auto or off"
+                f"train.compile is on, but not all of this model's layers can be compiled: {refusals[0]}; use train.compile: auto or off"
             )
-        num_layers, total = layers.num_layers, self._template.num_layers
-        reason = f"; the others: {refusals[0]}" if refusals else ""
-        self._tell(f"compiled layers: {num_layers} of {total}{reason}")
+        reason = f"; the others run eagerly: {refusals[0]}" if refusals else ""
+        self._tell(f"compiled layers: {layers.num_layers} of {self._template.num_layers}{reason}")
         return layers
 
     def _is_worth_it(self, model_flops: float) -> bool:
@@ -104,15 +113,18 @@ class Compilation:
         return self._choice == "on"
 
     def _compile(self) -> list[str]:
-        """Have the child make what the library lacks; returns why layers stay eager."""
+        """Have the child make what the library lacks; returns why it could not."""
+        if shutil.which(_COMPILER) is None:
+            return [f"there is no C++ compiler ({_COMPILER}) on this node"]
+        scratch = self._library.make_scratch()
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
             file.write_text(json.dumps(asdict(self._request)), "utf-8")
             child = subprocess.Popen(
                 [sys.executable, "-m", "horizon_server.worker.compilation", str(file)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                # Read by the compiler: where it keeps what it may use again.
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self._library.scratch)},
+                # Read by the compiler: its own default is a folder in /tmp that anybody could have made before.
+                env={**child_environment(), "TORCHINDUCTOR_CACHE_DIR": str(scratch), "TMPDIR": str(scratch)},
             )  # fmt: skip
             stack.callback(_end, child)
             return self._answer_of(child)
@@ -129,7 +141,7 @@ class Compilation:
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:
                 return [
-                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last words"
+                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last lines"
                 ]
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
@@ -142,7 +154,7 @@ class Compilation:
                         self._events.send(message)
                     case _:
                         pass
-        return ["the job was stopped meanwhile"]
+        return []
 
     def _tell(self, text: str) -> None:
         self._events.send(Message(level="info", text=text))
@@ -159,7 +171,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def work(request: Any, events: EventWriter) -> list[str]:
-    """Make what the library lacks; returns why layers stay eager."""
+    """Make what the library lacks; returns why some of it could not be made."""
     from horizon_server.engine.compiled.build import build_missing
 
     wanted = CompileRequest(**request)
@@ -174,7 +186,7 @@ def work(request: Any, events: EventWriter) -> list[str]:
         raise
     except OSError as error:
         # A full disk is no reason not to train.
-        return [f"the compiled layers could not be kept: {error.strerror or error}"]
+        return [f"the compiled layers could not be saved: {error.strerror or error}"]
 
 
 if __name__ == "__main__":

@@ -188,6 +188,8 @@ class Training:
 
     def _compiled_layers(self, template: Template) -> CompiledLayers:
         train, request = self._spec.train, self._request
+        if request.compiled is None:
+            return CompiledLayers(template)
         wanted = CompileRequest(
             model=str(request.model),
             library=str(request.compiled),

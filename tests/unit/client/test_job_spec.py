@@ -41,6 +41,7 @@ _train = st.fixed_dictionaries(
         "max_skipped_steps": _int64,
         "decay": st.sampled_from(["trainer", "matrices", "all"]),
         "compute_dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
+        "compile": st.sampled_from(["auto", "on", "off"]),
         "matmul": st.sampled_from(["bf16", "fp8"]),
     },
 )
@@ -100,6 +101,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "max_skipped_steps": 12,
             "decay": "matrices",
             "compute_dtype": "bfloat16",
+            "compile": "off",
             "matmul": "fp8",
         },
         "eval_every_steps": 12,

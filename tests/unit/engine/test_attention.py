@@ -88,7 +88,8 @@ def test_outputs_and_gradients_are_those_of_the_formula(
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     sinks, exact_sinks = (ours[3], exact[3]) if has_sinks else (None, None)
 
-    found = attend(*ours[:3], boundaries, scale=0.2, window=window, softcap=softcap, sinks=sinks)
+    query, key, value = ours[:3]
+    found = attend(query, key, value, boundaries, scale=0.2, window=window, softcap=softcap, sinks=sinks)
     expected = formula(exact[0], exact[1], exact[2], boundaries, window, softcap, exact_sinks)
     gradient = torch.randn_like(expected)
     torch.autograd.backward(found, gradient.to(dtype))
@@ -106,8 +107,8 @@ def test_a_document_in_a_packed_row_has_the_bits_that_it_has_alone() -> None:
     query, key, value = tensors_of(SHAPES["grouped"], 400)
     packed = attend(query, key, value, boundaries)
     start, stop = boundaries[1:3].tolist()
-    parts = (tensor[:, :, start:stop] for tensor in (query, key, value))
-    alone = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+    query, key, value = (tensor[:, :, start:stop] for tensor in (query, key, value))
+    alone = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert torch.equal(packed[:, start:stop], alone.transpose(1, 2))
 
 
@@ -150,7 +151,8 @@ def test_the_operators_answer_without_storage_as_they_do_with_it(shape: str, has
 
 def test_a_trace_holds_for_rows_of_any_length_and_number_of_documents() -> None:
     def gradients(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, gradient: Tensor) -> Any:
-        output, back = vjp(lambda *three: attend(*three, boundaries, window=20), query, key, value)
+        found: Any = vjp(lambda q, k, v: attend(q, k, v, boundaries, window=20), query, key, value)
+        output, back = found
         return output, back(gradient)
 
     def example(*documents: int) -> list[Tensor]:

@@ -42,6 +42,7 @@ def request_for(folder: Path, **train: Any) -> WorkerRequest:
         grad_dtype_bytes=4,
         num_threads=1,
         device="host",
+        compute_dtype="float32",
         device_limit_bytes=1 << 30,
         activation_placement="device",
         trace=None,

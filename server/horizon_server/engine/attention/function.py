@@ -82,7 +82,8 @@ class _Attention(torch.autograd.Function):
         window: int,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        return attention(query, key, value, boundaries, sinks, scale, window, softcap)
+        found: tuple[Tensor, Tensor] = attention(query, key, value, boundaries, sinks, scale, window, softcap)
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

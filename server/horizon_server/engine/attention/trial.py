@@ -208,7 +208,7 @@ class _LayerTrial:
         query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
         mask = seen_TT[None, None]
         if self.usual == "sdpa":
-            usual: Callable[..., Any] = AttentionInterface()["sdpa"]
+            usual: Callable[..., Any] = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
         else:
             usual = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)

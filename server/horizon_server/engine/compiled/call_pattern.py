@@ -54,17 +54,19 @@ class CallPattern:
         """
         (leaves, structure), (others, other_structure) = _flat(one), _flat(other)
         if structure != other_structure or one.keyword != other.keyword:
-            raise NotCompilable("the arguments of a layer depend on the tokens")
+            raise NotCompilable("the arguments of a layer depend on the number of tokens")
         constants, tensors = [], []
         for leaf, match in zip(leaves, others, strict=True):
             if isinstance(leaf, Tensor) != isinstance(match, Tensor):
-                raise NotCompilable("the arguments of a layer depend on the tokens")
+                raise NotCompilable("the arguments of a layer depend on the number of tokens")
             if not isinstance(leaf, Tensor):
                 constants.append(leaf)
                 if not _same(leaf, match):
-                    raise NotCompilable(f"a layer is called with {match!r} instead of {leaf!r} when the tokens change")
+                    raise NotCompilable(
+                        f"a layer is called with {match!r} instead of {leaf!r} for another number of tokens"
+                    )
             elif leaf.dtype != match.dtype or leaf.dim() != match.dim():
-                raise NotCompilable("the tensors among a layer's arguments depend on the tokens")
+                raise NotCompilable("the kinds of tensors among a layer's arguments depend on the number of tokens")
             else:
                 sizes = tuple(a if a == b else None for a, b in zip(leaf.shape, match.shape, strict=True))
                 tensors.append(TensorPattern(dtype=leaf.dtype, sizes=sizes))

@@ -32,6 +32,7 @@ from horizon_server.engine.template import Template
 # size 1 broadcasts, so a graph for it would be another one.
 _TRIED_SIZES = (2, 3, 4, 7, 8, 16, 31, 32, 64, 100, 127, 256, 511, 1024, 2048, 4096, 4097, 8192, 16384, 65536, 1 << 17)
 _FILLS = frozenset({"aten::full", "aten::full_like", "aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+_VIEWS = frozenset({"aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"})
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -115,7 +116,7 @@ def trace_layer(
             with AccumulatedProducts((weight, Accumulator(out=out, first=first)) for weight, out, first in targets):
                 return template.layer(layer, {**parameters, **trained_parameters}, hidden_1TD, call)
 
-        _, gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)
+        gradients_of = vjp(output, {name: parameters[name] for name in trained}, hidden_1TD)[1]
         gradients, hidden_gradient_1TD = gradients_of(gradient_1TD)
         return [hidden_gradient_1TD, *(gradients[name] for name in trained)]
 
@@ -137,6 +138,10 @@ def trace_layer(
     except Exception as error:  # Tracing raises whatever the layer's code and torch make of tensors without values.
         lines = str(error).strip().splitlines() or ["no message"]
         raise NotCompilable(f"its code cannot be traced ({type(error).__name__}: {lines[0]})") from error
+    for graph in (forward_graph, backward_graph):
+        least, most = graph.token_range(num_tokens)
+        if least == most:
+            raise NotCompilable("its code differs for every number of tokens")
     returned = _drop_zeros(backward_graph.module, trained)
     return LayerGraphs(forward=forward_graph, backward=backward_graph, returned=returned)
 
@@ -197,11 +202,10 @@ def _drop_zeros(module: GraphModule, trained: Sequence[str]) -> tuple[str, ...]:
 
 def _is_fill(node: Node) -> bool:
     # Through views, because zeros may be made in another shape.
-    while node.op == "call_function" and str(node.target).startswith("aten.") and node.args:
-        name = getattr(getattr(node.target, "_schema", None), "name", "")
-        if name in _FILLS:
-            return True
-        if name not in ("aten::view", "aten::reshape", "aten::expand", "aten::permute", "aten::t"):
-            return False
-        node = node.args[0]
-    return getattr(getattr(node.target, "_schema", None), "name", "") in _FILLS
+    while _schema_name(node) in _VIEWS and isinstance(source := node.args[0], Node):
+        node = source
+    return _schema_name(node) in _FILLS
+
+
+def _schema_name(node: Node) -> str:
+    return str(getattr(getattr(node.target, "_schema", None), "name", ""))

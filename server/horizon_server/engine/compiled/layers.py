@@ -5,7 +5,7 @@ Shapes: T = tokens of a micro-batch, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
-                    "the model's config asks for dropout, whose random numbers a compiled layer would draw otherwise"
+                    "the model's config asks for dropout, whose random numbers a compiled layer would draw differently"
                 )
             found[group] = CallPattern.through(one[group], other[group])
         except NotCompilable as error:
@@ -87,19 +87,28 @@ class CompiledLayers:
         self._template = template
         self._kinds: dict[int, _Kind] = {}
         self._layers: dict[int, _Kind] = {}
+        self.refusals: list[str] = []
+        """Why the layers of some kinds run eagerly."""
 
     @classmethod
-    def load(cls, template: Template, library: CodeLibrary, target: Target) -> CompiledLayers:
-        """Take what the library has and a trial has adopted."""
+    def load(
+        cls,
+        template: Template,
+        library: CodeLibrary,
+        target: Target,
+        *,
+        only_faster: bool = False,
+        keys: Sequence[str] | None = None,
+    ) -> CompiledLayers:
+        """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers; with `keys`, those."""
         layers = cls(template)
         for group, pattern in call_patterns(template).items():
-            if isinstance(pattern, NotCompilable):
-                continue
-            key = layer_key(template, group, target)
-            entry = library.find(key)
-            if entry is not None and not entry.refusal:
-                kind = _Kind(key=key, pattern=pattern, code=LayerCode(library.code(key)), entry=entry)
-                layers._kinds[group] = kind
+            try:
+                layers._kinds[group] = _load(
+                    template, group, pattern, library, target, only_faster=only_faster, keys=keys
+                )
+            except NotCompilable as error:
+                layers.refusals.append(str(error))
         # Layers of a kind may be stored in other forms, which the code would misread.
         for layer, group in enumerate(template.layer_groups):
             if group in layers._kinds and _form(template.places[layer + 1]) == _form(template.places[group + 1]):
@@ -125,6 +134,33 @@ class CompiledLayers:
         if tensors is None:
             return None
         return CompiledCall(kind=kind, tensors=tensors, places=self._template.places[layer + 1])
+
+
+def _load(
+    template: Template,
+    group: int,
+    pattern: CallPattern | NotCompilable,
+    library: CodeLibrary,
+    target: Target,
+    *,
+    only_faster: bool,
+    keys: Sequence[str] | None,
+) -> _Kind:
+    if isinstance(pattern, NotCompilable):
+        raise pattern
+    key = layer_key(template, group, target)
+    if keys is not None and key not in keys:
+        raise NotCompilable("the job began with eager layers of this kind")
+    entry = library.find(key)
+    if entry is None or entry.refusal:
+        raise NotCompilable(entry.refusal if entry else "there is no compiled code of it")
+    if only_faster and entry.speedup <= 1:
+        raise NotCompilable(f"the compiled layer is not faster than the eager one ({entry.speedup:.2f} times as fast)")
+    try:
+        code = LayerCode(library.code(key))
+    except RuntimeError as error:
+        raise NotCompilable(f"its code cannot be loaded ({str(error).splitlines()[0]})") from error
+    return _Kind(key=key, pattern=pattern, code=code, entry=entry)
 
 
 def _form(places: list[Place]) -> list[object]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,9 +50,10 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is known of one kind of layer. `refusal` says why the eager layer is used; it is empty where the compiled one is.
+    """What is known of one kind of layer. `refusal` says why it has no code; where it is empty, there is a file of it.
 
-    `returned`, `min_tokens` and `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
+    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `returned`, `min_tokens` and
+    `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
     """
 
     refusal: str = ""
@@ -72,8 +74,15 @@ class CodeLibrary:
 
     @property
     def scratch(self) -> Path:
-        """Where the compiler keeps headers that it has read before."""
+        """Where the compiler works, and keeps what it may use again."""
         return self._folder / "scratch"
+
+    def make_scratch(self) -> Path:
+        """Make the folder where the compiler works, empty where it has grown large."""
+        if sum(file.stat().st_size for file in self.scratch.rglob("*") if file.is_file()) > _MAX_BYTES:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self.scratch
 
     def code(self, key: str) -> Path:
         """The file of an entry's code."""

@@ -5,9 +5,8 @@ Source: AOTInductor, https://docs.pytorch.org/docs/stable/torch.compiler_aot_ind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,18 +50,19 @@ def build_package(graphs: LayerGraphs, path: Path) -> None:
         CompilerFailed: there is no compiler, or it does not take the code.
     """
     # Here, because only the process that compiles needs it: it takes seconds and hundreds of megabytes.
-    from torch._inductor.package import package_aoti
+    from torch._inductor.package.package import package_aoti
 
     try:
-        files = {_FORWARD: _compiled(graphs.forward), _BACKWARD: _compiled(graphs.backward)}
+        files: dict[str, Any] = {_FORWARD: _compiled(graphs.forward), _BACKWARD: _compiled(graphs.backward)}
         package_aoti(str(path), files)
     except Exception as error:  # The compiler raises whatever its own tools do.
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
         raise CompilerFailed(f"the compiler failed ({type(error).__name__}: {lines[0][:300]})") from error
 
 
-def _compiled(graph: Graph) -> Sequence[object]:
+def _compiled(graph: Graph) -> list[Any]:
     from torch._inductor.compile_fx import compile_fx_aot
+    from torch.fx.experimental import _config as shape_config
 
     settings = {
         "aot_inductor.package": True,
@@ -70,9 +70,12 @@ def _compiled(graph: Graph) -> Sequence[object]:
         "aot_inductor.compile_wrapper_opt_level": "O0",
         # /proc/cpuinfo says what the processor has. Compiling and loading a trial of every extension takes half a minute.
         "cpp.vec_isa_ok": True,
+        # Of 300 MB, to save a few seconds.
+        "aot_inductor.precompile_headers": False,
+        "cpp_cache_precompile_headers": False,
     }
     # Without it, the compiler's choices for the traced number of tokens become conditions that exclude others.
-    with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        files = compile_fx_aot(graph.module, graph.inputs, config_patches=settings)
+    with torch.no_grad(), shape_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        files = compile_fx_aot(graph.module, list(graph.inputs), config_patches=settings)
     assert isinstance(files, list)
     return files

@@ -1,0 +1,249 @@
+"""Layers compiled for real, by the child process that a worker starts: the same training as with eager layers, to the bit where a job is
+resumed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tiny_models import TinyModel, config_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from horizon_server.children.entry import EventWriter, Order
+from horizon_server.engine.compiled import build
+from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
+from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.errors import InvalidSpec
+from horizon_server.events import Message
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
+from horizon_server.store.host_store import HostStore
+from horizon_server.worker.compilation import Compilation, CompileRequest
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
+
+# The documents of each row of each step. Not the 48 tokens that the code is best for, and one row of a single token, which runs eagerly.
+ROWS: list[list[tuple[int, ...]]] = [[(9, 14, 30)], [(40,), (3, 5, 2), (21, 20)], [(17, 17), (1,)], [(60,), (2,)]]
+MODEL = "qwen3"
+
+
+class Heard(EventWriter):
+    """Keeps the messages that were sent."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def send(self, line: Any) -> None:
+        assert isinstance(line, Message)
+        self.texts.append(line.text)
+
+
+class Orders:
+    current = Order.CONTINUE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, only for its config: the child makes weights of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    model: Any = AutoModelForCausalLM.from_config(config_of(MODEL))  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
+    return folder
+
+
+def request_for(folder: Path, library: Path) -> CompileRequest:
+    return CompileRequest(
+        model=str(folder), library=str(library), dtype="float32", device="cpu", num_threads=1, num_tokens=48
+    )
+
+
+def compilation_of(template: Template, request: CompileRequest, choice: Any) -> tuple[Compilation, Heard]:
+    heard = Heard()
+    return Compilation(template, request, choice=choice, events=heard, orders=Orders()), heard  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that a worker has filled."""
+    library = tmp_path_factory.mktemp("state") / "compiled"
+    template = Template.from_folder(folder)
+    compilation, heard = compilation_of(template, request_for(folder, library), "on")
+    layers = compilation.layers(model_flops=1.0, before=None)
+    assert layers.num_layers == template.num_layers
+    assert any("compiling layers: kind 1 of 1" in text for text in heard.texts)
+    assert heard.texts[-1] == f"compiled layers: {template.num_layers} of {template.num_layers}"
+    return library
+
+
+def target() -> Target:
+    return Target(dtype=torch.float32, device=torch.device("cpu"), num_threads=1, num_tokens=48)
+
+
+Pack = Callable[[Sequence[Tensor]], MicroBatch]
+
+
+@pytest.fixture
+def batches(documents: Callable[..., list[Tensor]], pack: Pack) -> list[list[MicroBatch]]:
+    return [
+        [pack(documents(*lengths, seed=10 * step + index)) for index, lengths in enumerate(batch)]
+        for step, batch in enumerate(ROWS)
+    ]
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    norms: list[float]
+    planes: dict[str, Tensor]
+    compiled_calls: int
+
+
+def train(
+    model: TinyModel,
+    batches: Sequence[Sequence[MicroBatch]],
+    library: Path | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    store: HostStore | None = None,
+    state: dict[str, Any] | None = None,
+    save_to: tuple[int, Path, Path] | None = None,
+) -> Trained:
+    """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's files."""
+    template, device = model.template, HostDevice(num_threads=1)
+    compiled = None if library is None else CompiledLayers.load(template, CodeLibrary(library), target())
+    calls: list[object] = []
+    if compiled is not None:
+        serve = compiled.serve
+
+        def counted(*of: Any) -> CompiledCall | None:
+            if call := serve(*of):
+                calls.append(call)
+            return call
+
+        monkeypatch.setattr(compiled, "serve", counted)
+    store = store or model.store()
+    settings = TrainConfig(num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0)
+    trainer = Trainer(template, store, device, settings, compiled)
+    if state is not None:
+        trainer.restore(state)
+    losses, norms = [], []
+    for batch in batches[trainer.step :]:
+        figures = trainer.train_step(batch)
+        losses.append(figures.loss)
+        norms.append(figures.grad_norm)
+        if save_to is not None and figures.step == save_to[0]:
+            save_checkpoint(store, save_to[1], source=save_to[2], trainer_state=trainer.state())
+            break
+    trainer.close()
+    device.close()
+    planes = {name: store.plane(name).clone() for name in ("hi", "lo", "exp_avg", "exp_avg_sq")}
+    return Trained(losses=losses, norms=norms, planes=planes, compiled_calls=len(calls))
+
+
+def test_compiled_training_is_eager_training_within_rounding(
+    library: Path,
+    batches: list[list[MicroBatch]],
+    tiny_model: Callable[..., TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(MODEL)
+    eager, compiled = (train(model, batches, where, monkeypatch) for where in (None, library))
+    assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
+    assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
+    # Forward and backward of every layer and row, but for the one of a single token; and the forward of the three rows of the packing
+    # trial.
+    num_rows = sum(len(batch) for batch in ROWS) - 1
+    assert compiled.compiled_calls == (2 * num_rows + 3) * model.template.num_layers
+
+
+def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(
+    library: Path,
+    folder: Path,
+    batches: list[list[MicroBatch]],
+    tiny_model: Callable[..., TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(MODEL)
+    whole = train(model, batches, library, monkeypatch)
+    saved = tmp_path / "step-2"
+    train(model, batches, library, monkeypatch, save_to=(2, saved, folder))
+    store = model.store()
+    state = load_checkpoint(store, saved)
+    rest = train(model, batches, library, monkeypatch, store=store, state=state)
+    assert rest.losses == whole.losses[2:]
+    for name, plane in whole.planes.items():
+        assert torch.equal(plane, rest.planes[name]), name
+
+
+def test_a_second_job_compiles_nothing(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = Template.from_folder(folder)
+    monkeypatch.setattr(build, "build_package", None)
+    texts: list[str] = []
+    assert build.build_missing(template, CodeLibrary(library), target(), texts.append) == []
+    assert not any("compiling" in text for text in texts)
+
+
+def test_torn_code_is_never_loaded(library: Path, folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "compiled"
+    shutil.copytree(library, copy)
+    template = Template.from_folder(folder)
+    code = CodeLibrary(copy).code(layer_key(template, 0, target()))
+    code.write_bytes(code.read_bytes()[:-100])
+    layers = CompiledLayers.load(template, CodeLibrary(copy), target())
+    assert (layers.num_layers, layers.refusals) == (0, ["there is no compiled code of it"])
+
+
+def test_a_layer_that_computes_something_else_is_refused(
+    library: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = Template.from_folder(folder)
+    key = layer_key(template, 0, target())
+    code = CodeLibrary(library).code(key)
+    # What was compiled, but the layer has changed meanwhile.
+    monkeypatch.setattr(build, "build_package", lambda graphs, path: shutil.copy(code, path))
+    plain = template.layer
+    monkeypatch.setattr(template, "layer", lambda *of: plain(*of) * 1.001)
+    other = CodeLibrary(tmp_path)
+    (refusal,) = build.build_missing(template, other, target(), lambda text: None)
+    assert "compiled and eager layer differ by 1.0e-03" in refusal
+    assert not other.code(key).exists()
+
+
+def test_a_job_says_why_layers_are_not_compiled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    template, request = Template.from_folder(folder), request_for(folder, tmp_path / "library")
+    compilation, heard = compilation_of(template, request, "auto")
+    assert compilation.layers(model_flops=1e18, before=None).num_layers == 0
+    assert heard.texts[-1].startswith("compiled layers: 0 of 3; the others run eagerly: there is no C++ compiler (g++)")
+    compilation, _ = compilation_of(template, request, "on")
+    with pytest.raises(InvalidSpec, match=r"train\.compile is on, but not all .*there is no C\+\+ compiler"):
+        compilation.layers(model_flops=1.0, before=None)
+
+
+def test_a_stop_ends_the_compiler(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilation, _ = compilation_of(Template.from_folder(folder), request_for(folder, tmp_path / "library"), "on")
+    monkeypatch.setattr(Orders, "current", Order.STOP)
+    # Not refused, although nothing was compiled: the attempt ends before its first step.
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "flops", "before"), [("off", 1e18, None), ("auto", 1e12, None), ("on", 1e18, []), ("auto", 1e18, [])]
+)
+def test_short_jobs_and_those_that_began_with_eager_layers_compile_nothing(
+    choice: str, flops: float, before: list[str] | None, folder: Path, tmp_path: Path
+) -> None:
+    compilation, heard = compilation_of(Template.from_folder(folder), request_for(folder, tmp_path / "none"), choice)
+    assert compilation.layers(model_flops=flops, before=before).num_layers == 0
+    assert not (tmp_path / "none").exists() and heard.texts == []
