@@ -14,7 +14,7 @@ from torch.func import vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionMaskInterface
 
-from horizon_server.engine.attention import blocks, trial
+from horizon_server.engine.attention import blocks, kernels, trial
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.template import Template
@@ -110,6 +110,25 @@ def test_a_document_in_a_packed_row_has_the_bits_that_it_has_alone() -> None:
     query, key, value = (tensor[:, :, start:stop] for tensor in (query, key, value))
     alone = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert torch.equal(packed[:, start:stop], alone.transpose(1, 2))
+
+
+def test_documents_of_all_lengths_reach_the_kernels_in_bf16_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: set[int] = set()
+    filled = kernels._filled
+
+    def record(*args: Any) -> Tensor:
+        document: Tensor = filled(*args)
+        lengths.add(document.shape[2])
+        return document
+
+    monkeypatch.setattr(kernels, "_filled", record)
+    boundaries = boundaries_of(range(1, 40))
+    inputs = [tensor.bfloat16().requires_grad_() for tensor in tensors_of(SHAPES["grouped"], int(boundaries[-1]))]
+
+    attend(inputs[0], inputs[1], inputs[2], boundaries).float().sum().backward()
+
+    assert lengths == {64}
+    assert all(tensor.grad is not None and bool(tensor.grad.isfinite().all()) for tensor in inputs)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])

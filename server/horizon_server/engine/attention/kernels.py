@@ -22,6 +22,8 @@ _aten = torch.ops.aten
 _MAX_HEAD = 256
 _HEAD_MULTIPLE = 8
 _MIN_CAPABILITY = (8, 0)
+# What documents in bf16 are filled up to a multiple of on a CPU: torch compiles a product for each shape, and keeps it per thread.
+_BF16_LENGTHS = 64
 
 
 @torch.library.custom_op("horizon::attention", mutates_args=())
@@ -57,10 +59,10 @@ def attention(
     output, logsumexp = query.new_empty(shape), query.new_empty(shape[2], shape[1], dtype=torch.float32)
     query, key, value = _grouped(query, key, value)
     for start, stop in pairwise(ends):
-        document = (tensor[:, :, start:stop] for tensor in (query, key, value))
+        document = (_filled(tensor, start, stop, query.dtype) for tensor in (query, key, value))
         mixed, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*document, 0.0, True, scale=scale)
-        output[0, start:stop] = mixed.flatten(0, 1).transpose(0, 1)[..., :size]
-        logsumexp[:, start:stop] = sums.flatten(0, 1)
+        output[0, start:stop] = mixed.flatten(0, 1).transpose(0, 1)[: stop - start, :, :size]
+        logsumexp[:, start:stop] = sums.flatten(0, 1)[:, : stop - start]
     return output, logsumexp
 
 
@@ -125,12 +127,13 @@ def attention_backward(
     query, key, value = _grouped(query, key, value)
     sums = torch.unflatten(logsumexp, 0, (groups, per_group))
     for start, stop in pairwise(ends):
-        document = (tensor[:, :, start:stop] for tensor in (gradient, query, key, value, output, sums))
+        given = (gradient, query, key, value, output, sums)
+        document = (_filled(tensor, start, stop, query.dtype) for tensor in given)
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=scale)
         # Heads that share a key add to its gradient.
         for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
         for result, tensor in zip(results, (for_query, for_key, for_value), strict=True):
-            result[0, :, start:stop] = tensor[..., : result.shape[-1]]
+            result[0, :, start:stop] = tensor[:, : stop - start, : result.shape[-1]]
     return results[0], results[1], results[2], for_sinks
 
 
@@ -194,6 +197,17 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     groups, per_group = key.shape[1], query.shape[1] // key.shape[1]
     key, value = (tensor[0][:, None].expand(-1, per_group, -1, -1) for tensor in (key, value))
     return torch.unflatten(query[0], 0, (groups, per_group)), key, value
+
+
+def _filled(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """A document's part of [groups, heads, T, ...], in bf16 with zeros after it: no earlier query sees them, and they have no gradient."""
+    document = tensor[:, :, start:stop]
+    if dtype is torch.float32 or (stop - start) % _BF16_LENGTHS == 0:
+        return document
+    groups, heads, num_tokens, *rest = document.shape
+    filled = document.new_zeros(groups, heads, num_tokens + -num_tokens % _BF16_LENGTHS, *rest)
+    filled[:, :, :num_tokens] = document
+    return filled
 
 
 def _like(tensor: Tensor) -> Tensor:
