@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from horizon_server.children.entry import Answer, EventWriter, Failure, Order, Orders, decode_line, serve
-from horizon_server.engine.compiled.layers import CompiledLayers
+from horizon_server.engine.compiled.layers import CompiledLayers, is_complete
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
@@ -114,6 +114,8 @@ class Compilation:
 
     def _compile(self) -> list[str]:
         """Have the child make what the library lacks; returns why it could not."""
+        if is_complete(self._template, self._library, self._request.target):
+            return []
         if shutil.which(_COMPILER) is None:
             return [f"there is no C++ compiler ({_COMPILER}) on this node"]
         scratch = self._library.make_scratch()

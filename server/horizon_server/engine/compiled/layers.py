@@ -39,6 +39,14 @@ def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
     return found
 
 
+def is_complete(template: Template, library: CodeLibrary, target: Target) -> bool:
+    """Whether the library knows every kind of layer that can be compiled."""
+    return all(
+        isinstance(pattern, NotCompilable) or library.find(layer_key(template, group, target)) is not None
+        for group, pattern in call_patterns(template).items()
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
     key: str
