@@ -188,6 +188,11 @@ def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(
 
 def test_a_second_job_compiles_nothing(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = Template.from_folder(folder)
+    monkeypatch.setattr("subprocess.Popen", None)
+    compilation, heard = compilation_of(template, request_for(folder, library), "on")
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == template.num_layers
+    assert heard.texts == [f"compiled layers: {template.num_layers} of {template.num_layers}"]
+    # And where a second job waited for the first one's compiler.
     monkeypatch.setattr(build, "build_package", None)
     texts: list[str] = []
     assert build.build_missing(template, CodeLibrary(library), target(), texts.append) == []
