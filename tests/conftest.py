@@ -27,6 +27,10 @@ sys.dont_write_bytecode = False
 # take the processors from the tests and the children that run at the same time.
 os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"})
 
+# Before triton is loaded, which reads it once: where there is no GPU, its kernels run in its interpreter.
+if not os.environ.get("HORIZON_REQUIRE_GPU"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The machine that lends the GPU has no hypothesis, and tests/gpu needs none.
 with suppress(ImportError):
     from hypothesis import HealthCheck, settings

@@ -46,7 +46,10 @@ class StageProcess:
         try:
             self._process.stdin.write(json.dumps([module, task.to_json()]).encode() + b"\n")
             self._process.stdin.flush()
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, task.end_s - time.monotonic()))
+            # Not select(), which refuses descriptors above 1023.
+            poll = select.poll()
+            poll.register(self._answers, select.POLLIN | select.POLLHUP)
+            ready = poll.poll(1000 * max(0.0, task.end_s - time.monotonic()))
             if ready and os.read(self._answers, 64):
                 return None
             if ready:

@@ -79,7 +79,9 @@ def test_an_evaluation_drops_nothing(
     assert trained != plain.trainer.train_step(rows).loss
 
     fresh = start(tiny_model(architecture, **DROPOUTS[architecture]))
-    assert fresh.trainer.evaluate(rows).eval_loss == start(tiny_model(architecture)).trainer.evaluate(rows).eval_loss
+    # Not to the bit: attention with dropout takes another way through the model's code.
+    expected = start(tiny_model(architecture)).trainer.evaluate(rows).eval_loss
+    assert fresh.trainer.evaluate(rows).eval_loss == pytest.approx(expected, rel=1e-7)
     assert fresh.trainer.train_step(rows).loss == trained, "an evaluation before does not change what is drawn"
 
 

@@ -26,7 +26,7 @@ def test_an_attempt_leaves_its_trace_and_an_evaluation_its_figures(
     (trace_file,) = (daemon.state_dir / "jobs" / job.job_id).glob("attempt-*/trace.json")
     trace = json.loads(trace_file.read_text())["traceEvents"]
     queues = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
-    assert set(queues.values()) == {"h2d", "compute", "d2h", "optimizer"}
+    assert set(queues.values()) == {"h2d", "compute", "d2h", "optimizer", "optimizer rows"}
     ran = {(queues[event["tid"]], event["name"]) for event in trace if event.get("cat") == "work"}
     assert {("h2d", "unit 1"), ("compute", "forward 1"), ("compute", "backward 1"), ("d2h", "gradient 1")} <= ran
     assert ("optimizer", "update 1") in ran

@@ -135,10 +135,13 @@ class Compilation:
         assert child.stdout is not None
         deadline_s = time.monotonic() + _MAX_COMPILE_S
         pending = b""
+        # Not select(), which refuses descriptors above 1023.
+        poll = select.poll()
+        poll.register(child.stdout, select.POLLIN | select.POLLHUP)
         while self._orders.current is Order.CONTINUE:
             if time.monotonic() > deadline_s:
                 return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
-            if not select.select([child.stdout], [], [], _POLL_S)[0]:
+            if not poll.poll(1000 * _POLL_S):
                 continue
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:

@@ -32,6 +32,8 @@ REQUEST: dict[str, Any] = {
     "device": "host",
     "device_limit_bytes": 1 << 30,
     "activation_placement": "device",
+    "compute_dtype": "float32",
+    "compiled": "/compiled",
     "trace": None,
 }
 
