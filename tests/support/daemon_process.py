@@ -101,7 +101,7 @@ class DaemonProcess:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=180,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

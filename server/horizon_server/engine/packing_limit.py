@@ -88,15 +88,16 @@ def supports_packing(hidden_states: HiddenStates, *, vocab_size: int, compute_dt
 
     # The first half is the packed row, the second the same documents in rows of their own.
     packed_ND, apart_ND = added_by([row(documents), *apart]).chunk(2)
+    # Never divided: layers of weights that are not finite, or of zeros, add nothing that could be divided by.
     size = float(apart_ND.norm())
-    error, tolerance = float((packed_ND - apart_ND).norm()) / size, _PROBE_TOLERANCE[compute_dtype]
+    error, tolerance = float((packed_ND - apart_ND).norm()), _PROBE_TOLERANCE[compute_dtype] * size
     if error <= tolerance or compute_dtype == torch.float32:
         return error <= tolerance
     # Packed and single rows may run in different kernels of attention, and in a deep model their rounding alone adds up to more than that:
     # two kernels on the same rows, which cannot mix documents, show how much.
     with sdpa_kernel(SDPBackend.MATH):
-        noise = float((added_by(apart) - apart_ND).norm()) / size
-    return error <= min(_TIMES_NOISE * noise, _MOST_NOISE)
+        noise = float((added_by(apart) - apart_ND).norm())
+    return error <= min(_TIMES_NOISE * noise, _MOST_NOISE * size)
 
 
 def split_row(micro_batch: MicroBatch, *, max_tokens: int | None) -> list[MicroBatch]:
