@@ -97,8 +97,10 @@ def test_losses_gradients_and_updates_are_those_of_a_plain_loop_in_bf16(
 
         loss, wanted = gradients_of(plain, rows, plain_loss)
         got = {name: run.gradient(name) for name in wanted}
-        assert report.loss == pytest.approx(loss, rel=1e-4)
-        assert relative_error(got, wanted) <= 8 * ROUNDING
+        assert report.loss == pytest.approx(loss, rel=5e-4)
+        # Attention rounds elsewhere than the model's own code, so both are compared with the truth.
+        _, exact = gradients_of(reference, rows, plain_loss)
+        assert relative_error(got, exact) <= max(4 * ROUNDING, 1.5 * relative_error(wanted, exact))
         # From the same gradients, because AdamW makes a full step of one that is nothing but rounding.
         for name, master in reference.named_parameters():
             master.grad = got[name].clone()

@@ -104,6 +104,8 @@ def _json_type(hint: Any) -> Any:
         return Union[tuple(_json_type(one) for one in arguments)]  # noqa: UP007  # built while running
     if origin is tuple:
         return list[_json_type(arguments[0])]  # type: ignore[misc]  # built while running
+    if origin in (dict, Mapping):
+        return dict[arguments[0], _json_type(arguments[1])]  # type: ignore[misc,valid-type]  # built while running
     return body_of(cast(Any, hint)) if dataclasses.is_dataclass(hint) else hint
 
 
