@@ -115,6 +115,6 @@ def _median(rates: Iterable[float | None]) -> float | str:
 
 
 def _two_units(num_elements: int) -> StoreLayout:
-    """Two layers of one tensor each, of so many elements."""
+    """Two layers of one tensor each, with `num_elements` elements."""
     shapes = {f"model.layers.{index}.w.weight": (num_elements,) for index in range(2)}
     return build_layout({"model.embed_tokens.weight": (1, 1), **shapes}, num_layers=2, tied=True)

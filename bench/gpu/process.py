@@ -55,7 +55,7 @@ class StageProcess:
             if ready:
                 self._process.wait()
         except BrokenPipeError:
-            # It ended after its last answer: not this stage's fault, but there is no process to run it.
+            # The process ended after its last answer, so this stage cannot run. The stage is not the cause.
             self._process.wait()
         self._log.seek(log_start)
         return self._log.read().decode("utf-8", errors="replace")

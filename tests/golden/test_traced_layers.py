@@ -55,7 +55,7 @@ def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> N
             difference, worst = greatest_difference(template, group, pattern, graphs, lengths)
             # Norms and activations are taken apart when they are traced, which rounds otherwise.
             assert difference <= 5e-6, (lengths, worst)
-    # Should one of these be traced some day, so much the better: then it moves out of the list.
+    # A kind that a later torch can trace moves out of the list.
     assert eager == EAGER.get(architecture, (set(), ""))[0]
 
 

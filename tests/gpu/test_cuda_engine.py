@@ -348,7 +348,7 @@ def test_a_step_that_does_not_fit_leaves_its_memory_to_the_next_device(
     with pytest.raises(DoesNotFit, match="device memory: ") as kept:
         run.trainer.train_step([pack(documents(4096))])
 
-    # The error is still held, as it is by whoever reports it; the half GiB of logits is not.
+    # The error is still referenced, as in the code that reports it; the 512 MiB of logits are freed.
     assert kept.value is not None
     assert torch.cuda.memory_allocated() - held_before < 128 << 20
 

@@ -192,7 +192,7 @@ def test_the_plan_predicts_in_its_dtype_and_hints_at_a_faster_one(folder: Path) 
         == "train.compute_dtype: bfloat16 is predicted to be 3.0 times as fast on this CPU, at the precision of bf16"
     )
     assert rounded.hint == ""
-    # Who has chosen, or would gain nothing, needs no hint; without rates there is no number to give.
+    # No hint where the spec names a dtype, where bf16 gains nothing, or where no rates were measured.
     assert worker_memory(folder, spec_of(compute_dtype="float32"), rates=both).plan.hint == ""
     assert worker_memory(folder, spec_of(), rates={"host": rates(1e9), "host_bfloat16": rates(1e9)}).plan.hint == ""
     assert worker_memory(folder, spec_of(), rates={"host": rates(1e9)}).plan.hint == ""

@@ -29,7 +29,7 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
     refusals = []
     for number, (group, pattern) in enumerate(patterns.items(), start=1):
         if isinstance(pattern, NotCompilable):
-            continue  # whoever loads the layers finds that out too
+            continue  # `CompiledLayers.load` reports the reason
         key = layer_key(template, group, target)
         with library.locked(key):
             entry = library.find(key)
