@@ -49,6 +49,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         train_on=draw(st.sampled_from(["assistant", "last-assistant", "all"])),
         max_skipped_steps=draw(st.integers(1, 100_000_000)),
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
+        compile=draw(st.sampled_from(["auto", "on", "off"])),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
     )
 

@@ -323,6 +323,10 @@ class Planner:
             field, what = "train.compute_dtype", "is float32, which only the host device computes in"
             violation = FieldViolation(field=field, description=what)
             raise InvalidSpec(f"{field} {what}; use bfloat16 or auto, or device: host", violations=[violation])
+        if spec.train.compile == "on" and spec.train.matmul == "fp8":
+            field, what = "train.compile", "is on, and layers whose products are in fp8 are never compiled"
+            violation = FieldViolation(field=field, description=what)
+            raise InvalidSpec(f"{field} {what}; use auto or off, or train.matmul: bf16", violations=[violation])
         return _Choice(
             device_kind=device_kind,
             compute_dtype=compute_dtype,

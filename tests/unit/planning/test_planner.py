@@ -143,6 +143,14 @@ def test_the_spec_chooses_the_dtype_and_auto_the_devices_default(
     assert memory.grad_dtype_bytes == grad_bytes
 
 
+def test_compiled_fp8_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.compile is on, .*fp8.*use auto or off, or train\.matmul: bf16"
+    ) as refusal:
+        worker_memory(folder, spec_of(compile="on", matmul="fp8"))
+    assert [violation.field for violation in refusal.value.violations] == ["train.compile"]
+
+
 def test_float32_on_cuda_is_refused_by_field(folder: Path) -> None:
     with pytest.raises(
         InvalidSpec, match=r"train\.compute_dtype is float32.*use bfloat16 or auto, or device: host"
