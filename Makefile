@@ -8,7 +8,7 @@ TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 5 ? n 
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test verify fix bench protos client dashboards job-spec figures clean
+.PHONY: help demo test test-all verify fix bench protos client dashboards job-spec figures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,10 @@ demo: .venv/.server ## a whole fine-tuning job on this machine: daemon, upload, 
 
 test: .venv/.dev ## the whole test suite, or what ARGS names
 	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses $(TEST_PROCESSES) --dist worksteal)
+
+test-all: .venv/.dev ## the whole test suite with all fuzz cases, all kill points and the long soak: hours
+	@HORIZON_TEST_ALL=1 HORIZON_FUZZ_CASES=$${HORIZON_FUZZ_CASES:-10000} HORIZON_KILLS=$${HORIZON_KILLS:-300} \
+		HORIZON_SOAK_S=$${HORIZON_SOAK_S:-7200} $(MAKE) test
 
 verify: .venv/.dev ## lint, types, architecture, wire contract, generated files
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
 """`make bench`: every benchmark that needs no GPU, each in a process of its own, with the machine and the date on top.
 
-python -m bench                 # all, about ten minutes on two cores
+python -m bench                 # all, about 25 minutes on two cores
 python -m bench adamw link      # some
 """
 
@@ -24,6 +24,8 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "data": ("From a file to micro-batches", []),
     "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),
+    "service_load": ("What polling clients and watchers cost", ["--quick"]),
+    "sharing": ("Several jobs on one device", ["--quick"]),
 }
 
 

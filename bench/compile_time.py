@@ -13,11 +13,12 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from bench.models import SHAPES, qwen3_config
-from horizon_server.children.entry import EventWriter, Order
+from horizon_server.children.entry import EventWriter
 from horizon_server.engine.template import Template
 from horizon_server.planning.ledger import micro_batch_tokens
 from horizon_server.store.cpus import available_cpus
 from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker_link.orders import Order
 
 
 class _NoOrders:
@@ -28,9 +29,6 @@ class _NoOrders:
 
 class _Silent(EventWriter):
     """Drops what a worker would report."""
-
-    def __init__(self) -> None:
-        pass
 
     def send(self, line: object) -> None:
         """Drop a line."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_server.planning.gpus import estimated_rates
+from horizon_server.planning.gpus import estimated_rates, gpu_named, usable_device_bytes
+from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
+from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import EngineFacts, work_of_step
@@ -36,6 +38,7 @@ class Variant:
     row_tokens: int = 4096
     host_gbps: float = 200
     gemm_factor: float = 1.0
+    uses_spare_memory: bool = False
 
 
 _GROUPED = dataclasses.replace(_PLAIN, micro_batch_tokens=16384)
@@ -53,6 +56,7 @@ VARIANTS: Mapping[str, Variant] = {
     "3": Variant(title="3: 2 and a fused head, chunks of 8,192 tokens", facts=_FUSED_HEAD),
     "4": Variant(title="4: 3 and weight gradients summed in the product", facts=_IN_GEMM),
     "5": Variant(title="5: 4 and the embedding kept on the device", facts=_NO_ENDS),
+    "6": Variant(title="6: 5 and spare memory keeps products", facts=_NO_ENDS, uses_spare_memory=True),
     "fp8": Variant(title="5 with FP8 products (1.55 times as fast)", facts=_NO_ENDS, gemm_factor=1.55),
 }
 
@@ -87,16 +91,49 @@ def forecast(variant: Variant, num_tokens: int, folder: ModelFolder) -> StepPred
     (width,) = rates.widths
     faster = tuple((tokens, variant.gemm_factor * rate) for tokens, rate in width.gemm_flops_per_s)
     rates = dataclasses.replace(rates, widths=(dataclasses.replace(width, gemm_flops_per_s=faster),))
-    work = work_of_step(
-        folder,
-        tokens_per_step=num_tokens,
-        sequence_length=variant.row_tokens,
-        device_kind="cuda",
-        grad_bytes=2,
-        activation_placement="device",
-        facts=variant.facts,
+
+    def step(kept: KeptOnDevice) -> StepPrediction:
+        work = work_of_step(
+            folder,
+            tokens_per_step=num_tokens,
+            sequence_length=variant.row_tokens,
+            device_kind="cuda",
+            grad_bytes=2,
+            activation_placement="device",
+            facts=variant.facts,
+            kept=kept,
+        )
+        return predict_step(work, rates, shares_processors=False)
+
+    return step(_kept(variant, num_tokens, folder, step) if variant.uses_spare_memory else NOTHING_KEPT)
+
+
+def _kept(
+    variant: Variant, num_tokens: int, folder: ModelFolder, step: Callable[[KeptOnDevice], StepPrediction]
+) -> KeptOnDevice:
+    """What a plan would keep in the memory that the job leaves."""
+
+    def device_bytes(kept: KeptOnDevice) -> int:
+        plan = plan_memory(
+            folder.layout,
+            model=folder.shape,
+            tokens_per_step=num_tokens,
+            sequence_length=variant.row_tokens,
+            device_kind="cuda",
+            grad_bytes=2,
+            micro_batch_tokens=variant.facts.micro_batch_tokens,
+            kept=kept,
+        )
+        return plan.device_total_bytes
+
+    needed = device_bytes(NOTHING_KEPT)
+    return choose_kept(
+        lambda kept: step(kept).step_s,
+        room_bytes=int(SPARE_USABLE * usable_device_bytes(gpu_named("h100").memory_bytes)) - needed,
+        num_layers=LAYERS,
+        resident_bytes=lambda num_layers: device_bytes(KeptOnDevice(resident_layers=num_layers)) - needed,
+        layer_product_bytes=product_bytes(folder.layout, folder.shape, num_tokens=num_tokens, element_bytes=2),
     )
-    return predict_step(work, rates, shares_processors=False)
 
 
 def table() -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows of short documents: packed and unpacked, computed one by one or laid end to end up to a number of tokens.
+"""Rows of short documents: packed and unpacked, computed row by row or up to a number of tokens at once.
 
 Every round times each variant once, in turn, so that what else the machine does meets all of them; medians are compared.
 
@@ -42,34 +42,38 @@ def main() -> None:
     parser.add_argument("--shape", default="40m")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step")
     parser.add_argument("--document", type=int, default=200, help="tokens of a short document")
-    parser.add_argument("--row", type=int, default=4096, help="tokens of a packed row, and of the long document")
-    parser.add_argument("--joined", type=int, nargs="*", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a packed row")
+    parser.add_argument(
+        "--joined", type=int, nargs="*", default=[0, 2048], help="tokens computed at once; 0: row by row"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     config = qwen3_config(arguments.shape)
     template = Template.from_config(config)
-    short = documents_in_rows(arguments.tokens, arguments.document, 1)
-    packed = documents_in_rows(arguments.tokens, arguments.document, arguments.row // arguments.document)
-    variants = {
-        f"one document of {arguments.row} a row": (documents_in_rows(arguments.tokens, arguments.row, 1), 0),
-        f"packed rows of {arguments.row}": (packed, 0),
-        "a short document a row": (short, 0),
-        **{f"the same, joined to {size}": (short, size) for size in arguments.joined},
+    rows = {
+        "unpacked": documents_in_rows(arguments.tokens, arguments.document, 1),
+        "packed": documents_in_rows(arguments.tokens, arguments.document, arguments.row // arguments.document),
     }
-    trainers = {name: _trainer(template, size) for name, (_, size) in variants.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in variants}
+    variants = [(size, name) for size in arguments.joined for name in rows]
+    trainers = {size: _trainer(template, size) for size in arguments.joined}
+    speeds: dict[tuple[int, str], list[float]] = {variant: [] for variant in variants}
     for index in range(arguments.rounds + 1):
-        for name, (rows, _) in variants.items():
+        for size, name in variants:
             start_s = time.perf_counter()
-            figures = trainers[name].train_step(rows)
-            trainers[name].flush()
+            figures = trainers[size].train_step(rows[name])
+            trainers[size].flush()
             # The first round finds room for everything.
             if index:
-                speeds[name].append(figures.num_tokens / (time.perf_counter() - start_s))
-    base = statistics.median(speeds["a short document a row"])
-    print("| rows | tokens/s | to a short document a row |\n| --- | --- | --- |")
-    for name, found in speeds.items():
-        print(f"| {name} | {statistics.median(found):,.0f} | {statistics.median(found) / base:.2f} |")
+                speeds[size, name].append(figures.num_tokens / (time.perf_counter() - start_s))
+    print(
+        "| tokens at once | unpacked tokens/s | packed tokens/s | packed / unpacked (median of rounds) |\n| --- | --- | --- | --- |"
+    )
+    for size in arguments.joined:
+        unpacked, packed = speeds[size, "unpacked"], speeds[size, "packed"]
+        ratio = statistics.median(one / other for one, other in zip(packed, unpacked, strict=True))
+        print(
+            f"| {size or 'a row'} | {statistics.median(unpacked):,.0f} | {statistics.median(packed):,.0f} | {ratio:.2f} |"
+        )
 
 
 def _trainer(template: Template, micro_batch_tokens: int) -> Trainer:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.planner import LayerProbe
 from horizon_server.settings import child_environment
@@ -26,7 +26,15 @@ NUM_THREADS = 2
 VOCAB = 1024
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "pad_token_id": 7}
-_GPT = {"n_layer": 3, "n_head": 4, "n_embd": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT = {
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 128,
+    "n_inner": 256,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _LATENT = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
@@ -91,7 +99,13 @@ def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
     template = Template.from_folder(folder)
     store = HostStore.allocate(template.layout, grad_dtype=torch.float32)
     load_model(store, folder)
-    config = TrainConfig(num_steps=2, learning_rate=1e-5, max_grad_norm=1.0, optimizer_threads=NUM_THREADS)
+    config = TrainConfig(
+        num_steps=2,
+        learning_rate=1e-5,
+        max_grad_norm=1.0,
+        optimizer_threads=NUM_THREADS,
+        micro_batch_tokens=micro_batch_tokens(template.hidden_size, "host"),
+    )
     device = HostDevice(num_threads=NUM_THREADS)
     trainer = Trainer(template, store, device, config)
     ids_T = torch.randint(VOCAB, (sum(document_lengths),))
@@ -114,34 +128,34 @@ def train(folder: Path, document_lengths: tuple[int, ...]) -> None:
     store.close()
 
 
-def _print_line(family: str, row_tokens: int, *, packed: bool) -> None:
-    lengths = (row_tokens // 4,) * 4 if packed else (row_tokens,)
-    with tempfile.TemporaryDirectory() as name:
-        # In processes of their own, so that the measured one finds the memory free.
-        code = "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
-        command = [sys.executable, "-c", code, name, family, str(row_tokens)]
-        subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
-        folder = open_model_folder(Path(name))
-        plan = plan_memory(
-            folder.layout,
-            model=folder.shape,
-            tokens_per_step=sum(lengths),
-            sequence_length=row_tokens,
-            device_kind="host",
-            grad_bytes=4,
-            num_threads=NUM_THREADS,
-            layer=LayerProbe(child_environment())(folder),
-        )
-        code = "import sys, pathlib, bench.long_rows as b; b.train(pathlib.Path(sys.argv[1]), tuple(map(int, sys.argv[2:])))"
-        command = [sys.executable, "-c", code, name, *map(str, lengths)]
-        done = subprocess.run(
-            command, check=True, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-    peak, planned = int(json.loads(done.stdout.splitlines()[-1])), plan.host_total_bytes
-    print(
-        f"| {family} | {' + '.join(map(str, lengths))} | {planned / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB | {peak / planned:.2f} |",
-        flush=True,
+def planned_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
+    """Host memory planned for steps of one row of such documents."""
+    found = open_model_folder(folder)
+    plan = plan_memory(
+        found.layout,
+        model=found.shape,
+        tokens_per_step=sum(lengths),
+        sequence_length=sum(lengths),
+        device_kind="host",
+        grad_bytes=4,
+        num_threads=NUM_THREADS,
+        layer=LayerProbe(child_environment())(found),
+        micro_batch_tokens=micro_batch_tokens(found.shape.hidden_size, "host"),
+        longest_document=max(lengths),
     )
+    return plan.host_total_bytes
+
+
+def measured_bytes(folder: Path, lengths: tuple[int, ...]) -> int:
+    """The peak of a process that takes two such steps."""
+    code = (
+        "import sys, pathlib, bench.long_rows as b; b.train(pathlib.Path(sys.argv[1]), tuple(map(int, sys.argv[2:])))"
+    )
+    command = [sys.executable, "-c", code, str(folder), *map(str, lengths)]
+    done = subprocess.run(
+        command, check=True, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    return int(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
@@ -158,8 +172,17 @@ def main() -> None:
     parser.add_argument("--packed", action="store_true", help="four documents in the row")
     arguments = parser.parse_args()
     print("| family | documents | planned peak | measured peak | measured / planned |\n| --- | --- | --- | --- | --- |")
+    lengths = (arguments.row // 4,) * 4 if arguments.packed else (arguments.row,)
+    documents = " + ".join(map(str, lengths))
     for family in arguments.families or FAMILIES:
-        _print_line(family, arguments.row, packed=arguments.packed)
+        with tempfile.TemporaryDirectory() as name:
+            # In a process of its own, so that the measured one finds the memory free.
+            code = "import sys, pathlib, bench.long_rows as b; b.write_model(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+            command = [sys.executable, "-c", code, name, family, str(arguments.row)]
+            subprocess.run(command, check=True, env=child_environment(), stderr=subprocess.DEVNULL)
+            planned, peak = planned_bytes(Path(name), lengths), measured_bytes(Path(name), lengths)
+        sizes = f"{planned / 2**20:,.0f} MiB | {peak / 2**20:,.0f} MiB"
+        print(f"| {family} | {documents} | {sizes} | {peak / planned:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The plain loop is what one would write for a model that fits: gradient checkpointing, clip 1.0, fused AdamW. Both run a few steps at a
 time; the engine's update of each step is flushed and counted, although a longer run would hide it in the next step. With `--dtype
-bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them. With `--compile FOLDER` the engine's
+bfloat16` both compute in bf16 with fp32 masters, and the engine in fp32 takes turns with them, as do a layer's products alone: what bf16
+gains there is the most that a step could gain. With `--compile FOLDER` the engine's
 layers are compiled and kept in that folder, and the plain loop with its layers compiled by torch.compile takes turns with them; nobody's
 compiling is timed.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from bench.models import plain_model, qwen3_config, random_rows, random_store
 from horizon_server.engine.compiled.build import build_missing
@@ -152,16 +154,43 @@ def measure(
         worst = max(worst, abs(timed["ours"][1] - timed["plain"][1]) / timed["plain"][1])
         if i:
             turns.append({name: seconds for name, (seconds, _) in timed.items()})
+        if i and dtype is not torch.float32:
+            turns[-1]["products"] = _gain_of_products(config, dtype)
     tokens = num_steps * num_rows * row_tokens
     result = {f"{name}_tokens_per_s": tokens / statistics.median(turn[name] for turn in turns) for name in steps}
     result["ratio"] = statistics.median(turn["plain"] / turn["ours"] for turn in turns)
     result["loss_difference"] = worst
+    if dtype is not torch.float32:
+        result["of_products"] = statistics.median(turn["products"] for turn in turns)
     for name in ("exact", "compiled_plain"):
         if name in steps:
             result[f"of_{name}"] = statistics.median(turn[name] / turn["ours"] for turn in turns)
     for engine in engines.values():
         engine.close()
     return result
+
+
+def _gain_of_products(config: PretrainedConfig, dtype: torch.dtype, num_tokens: int = 2048) -> float:
+    """How much quicker the feed-forward part's three products, forward and backward, are in a dtype than in fp32."""
+    seconds = {}
+    for kind in (torch.float32, dtype):
+        inputs, outputs, weight = (
+            torch.randn(shape, dtype=kind)
+            for shape in (
+                (num_tokens, config.hidden_size),
+                (num_tokens, config.intermediate_size),
+                (config.intermediate_size, config.hidden_size),
+            )
+        )
+        took = []
+        for _ in range(5):
+            started_s = time.perf_counter()
+            inputs @ weight.t()
+            outputs @ weight
+            outputs.t() @ inputs
+            took.append(time.perf_counter() - started_s)
+        seconds[kind] = min(took)
+    return seconds[torch.float32] / seconds[dtype]
 
 
 def _timed(step: Callable[[list[MicroBatch]], float], rows: list[MicroBatch], num_steps: int) -> tuple[float, float]:
@@ -184,9 +213,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print(
         "| shape | dtype | rows x tokens | threads | engine tokens/s | plain PyTorch tokens/s | ratio (median of pairs) "
-        "| engine / its own fp32 | engine / torch.compile | loss differs by |"
+        "| engine / its own fp32 | products alone, to fp32 | engine / torch.compile | loss differs by |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for shape in arguments.shape:
         found = measure(
             shape,
@@ -198,7 +227,9 @@ def main() -> None:
             dtype=TORCH_DTYPE[arguments.dtype],
             library=CodeLibrary(arguments.compile) if arguments.compile else None,
         )
-        others = [f"{found[name]:.2f}" if name in found else "-" for name in ("of_exact", "of_compiled_plain")]
+        others = [
+            f"{found[name]:.2f}" if name in found else "-" for name in ("of_exact", "of_products", "of_compiled_plain")
+        ]
         print(
             f"| {shape} | {arguments.dtype} | {arguments.rows} x {arguments.row_tokens} | {arguments.threads} "
             f"| {found['ours_tokens_per_s']:,.0f} | {found['plain_tokens_per_s']:,.0f} | {found['ratio']:.2f} | {' | '.join(others)} "

@@ -48,7 +48,7 @@ class CpuRuntime:
         self.pinnable_bytes = pinnable_bytes
         self.registered: dict[int, int] = {}
         self.memory_bytes: int | None = None
-        self.peak_bytes = self.reserved_bytes = 0
+        self.peak_bytes = self.reserved_bytes = self.num_releases = 0
         self.broken: str | None = None
         self.is_full = False
 
@@ -89,6 +89,9 @@ class CpuRuntime:
 
     def limit_memory(self, num_bytes: int | None) -> None:
         self.memory_bytes = num_bytes
+
+    def release_cached(self) -> None:
+        self.num_releases += 1
 
     def peak_allocated_bytes(self) -> int:
         return self.peak_bytes

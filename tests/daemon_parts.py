@@ -7,30 +7,41 @@ of gRPC and REST start their servers over `DaemonParts.services`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import signal
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from tests.support.processes import collect_workers, processes_of
 
 from horizon_server.api.services import Services
 from horizon_server.db.database import Database
 from horizon_server.demo.recipe import demo_chats
 from horizon_server.events import JobEvent, Payload, StepDone
+from horizon_server.jobs.scheduler import LOOK_EVERY_S
 from horizon_server.main import Parts, run_queue, wire
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.sharing import Allowance, Holder, NodeCondition, NodeMode, Quota
 from horizon_server.settings import Settings
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 REPOSITORY = Path(__file__).parents[1]
 WAIT_S = 60.0
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
+
+ROOT = Principal(name="root", role="admin", project="root")
 
 _RUNNING = (JobState.PREPARING, JobState.STARTING, JobState.RUNNING)
 _MOVES = {
@@ -66,6 +77,25 @@ class Script:
     die_at: Moment | None = None
     exit_at: Moment | None = None
     fail_at: Moment | None = None
+    compute_share: float = 1.0
+    """Part of a step's time in which it says that the device was busy."""
+    keep_turn: bool = False
+    """Never give the device back between steps, whatever the daemon wants."""
+    die_on_device: int | None = None
+    """In that step, after `step_s`, while it has its turn."""
+    die_waiting: int | None = None
+    """When it first asks for the device for that step or a later one."""
+    checkpoint_bytes: int = 24
+    """The size that it reports of a checkpoint, which it reports to have written in a tenth of a second."""
+    slow_at: int | None = None
+    """Take `slow_s` for that step, at work all the time."""
+    slow_s: float = 0.0
+    hang_at: int | None = None
+    """Do nothing any more in that step of the first attempt, while it has its turn; the link still works."""
+    no_space: bool = False
+    """A checkpoint that an order in the first attempt leads to has no space on the disk."""
+    early_stop_at: int | None = None
+    """End with success after that step, as if its evaluations no longer got better."""
     every_attempt: bool = False
 
 
@@ -82,12 +112,15 @@ def blob_file(path: str, content: bytes) -> BlobFile:
 class DaemonParts:
     """The wired daemon of one state folder, and short ways to do what its users do."""
 
-    def __init__(self, parts: Parts, database: Database, settings: Settings, model_folder: Path) -> None:
+    def __init__(
+        self, parts: Parts, database: Database, settings: Settings, model_folder: Path, worker_module: str
+    ) -> None:
         self.parts = parts
         self.database = database
         self.settings = settings
         self.state_dir = settings.state_dir
         self.model_folder = model_folder
+        self.worker_module = worker_module
         """A folder that jobs may name as their model without a push."""
         self._queue: asyncio.Task[None] | None = None
 
@@ -115,7 +148,9 @@ class DaemonParts:
 
         await self.services.blobs.write(owner, blob_file("content", content).ref, 0, chunks())
 
-    async def dataset(self, owner: Principal, name: str = "chats", content: bytes | None = None) -> DatasetRecord:
+    async def dataset(
+        self, owner: Principal, name: str = "chats", content: bytes | None = None, *, path: str | None = None
+    ) -> DatasetRecord:
         """Push a dataset of one file until it is READY."""
         content = chat_rows() if content is None else content
         record = await self.services.datasets.create(
@@ -124,14 +159,18 @@ class DaemonParts:
             name=name,
             format="auto",
             field_map={},
-            files=[blob_file(f"{name}.jsonl", content)],
+            files=[blob_file(path or f"{name}.jsonl", content)],
         )
         await self.upload(owner.name, content)
         return await self.services.datasets.finalize(owner, record.dataset_id)
 
-    async def model(self, owner: Principal, name: str = "tiny", folder: Path | None = None) -> ModelRecord:
-        """Push a model folder until it is READY."""
-        contents = {path.name: path.read_bytes() for path in sorted((folder or self.model_folder).iterdir())}
+    async def model(
+        self, owner: Principal, name: str = "tiny", folder: Path | None = None, *, extra: Mapping[str, bytes] = _NOTHING
+    ) -> ModelRecord:
+        """Push a model folder, and `extra` files, until it is READY."""
+        contents = {path.name: path.read_bytes() for path in sorted((folder or self.model_folder).iterdir())} | {
+            **extra
+        }
         files = [blob_file(path, content) for path, content in contents.items()]
         record = await self.services.models.create(owner, request_id=str(uuid.uuid4()), name=name, files=files)
         for content in contents.values():
@@ -211,7 +250,17 @@ class DaemonParts:
 
     async def job(self, job_id: str) -> JobRecord:
         """Return a job of any owner as it stands."""
-        return await self.services.jobs.get(Principal(name="root", role="admin", project="root"), job_id)
+        return await self.services.jobs.get(ROOT, job_id)
+
+    async def set_node(self, mode: NodeMode = "open", **values: Any) -> None:
+        """Open, cordon or drain the node as an admin does. While it is cordoned, jobs stay in the queue."""
+        await self.services.sharing.set_node(ROOT, NodeCondition(mode=mode, **values))
+
+    async def allow(self, holder: Holder, name: str, *, weight: float = 1.0, **quota: Any) -> None:
+        """Set what a user or project may take; the scheduler sees it at its next look."""
+        allowance = Allowance(holder=holder, name=name, weight=weight, quota=Quota(**quota))
+        await self.services.sharing.store.set_allowance(allowance)
+        self.parts.scheduler.wake()
 
     async def until(self, job_id: str, *states: JobState, step: int = 0, attempt: int = 0) -> JobRecord:
         """Wait until the job is in one of the states (where any is named), has done that many steps, and is at least in that attempt."""
@@ -228,18 +277,37 @@ class DaemonParts:
         async with asyncio.timeout(WAIT_S):
             return [event async for event in self.parts.journal.follow(job_id, 0)]
 
+    async def settle(self) -> None:
+        """Settle what an earlier daemon left, where none of its workers is alive."""
+        await self.parts.scheduler.recover()
+        await self.parts.scheduler.until_empty()
+
     def start_queue(self) -> None:
         """Settle what an earlier daemon left and serve the queue, until `drain`."""
         self._queue = asyncio.create_task(run_queue(self.parts), name="queue")
 
     async def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Stop as on SIGTERM: checkpoint the running job, then end the queue and every watch."""
+        """Stop as on SIGTERM: checkpoint the resident jobs, then end the queue and every watch."""
         await self.parts.drain(timeout_s)
         if self._queue is not None:
             await asyncio.wait_for(self._queue, WAIT_S)
 
     async def crash(self) -> None:
-        """Leave the database as a daemon does that is killed together with its worker."""
+        """Leave the database as a daemon does that is killed together with its workers."""
+        await self.vanish()
+        killed = processes_of(self.worker_module, self.state_dir)
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        end_s = time.monotonic() + WAIT_S
+        while processes_of(self.worker_module, self.state_dir):
+            assert time.monotonic() < end_s, "a killed worker is still there"
+            await asyncio.sleep(0.01)
+        for pid in killed:
+            with contextlib.suppress(ChildProcessError):
+                await asyncio.to_thread(os.waitpid, pid, 0)
+
+    async def vanish(self) -> None:
+        """Leave database and workers as a daemon does that is killed: the workers train on."""
         assert self._queue is not None
         self._queue.cancel()
         await asyncio.wait([self._queue])
@@ -253,7 +321,14 @@ class DaemonParts:
 
 @asynccontextmanager
 async def daemon_parts(
-    state_dir: Path, *, model_folder: Path, prepared: Path | None = None, queue: bool = True, **settings: Any
+    state_dir: Path,
+    *,
+    model_folder: Path,
+    prepared: Path | None = None,
+    queue: bool = True,
+    worker_module: str = "tests.scripted_worker",
+    look_every_s: float = LOOK_EVERY_S,
+    **settings: Any,
 ) -> AsyncIterator[DaemonParts]:
     """Make and run a daemon without its servers.
 
@@ -262,12 +337,17 @@ async def daemon_parts(
         model_folder: what `write_demo_model` has written, outside the state folder.
         prepared: prepared data shared with other daemons, so that the same data is prepared once.
         queue: whether jobs are run; `DaemonParts.start_queue` does it later.
+        worker_module: what trains; WORKER_MODULE of jobs/attempt.py is the real one.
+        look_every_s: how often the scheduler looks at the queue where nothing happens.
         settings: more of the daemon's settings.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     if prepared is not None and not (state_dir / "prepared").exists():
         (state_dir / "prepared").symlink_to(prepared)
-    made = Settings(**{"state_dir": state_dir, "model_roots": (model_folder,), "drain_timeout_s": 30.0, **settings})
+    # A slice that no test has to wait for.
+    # And no restart of a worker that a script has killed, where a test does not want it.
+    usual = {"model_roots": (model_folder,), "drain_timeout_s": 30.0, "time_slice_s": 0.1, "max_restarts": 0}
+    made = Settings(**{"state_dir": state_dir, **usual, **settings})
     database = await Database.open(made.database_path)
     try:
         parts = await wire(
@@ -275,10 +355,11 @@ async def daemon_parts(
             database,
             found=(),
             usable=(),
-            worker_module="tests.scripted_worker",
+            worker_module=worker_module,
             more_environment={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
         )
-        daemon = DaemonParts(parts, database, made, model_folder)
+        parts.scheduler.look_every_s = look_every_s
+        daemon = DaemonParts(parts, database, made, model_folder, worker_module)
         if queue:
             daemon.start_queue()
         try:
@@ -287,3 +368,4 @@ async def daemon_parts(
             await daemon.close()
     finally:
         await database.close()
+        collect_workers(state_dir / "jobs")  # those that an earlier daemon of this process had left

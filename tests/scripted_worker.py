@@ -1,6 +1,6 @@
-"""A worker that trains nothing: it follows a script, and speaks the protocol of the real one over the real pipes.
+"""A worker that trains nothing: it follows a script, and speaks the protocol of the real one over the real link.
 
-`python -m tests.scripted_worker REQUEST --events-fd N`, as the daemon starts its workers. The script is `scripts/<name of the job>.json`
+`python -m tests.scripted_worker REQUEST`, as the daemon starts its workers. The script is `scripts/<name of the job>.json`
 or `scripts/any.json` in the state folder; `Script` in tests/daemon_parts.py says what it may contain. The rest is as the job's spec says.
 """
 
@@ -10,15 +10,18 @@ import json
 import logging
 import os
 import signal
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from horizon_server.children.entry import EventWriter, Order, Orders, serve
+from horizon_server import progress
 from horizon_server.errors import Diverged
-from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
+from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone, TurnWanted
 from horizon_server.store.manifest import TRAINER_FOLDER, Manifest, record_file, write_manifest
+from horizon_server.worker.device_turn import DeviceTurn
+from horizon_server.worker_link.orders import Order
+from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 _LOOK_EVERY_S = 0.005
 _HOLD_AT_MOST_S = 60.0
@@ -27,7 +30,7 @@ _HOLD_AT_MOST_S = 60.0
 class ScriptedWorker:
     """One attempt, as its script wants it."""
 
-    def __init__(self, request: dict[str, Any], events: EventWriter) -> None:
+    def __init__(self, request: dict[str, Any], link: WorkerEnd) -> None:
         self.request = request
         scripts = Path(request["checkpoints"]).parents[2] / "scripts"
         found = [path for path in (scripts / f"{request['spec']['name']}.json", scripts / "any.json") if path.exists()]
@@ -35,33 +38,74 @@ class ScriptedWorker:
         # What ends a worker happens in the job's first attempt only, so that a resumed job gets to its end.
         self.first = self.request["attempt"] == 1 or self.script.get("every_attempt", False)
         self.released = scripts / f"{self.request['spec']['name']}.released"
-        self.events = events
-        self.orders = Orders()
+        self.events, self.orders = link, link.orders
         self.num_steps = self.script.get("num_steps") or self.request["spec"]["train"]["max_steps"] or 3
+        limits = request.get("limits") or {}
+        self.max_steps, self.deadline_s = limits.get("max_steps"), limits.get("deadline_s")
+        self.turn = DeviceTurn(
+            orders=self.orders,
+            events=link,
+            shared=request.get("turns", False),
+            deadline_s=self.deadline_s,
+            release=lambda: None,
+            lock=Path(request["device_lock"]) if request.get("device_lock") else None,
+        )
 
-    def run(self) -> str:
+    def run(self) -> dict[str, str]:
         """Do the steps that are left; return how that ended, as the real worker does."""
         self._at("start")
         resumed = self.request["resume_from"]
         done = int(Path(resumed).name.removeprefix("step-")) if resumed else 0
+        # As the real one, which needs the device before it is ready.
+        if not self._take_turn(done + 1):
+            return _answer("stopped")
         self.events.send(AttemptReady(step=done, num_steps=self.num_steps, device="host", packed_rows=4))
         if resumed:
             self.events.send(Message(level="info", text=f"continues after step {done}"))
         every = (
             self.script.get("checkpoint_every") or self.request["spec"]["checkpoint"]["every_steps"] or self.num_steps
         )
+        saved = done
         for step in range(done + 1, self.num_steps + 1):
             self._at(step)
+            reason = self._limit_at(step - 1)
+            has_turn = not reason and self._take_turn(step)
             if self.orders.current is Order.CANCEL:
-                return "stopped"
+                return self._end("stopped")
+            if not has_turn:
+                # A deadline that came while it waited.
+                reason = reason or self._limit_at(step - 1)
+                if step - 1 > saved or reason:
+                    self._checkpoint(step - 1)
+                return self._end("succeeded", reason) if reason else self._end("stopped")
             if self.orders.current is Order.STOP:
-                self._checkpoint(step - 1)
-                return "stopped"
+                if not self._has_no_space():
+                    self._checkpoint(step - 1)
+                return self._end("stopped")
             self._step(step)
             if step % every == 0 or step == self.num_steps:
                 self._checkpoint(step)
+                saved = step
         self._at("end")
-        return "succeeded"
+        return self._end("succeeded")
+
+    def _limit_at(self, step: int) -> str:
+        if self.script.get("early_stop_at") == step:
+            return "EARLY_STOPPED"
+        if self.max_steps is not None and step >= self.max_steps:
+            return "STEP_LIMIT"
+        return "WALL_CLOCK_LIMIT" if self.deadline_s is not None and time.time() >= self.deadline_s else ""
+
+    def _end(self, outcome: str, reason: str = "") -> dict[str, str]:
+        self.turn.give_back(release=True)
+        return _answer(outcome, reason)
+
+    def _take_turn(self, step: int) -> bool:
+        dies_from = self.script.get("die_waiting")
+        if self.first and dies_from is not None and step >= dies_from and not self.orders.has_turn:
+            self.events.send(TurnWanted())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.turn.take()
 
     def _at(self, moment: int | str) -> None:
         """Do what the script wants at this moment: `start`, before a step, or `end`."""
@@ -86,15 +130,44 @@ class ScriptedWorker:
             ordered, released = self.orders.current is not Order.CONTINUE, self.released.exists()
             if (ordered and released) if deaf else (ordered or released):
                 return
+            if not self.script.get("keep_turn"):
+                self.turn.boundary()
+            time.sleep(_LOOK_EVERY_S)
+
+    def _has_no_space(self) -> bool:
+        """Wait for disk space that never comes, as the real worker does, where the script wants that of the first attempt."""
+        if not self.first or not self.script.get("no_space"):
+            return False
+        self.orders.gives_up_waiting = False
+        self.events.send(Message(level="warning", text="no space"))
+        while not self.orders.gives_up_waiting and self.orders.current is not Order.CANCEL:
+            time.sleep(_LOOK_EVERY_S)
+        return True
+
+    def _be_slow(self, step: int) -> None:
+        """Take long for a step: at work, or, in the first attempt, hanging."""
+        slow_s = self.script.get("slow_s", 0.0)
+        if self.first and self.script.get("hang_at") == step:
+            threading.Event().wait(_HOLD_AT_MOST_S)
+        end_s = time.monotonic() + (slow_s if self.script.get("slow_at") == step else 0.0)
+        while time.monotonic() < end_s:
+            progress.advance()
             time.sleep(_LOOK_EVERY_S)
 
     def _step(self, step: int) -> None:
-        time.sleep(self.script.get("step_s", 0.0))
+        self._be_slow(step)
+        duration_s = self.script.get("step_s", 0.0)
+        time.sleep(duration_s)
+        if self.first and self.script.get("die_on_device") == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self.script.get("keep_turn"):
+            self.turn.boundary()
+        duration_s = duration_s or 0.1
         self.events.send(
             StepDone(
                 step=step, num_steps=self.num_steps, loss=1.0 / step, grad_norm=1.0, learning_rate=0.1, epoch=step / self.num_steps,
-                num_input_tokens_seen=8 * step, num_tokens=8, tokens_per_second=80.0, duration_s=0.1,
-                eta_s=0.1 * (self.num_steps - step),
+                num_input_tokens_seen=8 * step, num_tokens=8, tokens_per_second=80.0, duration_s=duration_s,
+                compute_s=duration_s * self.script.get("compute_share", 1.0), eta_s=0.1 * (self.num_steps - step),
             )
         )  # fmt: skip
         if step in self.script.get("eval_at", ()):
@@ -102,20 +175,26 @@ class ScriptedWorker:
 
     def _checkpoint(self, step: int) -> None:
         """Write a folder that the daemon takes for a whole checkpoint."""
+        self.turn.give_back(release=True)
         folder = Path(self.request["checkpoints"]) / f"step-{step:08d}"
         (folder / TRAINER_FOLDER).mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_bytes(f"weights after step {step}".encode())
         (folder / TRAINER_FOLDER / "trainer_state.json").write_text(json.dumps({"step": step}))
         names = ["model.safetensors", f"{TRAINER_FOLDER}/trainer_state.json"]
         write_manifest(folder, Manifest(files={name: record_file(folder / name) for name in names}, versions={}))
-        self.events.send(CheckpointWritten(step=step, duration_s=0.1, size_bytes=24))
+        size_bytes = self.script.get("checkpoint_bytes", 24)
+        self.events.send(CheckpointWritten(step=step, duration_s=0.1, size_bytes=size_bytes))
 
 
-def work(request: Any, events: EventWriter) -> str:
+def _answer(outcome: str, reason: str = "") -> dict[str, str]:
+    return {"outcome": outcome, "reason": reason, "message": f"the script says {reason}" if reason else ""}
+
+
+def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     """Run one attempt."""
     logging.basicConfig(level=logging.INFO)
-    return ScriptedWorker(request, events).run()
+    return ScriptedWorker(request, link).run()
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the worker", outlives_daemon=True))
+    serve_worker(work, who="the worker", progress_every_s=0.1)

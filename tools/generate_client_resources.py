@@ -24,7 +24,17 @@ PACKAGE = ".horizon_proto.v1."
 
 RENAMED = {"PreviewDatasetResponse": "DatasetPreview", "PlanJobResponse": "PlannedJob"}
 """Answers that are records themselves."""
-WIRE_ONLY = {"BlobRef", "BlobChunk", "BlobStatus", "JobSpec", "TrainSpec", "CheckpointSpec", "JobEvent"}
+WIRE_ONLY = {
+    "BlobRef",
+    "BlobChunk",
+    "BlobStatus",
+    "JobSpec",
+    "TrainSpec",
+    "CheckpointSpec",
+    "EvalSpec",
+    "LimitsSpec",
+    "JobEvent",
+}
 """Messages without a record: of the upload protocol, the spec, which is a plain mapping, and the envelope of an event."""
 LONG_FIELDS = {"files", "digest"}
 """Left out of `repr`."""

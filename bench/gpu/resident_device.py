@@ -103,6 +103,9 @@ class ResidentDevice:
     def adopt(self, store: HostStore) -> None:
         """The weights were copied already."""
 
+    def release_memory(self) -> None:
+        """The weights stay: they are what is measured."""
+
     def charge(self, component: Component, num_bytes: int) -> None:
         """No account is kept."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
-from horizon_client.connection import ONCE, Backoff, Connection, pause_after
+from horizon_client.connection import Backoff, Connection, pause_after
 from horizon_client.conversion import from_message
 from horizon_client.errors import (
     BadFile,
@@ -92,7 +92,7 @@ class AsyncCheckpoints:
     async def delete(self, job: str, step: int) -> None:
         """Delete one checkpoint."""
         request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
-        await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, retry=ONCE)
+        await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, repeatable=False)
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:

@@ -25,6 +25,7 @@ ResourceT = TypeVar("ResourceT")
 REQUIRED = ("name", "model", "dataset")
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_BOOLEAN_WORDS = {True: ("true", "on"), False: ("false", "off")}
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"
 _INT_BITS = {FieldDescriptor.CPPTYPE_INT32: 32, FieldDescriptor.CPPTYPE_INT64: 64}
@@ -199,8 +200,10 @@ def _known_keys(descriptor: Any) -> list[str]:
 def _converted(field: Any, value: object) -> object:
     if field.enum_type is not None:
         choices = enum_choices(field.enum_type)
-        text = str(value).lower() if isinstance(value, bool) else value  # YAML reads true and false as booleans
-        if not isinstance(text, str) or text not in choices:
+        # YAML reads not only true and false as booleans, but on and off too.
+        words = _BOOLEAN_WORDS[value] if isinstance(value, bool) else (value,)
+        text = next((word for word in words if isinstance(word, str) and word in choices), None)
+        if text is None:
             raise _Refused(f"must be one of {', '.join(choices)}")
         return choices[text]
     if field.cpp_type in _INT_BITS:

@@ -44,17 +44,20 @@ __all__ = [
     "NotAvailableYet",
     "NotFound",
     "OutOfMemory",
+    "QuotaExceeded",
     "RequestIdReused",
     "ServerFailed",
     "Stalled",
     "TooLarge",
     "TooManyCalls",
+    "TurnOverrun",
     "Unauthenticated",
     "Unavailable",
     "UploadInProgress",
     "WorkerCrashed",
     "WorkerDied",
     "WorkerFailed",
+    "WorkerSilent",
     "WrongJobState",
 ]
 
@@ -178,6 +181,13 @@ class DoesNotFit(HorizonClientError, MemoryError):
     exit_code = 2
 
 
+class QuotaExceeded(HorizonClientError, RuntimeError):
+    """The user or project has what an admin allows them; the message has the numbers and what makes room."""
+
+    reason = "QUOTA_EXCEEDED"
+    exit_code = 2
+
+
 class DiskFull(HorizonClientError, OSError):
     """The server's disk is full."""
 
@@ -283,6 +293,18 @@ class WorkerCrashed(ServerFailed):
     """A child process of the server crashed; the same call will most likely crash it again."""
 
     reason = "WORKER_CRASHED"
+
+
+class TurnOverrun(ServerFailed):
+    """The worker of a job did not give the device back when it was asked to, and was killed."""
+
+    reason = "TURN_OVERRUN"
+
+
+class WorkerSilent(ServerFailed):
+    """The worker of a job made no progress for too long, and was killed."""
+
+    reason = "WORKER_SILENT"
 
 
 class OutOfMemory(ServerFailed):

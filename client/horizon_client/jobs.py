@@ -10,14 +10,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from horizon_client.connection import ONCE, Connection, RetryPolicy
+from horizon_client.connection import Connection
 from horizon_client.conversion import enum_choices, event_from_message, from_message
 from horizon_client.errors import DeadlineExceeded, InvalidRequest, NotFound, suggested
 from horizon_client.job_spec import SpecLike, spec_to_send
 from horizon_client.pushed import AsyncDatasets, AsyncModels
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import ENDED_STATES, Job, JobEvent, PlannedJob, StateEvent
-from horizon_proto.v1 import job_pb2
+from horizon_client.resources import ENDED_STATES, Job, JobEvent, Outlook, PlannedJob, QueueEntry, StateEvent
+from horizon_proto.v1 import job_pb2, sharing_pb2
 
 _SEARCHED_JOBS = 1000
 # In a spec that is planned without its data
@@ -104,6 +104,27 @@ class AsyncJobs:
             raise await self._missing_input(problem, wire_spec) from None
         return from_message(PlannedJob, answer)
 
+    async def simulate(
+        self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
+    ) -> Outlook:
+        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+
+        Raises:
+            DoesNotFit: when the node does not have enough memory.
+        """
+        wire_spec = await self._wire_spec(spec, overrides, push, reporter)
+        request = sharing_pb2.SimulateJobRequest(spec=wire_spec)
+        try:
+            answer = await self._connection.unary(self._connection.calls.sharing.SimulateJob, request)
+        except NotFound as problem:
+            raise await self._missing_input(problem, wire_spec) from None
+        return from_message(Outlook, answer.outlook)
+
+    async def queue(self) -> list[QueueEntry]:
+        """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and when."""
+        answer = await self._connection.unary(self._connection.calls.sharing.GetQueue, sharing_pb2.GetQueueRequest())
+        return [from_message(QueueEntry, entry) for entry in answer.jobs]
+
     async def get(self, job: str) -> Job:
         """Return one job.
 
@@ -119,26 +140,34 @@ class AsyncJobs:
     async def cancel(self, job: str) -> Job:
         """End a job; a running one stops after its current step. A job that has ended stays as it is."""
         request = job_pb2.CancelJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.CancelJob, request, retry=ONCE)
+        return await self._answered(self._connection.calls.jobs.CancelJob, request)
 
     async def pause(self, job: str) -> Job:
-        """Checkpoint a job after its current step and free the device."""
+        """Checkpoint a job after its current step and free its memory."""
         request = job_pb2.PauseJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.PauseJob, request, retry=ONCE)
+        return await self._answered(self._connection.calls.jobs.PauseJob, request)
 
     async def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         request = job_pb2.ResumeJobRequest(job_id=job)
-        return await self._answered(self._connection.calls.jobs.ResumeJob, request, retry=ONCE)
+        # Not repeatable: a job that is resumed already is refused, although the first call has done what was asked
+        return await self._answered(self._connection.calls.jobs.ResumeJob, request, repeatable=False)
 
-    async def set_priority(self, job: str, priority: int) -> Job:
-        """Change a job's priority; higher first.
+    async def update(self, job: str, *, priority: int) -> Job:
+        """Change a job that has not ended.
+
+        `priority` is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
+        before the jobs of all users.
 
         Raises:
-            NotAvailableYet: in this version of the server, whose queue is first come, first served.
+            NotAllowed: for the job of another user, or a priority that only admins may set.
         """
         request = job_pb2.UpdateJobRequest(job_id=job, priority=priority)
         return await self._answered(self._connection.calls.jobs.UpdateJob, request)
+
+    async def set_priority(self, job: str, priority: int) -> Job:
+        """Change a job's priority, as `update` does."""
+        return await self.update(job, priority=priority)
 
     async def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> AsyncIterator[JobEvent]:
         """Yield the job's events after number `after_sequence` until it has ended: each once and in order, also after a reconnect.
@@ -231,8 +260,8 @@ class AsyncJobs:
         found = await self._connection.all_pages(call, request, items="jobs", limit=limit)
         return [from_message(Job, item) for item in found]
 
-    async def _answered(self, call: Any, request: Message, *, retry: RetryPolicy | None = None) -> Job:
-        answer: Any = await self._connection.unary(call, request, retry=retry)
+    async def _answered(self, call: Any, request: Message, *, repeatable: bool = True) -> Job:
+        answer: Any = await self._connection.unary(call, request, repeatable=repeatable)
         return from_message(Job, answer.job)
 
     async def _names(self) -> Iterable[str]:

@@ -211,8 +211,7 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
                     data.append((path, name))
     for names, why in ((others, "not data files"), (outside, "links to files outside it")):
         if names:
-            first = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-            reporter.notice(f"skipped in {folder} ({why}): {first} ({len(names)} in all)")
+            reporter.notice(f"skipped in {folder} ({why}): {_first(names)}")
     if not data:
         by_link = "; to push the files that its links lead to, name them one by one" if outside else ""
         endings = " or ".join(COMPRESSED_SUFFIXES)
@@ -220,6 +219,10 @@ def _inside(folder: Path, reporter: Reporter) -> list[tuple[Path, str]]:
             f"the folder {folder} contains no data file; a data file ends in {', '.join(SENT_FROM_FOLDERS)}, also with {endings}{by_link}"
         )
     return data
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''} ({len(names)} in all)"
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
@@ -245,6 +248,16 @@ def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
     for file in files:  # what would be refused after hours of upload
         _check(file, set(chosen))
     return files
+
+
+def links_outside(folder: str | os.PathLike[str], files: Sequence[SourceFile]) -> str:
+    """Return a notice that names the files of a model folder that are links out of it, "" without any. They are pushed all the same."""
+    # A snapshot in a Hugging Face cache consists of links to the blobs next to it.
+    root = Path(folder).expanduser().resolve()
+    cache = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
+    targets = {file.path: file.source.resolve() for file in files}
+    outside = [name for name, target in targets.items() if not any(map(target.is_relative_to, (root, cache)))]
+    return f"in {folder}, links to files outside it are pushed too: {_first(outside)}" if outside else ""
 
 
 def _check(file: SourceFile, names: set[str]) -> None:

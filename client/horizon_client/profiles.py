@@ -35,11 +35,14 @@ class Endpoint:
     """A daemon's address and the credentials for it.
 
     `ca_file` None means plain text, which is allowed on loopback only; the word `system` means the authorities gRPC ships with.
+    `client_cert` and `client_key` are for daemons that ask clients for a certificate; both or neither.
     """
 
     server: str
     token: str | None = field(default=None, repr=False)
     ca_file: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "server", normal_address(self.server))
@@ -48,6 +51,11 @@ class Endpoint:
             raise BadConfig(
                 "the token is not one line of printable characters; pass the file that `horizond token create` wrote"
             )
+        if (self.client_cert is None) != (self.client_key is None):
+            missing = "--client-key" if self.client_key is None else "--client-cert"
+            raise BadConfig(f"a client certificate and its key belong together; pass {missing} too")
+        if self.client_cert is not None and self.ca_file is None:
+            raise BadConfig("a client certificate needs TLS: pass the daemon's CA file with --ca too")
         # In plain text anybody on the way could read the token and the data
         if self.ca_file is None and not self.is_loopback:
             raise BadConfig(
@@ -75,6 +83,23 @@ class Endpoint:
         if self.ca_file is None or str(self.ca_file) == SYSTEM_CA:
             return None
         return read_ca_file(self.ca_file)
+
+    def client_pair(self) -> tuple[bytes, bytes] | None:
+        """Return key and certificate to show to the daemon, or None where it asks for none; BadConfig when a file is unusable."""
+        if self.client_key is None or self.client_cert is None:
+            return None
+        key = _read_pem(self.client_key, "client key", b"PRIVATE KEY-----")
+        return key, _read_pem(self.client_cert, "client certificate", b"-----BEGIN CERTIFICATE-----")
+
+
+def _read_pem(path: Path, what: str, mark: bytes) -> bytes:
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise BadConfig(f"cannot read the {what} {path}: {error.strerror}") from error
+    if mark not in pem:
+        raise BadConfig(f"{path} contains no PEM {what}")
+    return pem
 
 
 def normal_address(text: str) -> str:
@@ -120,6 +145,8 @@ class Profile:
     server: str
     token: str | None = field(default=None, repr=False)
     ca_file: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +180,8 @@ class ProfileFile:
                     server=entry["server"],
                     token=None if token is None else str(token),
                     ca_file=Path(str(ca_file)) if ca_file else None,
+                    client_cert=_path_of(entry.get("client_cert")),
+                    client_key=_path_of(entry.get("client_key")),
                 )
             )
         return found
@@ -192,8 +221,12 @@ class ProfileFile:
             copy = self.folder / f"ca-{profile.name}.pem"
             _write_private(copy, read_ca_file(ca_file))
             ca_file = copy
-        entry = {"server": profile.server, "token": profile.token, "ca_file": str(ca_file) if ca_file else None}
-        content["profiles"][profile.name] = {key: value for key, value in entry.items() if value is not None}
+        # Of the client's certificate only the places: a key is not copied, and certificates are renewed where they are
+        entry = {
+            "server": profile.server, "token": profile.token, "ca_file": ca_file, "client_cert": profile.client_cert,
+            "client_key": profile.client_key,
+        }  # fmt: skip
+        content["profiles"][profile.name] = {key: str(value) for key, value in entry.items() if value is not None}
         content["current"] = profile.name
         self._write(content)
 
@@ -244,6 +277,8 @@ def resolve_endpoint(
     *,
     token: str | None = None,
     ca_file: str | Path | None = None,
+    client_cert: str | Path | None = None,
+    client_key: str | Path | None = None,
     profile: str | None = None,
 ) -> Endpoint:
     """Return the daemon to connect to; what is not given comes from the environment, then from the profile.
@@ -257,6 +292,8 @@ def resolve_endpoint(
     given_server = server or environment.get("HORIZON_SERVER") or None
     given_token = token or environment.get("HORIZON_TOKEN") or None
     given_ca = str(ca_file or environment.get("HORIZON_CA") or "") or None
+    cert = _path_of(client_cert or environment.get("HORIZON_CLIENT_CERT"))
+    key = _path_of(client_key or environment.get("HORIZON_CLIENT_KEY"))
     file = ProfileFile()
     name = profile or os.environ.get("HORIZON_PROFILE") or None
     # With a server given, the profile in use only adds the token of that same server
@@ -273,7 +310,13 @@ def resolve_endpoint(
     if chosen is not None and normal_address(chosen.server) == normal_address(address):
         given_token = given_token or chosen.token
         given_ca = given_ca or (str(chosen.ca_file) if chosen.ca_file else None)
-    return Endpoint(server=address, token=given_token, ca_file=Path(given_ca) if given_ca else None)
+        if cert is None and key is None:
+            cert, key = chosen.client_cert, chosen.client_key
+    return Endpoint(server=address, token=given_token, ca_file=_path_of(given_ca), client_cert=cert, client_key=key)
+
+
+def _path_of(value: object) -> Path | None:
+    return Path(str(value)).expanduser() if value else None
 
 
 def _write_private(path: Path, content: bytes) -> None:

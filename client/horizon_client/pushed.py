@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from horizon_client.connection import FINALIZE_DEADLINE_S, ONCE, PREVIEW_DEADLINE_S, Connection
+from horizon_client.connection import FINALIZE_DEADLINE_S, PREVIEW_DEADLINE_S, Connection
 from horizon_client.conversion import enum_number, from_message
 from horizon_client.errors import AlreadyExists, InvalidRequest, NotFound, suggested
 from horizon_client.local_files import (
@@ -22,6 +22,7 @@ from horizon_client.local_files import (
     check_dataset_files,
     dataset_sources,
     hash_files,
+    links_outside,
     model_files,
     valid_name,
 )
@@ -75,7 +76,7 @@ class AsyncPushed(ABC, Generic[ItemT]):
 
     async def delete(self, name: str) -> None:
         """Delete one that no active job needs."""
-        await self._connection.unary(*self._rpc("Delete", name=name), retry=ONCE)
+        await self._connection.unary(*self._rpc("Delete", name=name), repeatable=False)
 
     async def names(self) -> Iterable[str]:
         """Return all names, newest first."""
@@ -157,7 +158,10 @@ class AsyncModels(AsyncPushed[Model]):
     async def _read(
         self, sources: Sequence[str | os.PathLike[str]], reporter: Reporter
     ) -> tuple[Sequence[HashedFile], dict[str, Any]]:
-        files = await hash_files(await asyncio.to_thread(model_files, sources[0]), reporter)
+        found = await asyncio.to_thread(model_files, sources[0])
+        if notice := links_outside(sources[0], found):
+            reporter.notice(notice)
+        files = await hash_files(found, reporter)
         config = next(file for file in files if file.path == "config.json")
         if config.size_bytes > _MAX_ANNOUNCED_CONFIG_BYTES:
             return files, {}

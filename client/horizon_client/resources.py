@@ -16,6 +16,74 @@ ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class Account:
+    """Who calls, and what the token that was presented allows."""
+
+    name: str
+    """Name of the user."""
+    role: str
+    """Role on the node: user, admin or viewer."""
+    project: str
+    """Project that the user's jobs are charged to where they name none."""
+    scope: str
+    """What the token allows: full, read (no changes) or metrics (only GET /metrics)."""
+    token_id: str
+    """Id of the token."""
+    memberships: Mapping[str, str]
+    """Role in each project that the user is a member of: viewer, member or admin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """What is known of a bearer token: never its secret."""
+
+    token_id: str
+    """Stable id."""
+    user: str
+    """Whose token it is."""
+    label: str
+    """What it is for, in its owner's words."""
+    scope: str
+    """What it allows: full, read (no changes) or metrics (only GET /metrics)."""
+    create_time: datetime | None
+    """When it was created."""
+    expire_time: datetime | None
+    """From when on it is refused; None for never."""
+    revoke_time: datetime | None
+    """When it was revoked; None while it is accepted."""
+    last_use_time: datetime | None
+    """When it was last used, to the minute; None for never."""
+    created_by: str
+    """The user who created it; for tokens that were created on the node, the system account."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectMember:
+    """A user in a project."""
+
+    project: str
+    """Name of the project."""
+    user: str
+    """Name of the user."""
+    role: str
+    """What they may do there: viewer (sees the jobs), member (submits too) or admin (changes jobs and members too)."""
+    add_time: datetime | None
+    """When they were added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """A project as the caller sees it."""
+
+    name: str
+    """Its name."""
+    role: str
+    """The caller's role there; empty where they are not a member."""
+    members: tuple[ProjectMember, ...]
+    """Its members by name; empty where the caller may not see them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """One file of a dataset or a model folder. Its content is named by sha256 and size."""
 
@@ -86,12 +154,29 @@ class Job:
     last_sequence: int
     """Number of the newest event."""
     eta: float | None
-    """Estimated time to the end; None when unknown."""
+    """Estimated time to the end at its own pace; None when unknown. The outlook has the end while other jobs share the device."""
     data_report: Mapping[str, int]
     """What the data preparation made of the dataset, by name as in PrepareEvent.report, and packed_rows: the rows of at most
     sequence_length tokens that an epoch is packed into. Empty until prepared."""
     wanted: str
     """What a user has asked the running attempt for: cancel or pause; else empty."""
+    priority: int
+    """Its place among the jobs of its user: higher first; that of the spec until it is changed. From 101 to 1000, which only admins
+    can set, it is served before the jobs of all users."""
+    outlook: Outlook | None
+    """Why it is where it is, and when it is expected to start and end; None for a job that has ended or is paused."""
+    device_s: float
+    """Seconds that it has used a device, over all attempts."""
+    num_tokens: int
+    """Tokens that it was trained on, over all attempts; steps that were done again count again."""
+    queue_time: datetime | None
+    """When it was last queued."""
+    project: str
+    """The project that its device time is charged to."""
+    deletion_time: datetime | None
+    """When its checkpoints are to be deleted, unless it is kept; None where nothing is to be deleted."""
+    keep_files: bool
+    """Whether its owner keeps its checkpoints: they are not deleted automatically."""
 
     @property
     def name(self) -> str:
@@ -102,6 +187,20 @@ class Job:
     def ended(self) -> bool:
         """Whether it has succeeded, failed or been cancelled."""
         return self.state in ENDED_STATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Why a job that has not ended is where it is, and when it is expected to start and end."""
+
+    why: str
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    share: float
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    estimated_start_time: datetime | None
+    """When its model is expected to be loaded, or was; None where nothing is known."""
+    estimated_end_time: datetime | None
+    """When it is expected to end while the present jobs share the node; None where nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +233,24 @@ class MemoryPlan:
     """What layers are computed in: float32 or bfloat16."""
     hint: str
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    kept: KeptMemory | None
+    """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptMemory:
+    """What stays on a device that has memory to spare, and what that buys. Results do not depend on it."""
+
+    resident_layers: int
+    """Layers whose weights stay from step to step."""
+    resident_bytes: int
+    """What these weights take."""
+    product_layers: int
+    """Layers whose products of forward stay for their backward, which then does not compute them again."""
+    product_bytes: int
+    """What these products take."""
+    saved_share: float
+    """Part of a step's time that this is predicted to save, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +497,8 @@ class Dataset:
     """When it was announced."""
     digest: str = field(repr=False)
     """sha256 over format, map and the files' contents."""
+    shared_with: tuple[str, ...]
+    """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,6 +556,24 @@ class DatasetPreview:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Deletion:
+    """One thing that was deleted, refused, or would be deleted."""
+
+    key: str
+    """Its id; of a checkpoint, JOB@STEP with the job's id."""
+    name: str
+    """Its name; of a checkpoint, that of its job."""
+    owner: str
+    """Name of the user whom it belongs to."""
+    size_bytes: int
+    """Bytes that this frees: contents that other datasets or models have too stay."""
+    refusal: str
+    """Why it was not deleted: who uses it, and what to do. Empty where it was, or would be."""
+    reason: str
+    """Stable reason of the refusal, such as IN_USE."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """One pushed model folder."""
 
@@ -460,6 +597,22 @@ class Model:
     """When it was announced."""
     digest: str = field(repr=False)
     """sha256 over the files' paths and contents."""
+    shared_with: tuple[str, ...]
+    """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCondition:
+    """What an admin has set the node to."""
+
+    mode: str
+    """The mode outside of the window: open, cordoned or drained."""
+    message: str
+    """A message for everybody who looks at the node or waits for it; may be empty."""
+    window_start_time: datetime | None
+    """Begin of the maintenance window, in which the node is drained; None for none."""
+    window_end_time: datetime | None
+    """End of the maintenance window; set together with its begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,6 +641,46 @@ class Node:
     """Name of the calling user."""
     role: str
     """The caller's role: admin, user or viewer."""
+    condition: NodeCondition | None
+    """What an admin has set the node to."""
+    mode: str
+    """The mode that holds now, the maintenance window included: open, cordoned or drained."""
+    time_slice_s: float
+    """Seconds that a job may use a device before the next one has its turn."""
+    share_half_life_s: float
+    """Seconds after which used device time counts half in the shares."""
+    devices: tuple[DeviceStatus, ...]
+    """The devices that jobs take turns on."""
+    share_uses: tuple[ShareUse, ...]
+    """Decayed device time by project and user."""
+    host_memory_promised_bytes: int
+    """Planned host memory of all resident jobs together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStatus:
+    """How one device is shared now."""
+
+    name: str
+    """Its name: host, cuda:0 and so on."""
+    holder: str
+    """The job whose turn it is; empty while no job uses it."""
+    num_residents: int
+    """Resident jobs that share it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareUse:
+    """What a user has used of the devices in a project. The lowest, divided by the weight, is served next."""
+
+    project: str
+    """The project that was charged."""
+    user: str
+    """The user."""
+    device_s: float
+    """Device seconds, decayed."""
+    as_of_time: datetime | None
+    """The time that they are decayed to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,6 +693,78 @@ class Accelerator:
     """Its product name."""
     memory_bytes: int
     """Its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a user has used in a project over a time."""
+
+    project: str
+    """The project that was charged."""
+    user: str
+    """The user who submitted the jobs."""
+    device_s: float
+    """Seconds of turns on a device."""
+    num_tokens: int
+    """Tokens that were trained on."""
+    stored_bytes: int
+    """Bytes of datasets, models and checkpoints that the user stores now, in whatever project."""
+    jobs: Mapping[str, int]
+    """Jobs that ended in that time, by state name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllowanceUse:
+    """The weight of a user or project, and how much of each of its quotas is used."""
+
+    holder: str
+    """user or project."""
+    name: str
+    """The name of the user or project."""
+    weight: float
+    """Device time is divided in proportion to weights: among projects, and inside a project among its users."""
+    quotas: tuple[QuotaLimit, ...]
+    """Its quotas, those without a limit too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaLimit:
+    """One quota and how much of it is used."""
+
+    quota: str
+    """Its name: queued_jobs, resident_jobs, host_bytes, stored_bytes, device_hours_per_week or retained_bytes."""
+    limit: float | None
+    """How much is allowed; None for no limit."""
+    used: float
+    """How much is used now; of device hours, over the last 7 days."""
+    frees: str
+    """What makes room when the limit is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueEntry:
+    """One resident or queued job. What the caller may not see of the jobs of other users is unset, and the reason empty."""
+
+    job_id: str
+    """Id of the job."""
+    owner: str
+    """Name of the user who submitted it."""
+    state: str
+    """Its state: QUEUED, PREPARING, STARTING, RUNNING, PAUSED, STOPPING, SUCCEEDED, FAILED or CANCELLED."""
+    position: int
+    """Place in the queue from 1; 0 for a resident job."""
+    name: str | None
+    """Its name; None for the jobs of other users."""
+    project: str | None
+    """The project that it is charged to; None for the jobs of other users."""
+    priority: int | None
+    """Its priority; None for the jobs of other users."""
+    step: int | None
+    """Last finished optimizer step; None for the jobs of other users."""
+    num_steps: int | None
+    """Number of optimizer steps in all, 0 while unknown; None for the jobs of other users."""
+    outlook: Outlook | None
+    """Why it is where it is, and when it is expected to start and end. For the jobs of other users without the reason."""
 
 
 JobEvent: TypeAlias = StateEvent | StepEvent | PrepareEvent | EvalEvent | CheckpointEvent | MessageEvent

@@ -43,6 +43,9 @@ _LOST_STATUS = "Internal error from Core"
 """What grpc.aio reports when a write fails because the server has ended the call; the server's own status is lost then."""
 _OTHER_HOST = "OTHER_HOST"
 """Reason of the error that the certificate was signed by the right CA, but for other host names."""
+_NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
+"""How grpc begins the details where it could not connect: to no address of the host, or as the host has none."""
+_OTHER_SECURITY = ("andshake", "WRONG_VERSION", "Connection reset", "Socket closed", "GOAWAY")
 _CUT_MARKS = ("RST_STREAM", "Stream removed", "Socket closed", _LOST_STATUS)
 
 
@@ -83,6 +86,22 @@ def from_rpc(error: AioRpcError, server: str) -> HorizonClientError:
 def is_lost_status(error: AioRpcError) -> bool:
     """Whether the server has ended the call with a status that grpc did not keep."""
     return error.code() == StatusCode.INTERNAL and _LOST_STATUS in str(error.details())
+
+
+def never_sent(error: AioRpcError) -> bool:
+    """Whether no connection could be made, so that the call has certainly not left this machine."""
+    return error.code() == StatusCode.UNAVAILABLE and str(error.details()).startswith(_NO_CONNECTION)
+
+
+def nothing_answers(error: AioRpcError) -> bool:
+    """Whether nothing listens at the address, or nothing comes from there: as while the daemon restarts.
+
+    Not where something cuts the connection or refuses the handshake: most likely the client uses another security than the daemon.
+    """
+    text = str(error.details())
+    return (
+        never_sent(error) and text.startswith(_NO_CONNECTION[0]) and not any(mark in text for mark in _OTHER_SECURITY)
+    )
 
 
 def _detail(status: status_pb2.Status | None, into: DetailT) -> DetailT | None:
@@ -135,10 +154,13 @@ def _hint(details: str) -> str:
         return "the TLS handshake failed; is the port right, and does the daemon use TLS there?"
     if "Connection refused" in details:
         return "nothing listens there; is the daemon running, and the port right?"
-    if "resolution failed" in details or "Domain name not found" in details:
+    if "resolution failed" in details or "errors resolving" in details or "Domain name not found" in details:
         return "the host name is not known"
     if "Connection reset" in details or "Socket closed" in details or "GOAWAY" in details:
-        return "the connection was cut; if the daemon uses TLS, pass its CA file with --ca"
+        return (
+            "the connection was cut; if the daemon uses TLS, pass its CA file with --ca, and where it asks clients for a certificate, "
+            "yours with: horizon login --client-cert FILE --client-key FILE"
+        )
     if _LOST_STATUS in details:
         return "it ended the call while data was being sent"
     return details[:300] or "no connection"

@@ -6,24 +6,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from types import TracebackType
 
+from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
 from horizon_client.checkpoints import AsyncCheckpoints, CheckpointPull
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
+from horizon_client.housekeeping import AsyncHousekeeping
 from horizon_client.job_spec import SpecLike
 from horizon_client.jobs import AsyncJobs
 from horizon_client.pushed import AsyncDatasets, AsyncModels, DatasetPush, ModelPush
 from horizon_client.reporter import SILENT, Reporter
-from horizon_client.resources import Checkpoint, Dataset, DatasetPreview, Job, JobEvent, Model, Node, PlannedJob
+from horizon_client.resources import (
+    Account,
+    AllowanceUse,
+    Checkpoint,
+    Dataset,
+    DatasetPreview,
+    Deletion,
+    Job,
+    JobEvent,
+    Model,
+    Node,
+    Outlook,
+    PlannedJob,
+    Project,
+    ProjectMember,
+    QueueEntry,
+    Token,
+    Usage,
+)
+from horizon_client.sharing import AsyncSharing
 
 
 class Client:
     """A connection to one daemon, opened by the first call and closed by `close` or by leaving the `with` block.
 
     What is not given comes from the environment (HORIZON_SERVER, HORIZON_TOKEN, HORIZON_CA, HORIZON_PROFILE), then from the profile that
-    `horizon login` wrote.
+    `horizon login` wrote. While the daemon is away, as during its restart, calls wait for it: `unary_retry` limits for how long, and
+    `reporter` receives a notice.
 
     Raises:
         BadConfig: when no server is known, or when the connection would be plain text to another machine.
@@ -37,12 +60,23 @@ class Client:
         *,
         token: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
+        client_cert: str | os.PathLike[str] | None = None,
+        client_key: str | os.PathLike[str] | None = None,
         profile: str | None = None,
         unary_retry: RetryPolicy = UNARY_RETRY,
         stream_retry: RetryPolicy = STREAM_RETRY,
+        reporter: Reporter = SILENT,
     ) -> None:
         inner = AsyncClient(
-            server, token=token, ca_file=ca_file, profile=profile, unary_retry=unary_retry, stream_retry=stream_retry
+            server,
+            token=token,
+            ca_file=ca_file,
+            client_cert=client_cert,
+            client_key=client_key,
+            profile=profile,
+            unary_retry=unary_retry,
+            stream_retry=stream_retry,
+            reporter=reporter,
         )
         self._inner = inner
         self._loop = LoopThread()
@@ -52,6 +86,9 @@ class Client:
         self.jobs = Jobs(inner.jobs, self._loop)
         self.checkpoints = Checkpoints(inner.checkpoints, self._loop)
         self.node = NodeInfo(inner.node, self._loop)
+        self.sharing = Sharing(inner.sharing, self._loop)
+        self.housekeeping = Housekeeping(inner.housekeeping, self._loop)
+        self.account = Accounts(inner.account, self._loop)
 
     def close(self) -> None:
         """Close the connection and stop the thread. May be called twice."""
@@ -259,6 +296,20 @@ class Jobs:
             )
         )
 
+    def simulate(
+        self, spec: SpecLike, *, overrides: Sequence[str] = (), push: bool = True, reporter: Reporter = SILENT
+    ) -> Outlook:
+        """Return when a job would start and end if it were submitted now, and why. Queues nothing; local files are pushed as by `submit`.
+
+        Raises:
+            DoesNotFit: when the node does not have enough memory.
+        """
+        return self._loop.run(lambda: self._inner.simulate(spec, overrides=overrides, push=push, reporter=reporter))
+
+    def queue(self) -> list[QueueEntry]:
+        """Return the resident jobs and then the queue in its order, of all users; of other users' jobs only who and when."""
+        return self._loop.run(lambda: self._inner.queue())
+
     def get(self, job: str) -> Job:
         """Return one job.
 
@@ -272,19 +323,26 @@ class Jobs:
         return self._loop.run(lambda: self._inner.cancel(job))
 
     def pause(self, job: str) -> Job:
-        """Checkpoint a job after its current step and free the device."""
+        """Checkpoint a job after its current step and free its memory."""
         return self._loop.run(lambda: self._inner.pause(job))
 
     def resume(self, job: str) -> Job:
         """Queue a paused or failed job again; it continues from its newest checkpoint."""
         return self._loop.run(lambda: self._inner.resume(job))
 
-    def set_priority(self, job: str, priority: int) -> Job:
-        """Change a job's priority; higher first.
+    def update(self, job: str, *, priority: int) -> Job:
+        """Change a job that has not ended.
+
+        `priority` is from -100 to 100, higher first: it orders the jobs of one user. Admins may set up to 1000; above 100 a job is served
+        before the jobs of all users.
 
         Raises:
-            NotAvailableYet: in this version of the server, whose queue is first come, first served.
+            NotAllowed: for the job of another user, or a priority that only admins may set.
         """
+        return self._loop.run(lambda: self._inner.update(job, priority=priority))
+
+    def set_priority(self, job: str, priority: int) -> Job:
+        """Change a job's priority, as `update` does."""
         return self._loop.run(lambda: self._inner.set_priority(job, priority))
 
     def watch(self, job: str, *, after_sequence: int = 0, reporter: Reporter = SILENT) -> Iterator[JobEvent]:
@@ -363,7 +421,7 @@ class Checkpoints:
 
 
 class NodeInfo:
-    """`client.node`: the machine that the daemon runs on."""
+    """`client.node`: the machine that the daemon runs on, and whether jobs start on it."""
 
     def __init__(self, inner: AsyncNodeInfo, loop: LoopThread) -> None:
         self._inner = inner
@@ -372,3 +430,131 @@ class NodeInfo:
     def status(self) -> Node:
         """Return the node's hardware, free memory, jobs, and the caller's user and role."""
         return self._loop.run(lambda: self._inner.status())
+
+    def set_mode(self, mode: str, *, message: str = "") -> Node:
+        """Open, cordon or drain the node: `open`, `cordoned` or `drained`. A maintenance window stays. For admins.
+
+        `message` is shown to everybody whose jobs wait for the node.
+
+        Raises:
+            NotAllowed: when you are not an admin.
+        """
+        return self._loop.run(lambda: self._inner.set_mode(mode, message=message))
+
+    def set_maintenance(self, start: datetime, end: datetime, *, message: str = "") -> Node:
+        """Drain the node from one time to another, and open it again after that. Replaces an earlier window. For admins.
+
+        Raises:
+            NotAllowed: when you are not an admin.
+        """
+        return self._loop.run(lambda: self._inner.set_maintenance(start, end, message=message))
+
+    def cancel_maintenance(self) -> Node:
+        """Remove the maintenance window. For admins."""
+        return self._loop.run(lambda: self._inner.cancel_maintenance())
+
+
+class Sharing:
+    """`client.sharing`: what was used, and weights and quotas."""
+
+    def __init__(self, inner: AsyncSharing, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def usage(self, *, since: datetime | None = None) -> list[Usage]:
+        """Return what was used since a time, by project and user: your own, and everybody's for admins and viewers.
+
+        `since` is an aware datetime; without it, the last 7 days count. The whole hour that it is in counts.
+        """
+        return self._loop.run(lambda: self._inner.usage(since=since))
+
+    def quota(self) -> list[AllowanceUse]:
+        """Return your weight and quotas and those of your project, and how much of each quota is used."""
+        return self._loop.run(lambda: self._inner.quota())
+
+
+class Housekeeping:
+    """`client.housekeeping`: deletions."""
+
+    def __init__(self, inner: AsyncHousekeeping, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def delete(
+        self,
+        kind: str,
+        keys: Sequence[str] = (),
+        *,
+        states: Iterable[str] = (),
+        older_than: timedelta | None = None,
+        owner: str = "",
+        dry_run: bool = False,
+    ) -> Iterator[Deletion]:
+        """Delete datasets, models, jobs or checkpoints one after the other; yield each when it is deleted, or refused with the reason.
+
+        `kind` is dataset, model, job or checkpoint. `keys` are names or ids; of checkpoints JOB@STEP, or JOB for all of a job. `states`
+        and `older_than` narrow what the keys mean; without keys, they select from what you own, or from what `owner` owns, for admins.
+        With `dry_run` nothing is deleted.
+
+        Raises:
+            NotFound: when a key means nothing; nothing is deleted then.
+            InvalidRequest: when nothing is named.
+        """
+        return self._loop.iterate(
+            self._inner.delete(kind, keys, states=states, older_than=older_than, owner=owner, dry_run=dry_run)
+        )
+
+    def keep(self, job: str) -> Job:
+        """Keep the checkpoints of an ended job from being deleted automatically, also where that is announced already."""
+        return self._loop.run(lambda: self._inner.keep(job))
+
+
+class Accounts:
+    """`client.account`: your account on the node."""
+
+    def __init__(self, inner: AsyncAccounts, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def whoami(self) -> Account:
+        """Return who you are, and what your token allows."""
+        return self._loop.run(lambda: self._inner.whoami())
+
+    def create_token(self, *, label: str = "", scope: str = "full", lifetime_s: float | None = None) -> CreatedToken:
+        """Create a token of your own: `full`, `read` (no changes) or `metrics` (only GET /metrics). The default life is 90 days.
+
+        Raises:
+            NotAllowed: when your token allows no changes; for `metrics`, when you are neither admin nor viewer.
+        """
+        return self._loop.run(lambda: self._inner.create_token(label=label, scope=scope, lifetime_s=lifetime_s))
+
+    def tokens(self, user: str = "") -> list[Token]:
+        """Return your tokens, newest first; an admin may name another user."""
+        return self._loop.run(lambda: self._inner.tokens(user))
+
+    def revoke_token(self, token_id: str) -> Token:
+        """End a token: calls with it are refused, and open streams end within seconds. For admins, any token."""
+        return self._loop.run(lambda: self._inner.revoke_token(token_id))
+
+    def projects(self) -> list[Project]:
+        """Return your projects with their members; all projects for admins and viewers."""
+        return self._loop.run(lambda: self._inner.projects())
+
+    def set_member(self, project: str, user: str, role: str = "member") -> ProjectMember:
+        """Add a user to a project that you are an admin of, or give them another role: `viewer`, `member` or `admin`."""
+        return self._loop.run(lambda: self._inner.set_member(project, user, role))
+
+    def remove_member(self, project: str, user: str) -> None:
+        """Remove a user from a project that you are an admin of, or yourself from any."""
+        self._loop.run(lambda: self._inner.remove_member(project, user))
+
+    def share(self, kind: str, name: str, project: str) -> tuple[str, ...]:
+        """Let all members of a project, or everyone (`*`), use your dataset or model; return with whom it is shared.
+
+        `kind` is `dataset` or `model`.
+        """
+        return self._loop.run(lambda: self._inner.share(kind, name, project))
+
+    def unshare(self, kind: str, name: str, project: str) -> tuple[str, ...]:
+        """Take back what `share` allowed; return with whom it is still shared. Jobs that were submitted before keep it."""
+        return self._loop.run(lambda: self._inner.unshare(kind, name, project))

@@ -44,6 +44,9 @@ _FIELDS = {
 }
 _ALL_FIELDS = tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))
 
+# A map is in every answer about its dataset, and one message must hold a page of those.
+MAX_COLUMN_BYTES = 256
+
 
 def parse_format(name: str) -> DatasetFormat:
     """Return the format of that name. Raises: InvalidOption for an unknown name."""
@@ -68,6 +71,8 @@ def check_field_map(dataset_format: DatasetFormat, field_map: Mapping[str, str])
             problem = f"{path} is not a field of format {dataset_format}; its fields are {', '.join(known)}"
         elif not column:
             problem = f"{path} is empty; it must name a column of the file, as in --map {field}=COLUMN"
+        elif len(column.encode("utf-8", "replace")) > MAX_COLUMN_BYTES:
+            problem = f"{path} is {column!r:.40}, which is longer than {MAX_COLUMN_BYTES} bytes; give the column a shorter name"
         elif column in columns:
             problem = (
                 f"{path} and field_map.{columns[column]} both name column {column!r}; give each field its own column"

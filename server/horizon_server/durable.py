@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
+from horizon_server import progress
 from horizon_server.errors import AlreadyExists, DiskFull
 
 # A folder of this suffix is unfinished: no listing shows it, and the next write to the same name removes it.
 PARTIAL_SUFFIX = ".partial"
 
 # EFBIG comes from a process's own limit on the size of files (RLIMIT_FSIZE), which child processes have.
+_MAX_KEPT_FREE_BYTES = 2 * 2**30
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -54,24 +56,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def kept_free_bytes(folder: Path) -> int:
+    """Return how much of a folder's disk is left free for the daemon's database where no setting says otherwise."""
+    return min(_MAX_KEPT_FREE_BYTES, shutil.disk_usage(folder).total // 100)
+
+
 @contextmanager
-def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
+def durable_folder(target: Path, *, needed_bytes: int, min_free_bytes: int | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill; on leaving, flush it to disk and rename it to `target`.
 
     On any error the unfinished folder is removed, and `target` never appears.
 
     Raises:
         AlreadyExists: `target` is there already.
-        DiskFull: fewer than `needed_bytes` are free, or the space ran out while writing.
+        DiskFull: fewer than `needed_bytes` are free besides `min_free_bytes` (None: `kept_free_bytes`), or the space ran out while writing.
     """
     if target.exists():
         raise AlreadyExists(f"{target} exists already; choose another name or delete it first")
     target.parent.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(target.parent).free
+    kept_bytes = kept_free_bytes(target.parent) if min_free_bytes is None else min_free_bytes
+    free_bytes = max(0, shutil.disk_usage(target.parent).free - kept_bytes)
     if free_bytes < needed_bytes:
         raise DiskFull(
-            f"{target.name} needs {needed_bytes} bytes, but {target.parent} has {free_bytes} free; "
-            f"delete old checkpoints or lower checkpoint.keep_last"
+            f"{target.name} needs {needed_bytes} bytes, but {target.parent} has {free_bytes} free besides {kept_bytes} that are kept "
+            f"for the daemon; delete old checkpoints or lower checkpoint.keep_last"
         )
     # In the same folder, because a rename works within one file system only.
     partial = target.parent / f".{target.name}{PARTIAL_SUFFIX}"
@@ -86,6 +94,7 @@ def durable_folder(target: Path, *, needed_bytes: int) -> Iterator[Path]:
                 continue
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
+            progress.advance()
         sync_folder(partial)
         partial.rename(target)
         sync_folder(target.parent)

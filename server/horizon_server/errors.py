@@ -99,6 +99,10 @@ class DoesNotFit(HorizonError, MemoryError, reason="DOES_NOT_FIT"):
     """The memory plan exceeds the node's limit; the message carries the numbers and the smallest change that would fit."""
 
 
+class QuotaExceeded(HorizonError, RuntimeError, reason="QUOTA_EXCEEDED"):
+    """The user or project has what an admin allows them; the message carries the numbers and what makes room."""
+
+
 class DiskFull(HorizonError, OSError, reason="DISK_FULL"):
     """A write failed for lack of space; what was partially written is gone."""
 
@@ -115,10 +119,6 @@ class TooLarge(HorizonError, ValueError, reason="TOO_LARGE"):
     """A message, file or wait exceeds its bound."""
 
 
-class NotAvailableYet(HorizonError, NotImplementedError, reason="NOT_AVAILABLE_YET"):
-    """The call has its shape in the contract but this version does not perform it."""
-
-
 class Draining(HorizonError, RuntimeError, reason="DRAINING"):
     """The daemon is shutting down and takes no new work."""
 
@@ -133,6 +133,14 @@ class WorkerDied(HorizonError, RuntimeError, reason="WORKER_DIED"):
 
 class WorkerCrashed(HorizonError, RuntimeError, reason="WORKER_CRASHED"):
     """A child process ended by a fault of its own, such as a segmentation fault. The same call will most likely end the same way."""
+
+
+class TurnOverrun(HorizonError, RuntimeError, reason="TURN_OVERRUN"):
+    """A worker did not give the device back when it was asked to, and was killed so that others get it."""
+
+
+class WorkerSilent(HorizonError, RuntimeError, reason="WORKER_SILENT"):
+    """A worker that was to work made no progress for too long, and was killed."""
 
 
 class OutOfMemory(HorizonError, MemoryError, reason="OUT_OF_MEMORY"):

@@ -91,8 +91,39 @@ class AttemptReady:
     packed_rows: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnWanted:
+    """The worker has work for the device and waits for its turn. Only on the worker's pipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnded:
+    """The worker leaves the device idle from here on, and takes back a TurnWanted that was not granted. Only on the worker's pipe.
+
+    `released`: it has freed its memory on the device too. An optimizer update may still run on the CPU. `began_s` and `ended_s` are when
+    the worker learned of its turn and when the device became idle, in seconds of the machine's monotonic clock; 0 where it had no turn.
+    """
+
+    released: bool = False
+    began_s: float = field(default=0.0, compare=False)
+    ended_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReleased:
+    """The worker, which has no turn, has freed its memory on the device: it was asked to, or needs it no more. Only on its pipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerProgress:
+    """The worker's work has advanced since its last line. Only on its pipe."""
+
+
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
-WorkerLine = StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady
+TurnLine = TurnWanted | TurnEnded | MemoryReleased
+WorkerLine = (
+    StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | TurnLine | WorkerProgress
+)
 
 KINDS: dict[str, type[Any]] = {
     "state": StateChanged,
@@ -102,7 +133,13 @@ KINDS: dict[str, type[Any]] = {
     "checkpoint": CheckpointWritten,
     "message": Message,
     "ready": AttemptReady,
+    "turn_wanted": TurnWanted,
+    "turn_ended": TurnEnded,
+    "memory_released": MemoryReleased,
+    "progress": WorkerProgress,
 }
+# Kinds that end at the daemon: they are neither stored nor sent on.
+PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress"})
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

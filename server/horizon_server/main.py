@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,20 +16,28 @@ import structlog
 
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.api.http.server import HttpServer, make_app, start_http_server
+from horizon_server.api.limits import CallLimits
+from horizon_server.api.logins import Logins
 from horizon_server.api.services import Services
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.blobs.parts import disk_full_reported
+from horizon_server.blobs.space import Space
 from horizon_server.blobs.store import BlobStore
+from horizon_server.control_groups import remove_empty_worker_groups
 from horizon_server.db.database import Database
 from horizon_server.db.jobs import JobStore
 from horizon_server.db.pairing import Pairing
 from horizon_server.db.pushed import BlobReferences, DatasetStore, ModelStore
+from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import HorizonError
 from horizon_server.jobs.attempt import WORKER_MODULE, Attempt
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
 from horizon_server.jobs.preparation import Preparation
+from horizon_server.jobs.queue_view import QueueView
 from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.jobs.turns import DeviceTurns
+from horizon_server.jobs.usage import UsageMeter
 from horizon_server.network import (
     Address,
     ServerCertificate,
@@ -36,7 +45,9 @@ from horizon_server.network import (
     is_loopback,
     own_certificate,
     parse_address,
+    with_client_authority,
 )
+from horizon_server.planning.gpus import usable_device_bytes
 from horizon_server.planning.machine import (
     Accelerator,
     IdleMeasurement,
@@ -47,12 +58,23 @@ from horizon_server.planning.machine import (
     usable_accelerators,
 )
 from horizon_server.planning.planner import Planner
-from horizon_server.records.job import JobRecord
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.scheduling.shares import Shares
+from horizon_server.scheduling.state import Rules
 from horizon_server.services.accounts import Accounts, UserTurns
+from horizon_server.services.audit import Audit
+from horizon_server.services.housekeeping.deletion import Deletions
+from horizon_server.services.housekeeping.requests import answer_request
+from horizon_server.services.housekeeping.retention import Retention
+from horizon_server.services.housekeeping.sweep import Sweep
+from horizon_server.services.identity import IdentityService
+from horizon_server.services.inputs import NodeResources
 from horizon_server.services.jobs import JobService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
-from horizon_server.services.pushed import DatasetService, ModelService, NodeResources
+from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.services.quotas import Quotas
+from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
 from horizon_server.state_dir import held_state_dir, write_endpoints
@@ -65,6 +87,7 @@ log = structlog.get_logger(__name__)
 
 _MEMORY_EVERY_S = 5.0
 _SWEEP_EVERY_S = 3600.0
+_REQUESTS_EVERY_S = 1.0
 _PREPARED = "prepared"
 
 
@@ -78,10 +101,15 @@ class Parts:
     scheduler: Scheduler
     metrics: Metrics
     pairing: Pairing
+    sweep: Sweep
+    space: Space
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no new work, checkpoint the running job at its step boundary, and end every watch."""
-        await self.scheduler.drain(timeout_s)
+    async def drain(self, timeout_s: float, *, leave_workers: bool = False) -> None:
+        """Take no new work, have the running jobs checkpoint and end, or leave their workers to the next daemon; then end every watch."""
+        if leave_workers:
+            await self.scheduler.leave(timeout_s)
+        else:
+            await self.scheduler.drain(timeout_s)
         self.lifecycle.close()
         self.journal.end_watches()
 
@@ -99,14 +127,22 @@ def run_daemon(settings: Settings) -> int:
         disk_full_reported(f"free space for {settings.state_dir}, then start again"),
         held_state_dir(settings.state_dir),
     ):
+        # Before the database is opened, which takes some space.
+        Space(settings.state_dir, settings.min_free_bytes).tend_reserve()
         asyncio.run(_serve(settings))
     return 0
 
 
 async def _serve(settings: Settings) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, interrupted = asyncio.Event(), asyncio.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    # Who presses Ctrl-C wants everything to end.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
     # Before the database is opened: a mistake in an address leaves none behind.
     addresses = parse_address("grpc", settings.grpc), parse_address("http", settings.http)
     certificate = _certificate(settings, *addresses)
@@ -124,7 +160,8 @@ async def _serve(settings: Settings) -> None:
         sdnotify.SystemdNotifier().notify("STOPPING=1")
         await grpc_server.set_serving(serving=False)
         # The servers last, so that watchers still get the events of the running job's last checkpoint.
-        await parts.drain(settings.drain_timeout_s)
+        leave_workers = settings.leaves_workers and not interrupted.is_set()
+        await parts.drain(settings.drain_timeout_s, leave_workers=leave_workers)
         await asyncio.gather(grpc_server.stop(2.0), http_server.stop())
         await asyncio.gather(parts.services.datasets.close(), parts.services.models.close())
         log.info("stopped")
@@ -147,43 +184,74 @@ async def wire(
 
     Args:
         found: the GPUs of this machine.
-        usable: those that a worker's torch can use; jobs use the first.
+        usable: those that a worker's torch can use; each has turns of its own.
         worker_module: what `python -m` runs as the worker of an attempt; tests give a scripted one.
         more_environment: variables of child processes besides the usual ones.
     """
     metrics, lifecycle, store = Metrics(), Lifecycle(), JobStore(database)
     journal = Journal(store, metrics, lifecycle)
     metrics.set_jobs(await store.counts())
+    metrics.set_queued({job.job_id: job.queued_s for job in await store.in_states([JobState.QUEUED])})
     memory = host_memory()
     # Now, as the first scrape may come before the first of the chores.
     metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
     environment = child_environment() | dict(more_environment)
-    uploads, datasets, models = _wire_data(settings, database, store, metrics)
+    sharing, accounts = SharingStore(database), Accounts(database)
+    folders = JobFolders(settings.state_dir, min_free_bytes=settings.min_free_bytes)
+    audit, limits = Audit(database), CallLimits(calls_per_s=settings.max_calls_per_s)
+    quotas, space = Quotas(sharing, store, folders), Space(settings.state_dir, settings.min_free_bytes)
+    database.when_full = space.give_up_reserve
+    uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
+    shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     scheduler, jobs = _wire_jobs(
-        settings, journal, metrics, lifecycle, resources, usable, environment=environment, worker_module=worker_module
-    )
+        settings, journal, metrics, lifecycle, resources, usable, folders, quotas, space,
+        sharing=sharing, shares=shares, environment=environment, worker_module=worker_module,
+    )  # fmt: skip
+    retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
     services = Services(
-        accounts=Accounts(database),
+        accounts=accounts,
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
         models=models,
         blobs=uploads,
-        node=NodeFacts(store, lifecycle, state_dir=settings.state_dir, accelerators=tuple(found)),
-    )
+        node=NodeFacts(
+            store, lifecycle, scheduler, state_dir=settings.state_dir, accelerators=tuple(found),
+            share_half_life_s=settings.share_half_life_s,
+        ),
+        sharing=SharingService(store=sharing, accounts=accounts, quotas=quotas, jobs=jobs, scheduler=scheduler),
+        audit=audit,
+        logins=Logins(accounts, audit, limits),
+        limits=limits,
+        deletions=Deletions(datasets=datasets, models=models, jobs=jobs),
+        retention=retention,
+        identity=IdentityService(
+            accounts=accounts, datasets=datasets, models=models, max_token_days=settings.max_token_days
+        ),
+    )  # fmt: skip
     pairing = Pairing(database, settings.state_dir)
-    return Parts(
-        services=services, lifecycle=lifecycle, journal=journal, scheduler=scheduler, metrics=metrics, pairing=pairing
+    sweep = Sweep(
+        settings=settings,
+        pairing=pairing,
+        uploads=uploads,
+        datasets=datasets,
+        models=models,
+        jobs=jobs,
+        retention=retention,
     )
+    return Parts(
+        services=services, lifecycle=lifecycle, journal=journal, scheduler=scheduler, metrics=metrics, pairing=pairing,
+        sweep=sweep, space=space,
+    )  # fmt: skip
 
 
 def _wire_data(
-    settings: Settings, database: Database, store: JobStore, metrics: Metrics
+    settings: Settings, database: Database, store: JobStore, metrics: Metrics, quotas: Quotas, space: Space
 ) -> tuple[Uploads, DatasetService, ModelService]:
     """Make what takes and keeps users' contents; `store` knows which jobs still need them."""
     uploads = Uploads(
-        BlobStore(settings.state_dir),
+        BlobStore(settings.state_dir, space=space),
         BlobReferences(database),
         max_blob_bytes=max(settings.max_dataset_bytes, settings.max_model_bytes),
         on_upload=metrics.on_upload,
@@ -195,7 +263,8 @@ def _wire_data(
         DatasetStore(database),
         uploads,
         max_bytes=settings.max_dataset_bytes,
-        in_use=store.user_of,
+        users_of=store.users_of,
+        quotas=quotas,
         prepared_root=prepared_root,
     )
     models = ModelService(
@@ -203,27 +272,49 @@ def _wire_data(
         uploads,
         root=settings.state_dir / "models",
         max_bytes=settings.max_model_bytes,
-        in_use=store.user_of,
+        users_of=store.users_of,
+        quotas=quotas,
     )
     return uploads, datasets, models
 
 
 def _wire_jobs(
     settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
-    usable: Sequence[Accelerator], *, environment: Mapping[str, str], worker_module: str,
+    usable: Sequence[Accelerator], folders: JobFolders, quotas: Quotas, space: Space, *, sharing: SharingStore, shares: Shares,
+    environment: Mapping[str, str], worker_module: str,
 ) -> tuple[Scheduler, JobService]:  # fmt: skip
     """Make what plans, queues and runs jobs."""
     num_threads = settings.num_threads or available_cpus()
     rates = RateBook(settings.state_dir, Machine.of(usable, num_threads=num_threads))
     planner = Planner.of_node(settings, rates, usable)
-    folders = JobFolders(settings.state_dir)
-    gpu = next(iter(usable), None)
+    rules = Rules(
+        time_slice_s=settings.time_slice_s, max_residence_s=settings.max_residence_s, max_wait_s=settings.max_wait_s
+    )
+    # On the host, what jobs hold on the device is part of their host memory.
+    gpus = {f"cuda:{gpu.index}": gpu for gpu in usable}
+    usable_bytes = {name: usable_device_bytes(gpu.memory_bytes) for name, gpu in gpus.items()}
+    turns = {
+        device: DeviceTurns(
+            device, usable_bytes=usable_bytes.get(device), shares=shares, rules=rules, grace_s=settings.turn_grace_s,
+            metrics=metrics,
+        )
+        for device in ("host", *gpus)
+    }  # fmt: skip
+    arena_bytes = settings.arena_limit(host_memory().limit_bytes)
+    view = QueueView(
+        jobs=journal.store, sharing=sharing, shares=shares, rules=rules, host_bytes=lambda: planner.host_limit_bytes,
+        devices={"host": arena_bytes, **usable_bytes},
+    )  # fmt: skip
+    meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()
 
-    def make_attempt(job: JobRecord) -> Attempt:
+    def make_attempt(job: JobRecord, device: DeviceTurns, other_bytes: Callable[[], int]) -> Attempt:
         return Attempt(
             job=job, journal=journal, find_inputs=resources.of_job, folders=folders, planner=planner,
-            preparation=Preparation(settings.state_dir / _PREPARED), num_threads=num_threads, environment=environment,
-            trace=settings.trace_workers, worker_module=worker_module, gpu=gpu, numa_interleave=settings.numa_interleave,
+            preparation=Preparation(settings.state_dir / _PREPARED, preparing, space), num_threads=num_threads, environment=environment,
+            trace=settings.trace_workers, worker_module=worker_module, gpu=gpus.get(device.device),
+            numa_interleave=settings.numa_interleave, turns=device, meter=meter, other_bytes=other_bytes,
+            on_checkpoint=view.on_checkpoint, max_restarts=settings.max_restarts, stop_timeout_s=settings.drain_timeout_s,
+            silence_limit_s=settings.silence_limit_s,
         )  # fmt: skip
 
     scheduler = Scheduler(
@@ -231,14 +322,15 @@ def _wire_jobs(
         metrics=metrics,
         lifecycle=lifecycle,
         folders=folders,
+        turns=turns,
+        meter=meter,
+        view=view,
         make_attempt=make_attempt,
-        max_attempts=settings.max_attempts,
-        orphan_grace_s=settings.drain_timeout_s,
-        when_idle=IdleMeasurement(rates, environment=environment, gpu=gpu),
+        when_idle=IdleMeasurement(rates, environment=environment, gpu=next(iter(usable), None)),
     )
     jobs = JobService(
         journal=journal, scheduler=scheduler, lifecycle=lifecycle, resources=resources, planner=planner,
-        folders=folders, turns=UserTurns(),
+        folders=folders, turns=UserTurns(), quotas=quotas,
     )  # fmt: skip
     return scheduler, jobs
 
@@ -246,12 +338,14 @@ def _wire_jobs(
 def _certificate(settings: Settings, *addresses: Address) -> ServerCertificate | None:
     """Return the certificate to serve with; None on loopback, where none was asked for."""
     if settings.tls_cert is not None and settings.tls_key is not None:
-        return given_certificate(settings.tls_cert, settings.tls_key)
-    if all(is_loopback(address.host) for address in addresses):
+        certificate = given_certificate(settings.tls_cert, settings.tls_key)
+    elif settings.tls_client_ca is None and all(is_loopback(address.host) for address in addresses):
         return None
-    # These two mean all addresses of the machine, and no client connects to them.
-    hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
-    return own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
+    else:
+        # These two mean all addresses of the machine, and no client connects to them.
+        hosts = tuple(a.host for a in addresses if a.host not in ("0.0.0.0", "::"))  # noqa: S104
+        certificate = own_certificate(settings.state_dir / "tls", (*hosts, *settings.tls_names))
+    return with_client_authority(certificate, settings.tls_client_ca)
 
 
 async def _listen(
@@ -289,39 +383,44 @@ async def _listen(
 
 async def run_queue(parts: Parts) -> None:
     """Settle what the last daemon left, then serve the queue until it is drained."""
+    remove_empty_worker_groups()
     await parts.scheduler.recover()
     await parts.scheduler.run()
 
 
 async def _chores(settings: Settings, parts: Parts) -> None:
     """Keep the gauges of memory and disk fresh, and clear away what is not used any more."""
-    loop = asyncio.get_running_loop()
-    next_sweep_s = loop.time()
+    # Apart from each other: a sweep may take minutes, and the disk may run full meanwhile.
+    await asyncio.gather(_watch_machine(settings, parts), _sweep_hourly(settings, parts))
+
+
+async def _watch_machine(settings: Settings, parts: Parts) -> None:
     while True:
         memory = host_memory()
         parts.metrics.set_host_memory(memory.limit_bytes, memory.available_bytes)
         disk = shutil.disk_usage(settings.state_dir)
         parts.metrics.set_disk(disk.total, disk.free)
-        if loop.time() >= next_sweep_s:
-            next_sweep_s = loop.time() + _SWEEP_EVERY_S
-            await sweep(settings, parts)
+        with contextlib.suppress(OSError):
+            await in_thread(parts.space.tend_reserve)
         await asyncio.sleep(_MEMORY_EVERY_S)
 
 
-async def sweep(settings: Settings, parts: Parts) -> None:
-    """Remove uploads that were given up, and move what the database does not know to the trash."""
+async def _sweep_hourly(settings: Settings, parts: Parts) -> None:
+    loop = asyncio.get_running_loop()
+    next_sweep_s = loop.time()
+    while True:
+        if loop.time() >= next_sweep_s:
+            next_sweep_s = loop.time() + _SWEEP_EVERY_S
+            await sweep(parts)
+        await answer_request(settings.state_dir, parts.sweep)
+        await asyncio.sleep(_REQUESTS_EVERY_S)
+
+
+async def sweep(parts: Parts) -> None:
+    """Remove what nothing needs any more."""
     try:
-        problem = await parts.pairing.problem()
-        parts.services.blobs.store.trusts_database = problem is None
-        if problem is not None:
-            # A database from a backup, or a new one, would name everything in the folder unused.
-            log.error("nothing is removed from the state folder", why=problem)
-            return
-        await parts.services.datasets.sweep(settings.upload_expiry_s)
-        await parts.services.models.sweep(settings.upload_expiry_s)
-        await parts.services.blobs.sweep(settings.upload_expiry_s)
-        trash = parts.services.blobs.store.trash
-        await in_thread(lambda: trash.expire(settings.trash_days * 86400.0))
+        await parts.services.audit.expire(parts.sweep.settings.audit_days)
+        await parts.sweep.run()
     except (HorizonError, OSError):
         # Tried again in an hour; a disk in trouble must not end the daemon and its job.
         log.exception("the state folder could not be swept")

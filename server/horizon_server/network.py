@@ -6,7 +6,7 @@ import datetime
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cryptography import x509
@@ -85,6 +85,8 @@ class ServerCertificate:
     certificate: Path
     key: Path
     authority: Path | None
+    client_authority: Path | None = None
+    """Where clients must show a certificate: the file of the authority that signs theirs."""
 
     @property
     def expires_s(self) -> float:
@@ -102,6 +104,22 @@ def given_certificate(certificate: Path, key: Path) -> ServerCertificate:
         if not path.is_file():
             raise BadSetting(f"setting {name}: {path} does not exist")
     return ServerCertificate(certificate=certificate, key=key, authority=None)
+
+
+def with_client_authority(certificate: ServerCertificate, authority: Path | None) -> ServerCertificate:
+    """Return the certificate of a server whose clients must show one that `authority` has signed; None asks for none.
+
+    Raises:
+        BadSetting: when the file of the authority is missing or has no certificate.
+    """
+    if authority is None:
+        return certificate
+    try:
+        x509.load_pem_x509_certificates(authority.read_bytes())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it contains no PEM certificate"
+        raise BadSetting(f"setting tls_client_ca: {authority} cannot be used: {why}") from error
+    return replace(certificate, client_authority=authority)
 
 
 def own_certificate(folder: Path, names: tuple[str, ...]) -> ServerCertificate:

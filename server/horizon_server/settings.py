@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -53,8 +53,25 @@ class Settings(BaseSettings):
         (),
         description="Host names and addresses that clients connect to, for the certificate that the daemon makes.",
     )
+    tls_client_ca: Path | None = Field(
+        None,
+        description="Authority of client certificates (PEM). When set, gRPC and HTTP serve only clients with a certificate that it "
+        "has signed; a token is needed too.",
+    )
+    max_calls_per_s: float = Field(
+        100.0, gt=0, description="Calls a second of one user, on average; more wait for their turn or are refused."
+    )
+    audit_days: float = Field(365.0, gt=0, description="Days that entries of the audit log are kept.")
     metrics_token_required: bool = Field(
-        False, description="Require a token on /metrics too. Off loopback it is always required."
+        False,
+        description="Require a token on /metrics too. Off loopback it is always required; without one the series of jobs, users and "
+        "projects are left out.",
+    )
+    max_token_days: float = Field(
+        365.0,
+        gt=0,
+        le=3650,
+        description="Longest life of a token that a user creates with horizon token create; horizond token create has no such limit.",
     )
     model_roots: Folders = Field((), description="Folders on the node below which a job may name a model folder.")
     host_memory_limit_bytes: int | None = Field(
@@ -72,7 +89,7 @@ class Settings(BaseSettings):
     gpu: str | None = Field(
         None,
         min_length=1,
-        description="Index (as nvidia-smi lists it) or UUID of the GPU for jobs with device: cuda; default: torch's first.",
+        description="Index (as nvidia-smi lists it) or UUID of the only GPU for jobs with device: cuda; default: all that torch finds.",
     )
     numa_interleave: bool = Field(
         True,
@@ -86,11 +103,67 @@ class Settings(BaseSettings):
     trash_days: float = Field(
         7.0, ge=0, description="Days that unreferenced files stay in the state folder's trash/ before they are deleted."
     )
+    cache_days: float = Field(
+        30.0, gt=0, description="Days that prepared data and compiled layers are kept that no job uses."
+    )
+    max_log_bytes: int = Field(
+        64 * 2**20, ge=2**20, description="Longest log of a job's attempt; of a longer one the ends are kept."
+    )
+    deletion_notice_days: float = Field(
+        7.0, ge=0, description="Days between the warning to a job's owner and the deletion of its checkpoints."
+    )
+    min_free_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Bytes of the disk that uploads, preparations and checkpoints leave free; default: 1 % of it, at most 2 GiB.",
+    )
     max_dataset_bytes: int = Field(64 * 2**30, ge=1, description="Largest dataset that may be announced.")
     max_model_bytes: int = Field(2 * 2**40, ge=1, description="Largest model folder that may be announced.")
-    drain_timeout_s: float = Field(120.0, gt=0, description="How long SIGTERM waits for the worker's checkpoint.")
-    max_attempts: int = Field(
-        3, ge=1, description="Attempts in a row that a job gets when its daemon dies, without a step in between."
+    drain_timeout_s: float = Field(
+        120.0, gt=0, description="How long SIGTERM waits for the checkpoints of all resident jobs."
+    )
+    on_sigterm: Literal["auto", "leave", "drain"] = Field(
+        "auto",
+        description="What SIGTERM does to running jobs. leave: their workers train on, and the next daemon takes them over; drain: they "
+        "are checkpointed and end; auto: drain where the daemon is process 1, as in containers, else leave. SIGINT (Ctrl-C) always drains.",
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        le=1000,
+        description="How often in a row a job is restarted by itself after a failure that may pass, without a step of progress in between.",
+    )
+    time_slice_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long a job has a device before another one that waits may have it, to the next step's end.",
+    )
+    turn_grace_s: float = Field(
+        30.0,
+        gt=0,
+        description="How much longer than a step a worker may take to give its device back; then it is reported, and killed after as "
+        "long again.",
+    )
+    silence_limit_s: float = Field(
+        600.0,
+        ge=0,
+        description="A worker that makes no progress for longer, and for longer than 20 of its steps, is killed, and its job is restarted; "
+        "0 never does that.",
+    )
+    share_half_life_s: float = Field(
+        86400.0,
+        gt=0,
+        description="After this time, what a user has used of a device counts half in the choice of who is next.",
+    )
+    max_residence_s: float = Field(
+        4 * 3600.0,
+        gt=0,
+        description="A job that has been in memory for longer may have to make room for one that waits.",
+    )
+    max_wait_s: float = Field(
+        86400.0,
+        gt=0,
+        description="A user whose jobs have waited for longer, none in memory and no device used, is first in line for memory.",
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="One JSON object per line instead of text.")
@@ -110,6 +183,12 @@ class Settings(BaseSettings):
     def arena_limit(self, host_limit_bytes: int) -> int:
         """Bound of the device arena in bytes where the device is the host: as set, or half of the host's memory."""
         return self.device_arena_bytes or host_limit_bytes // 2
+
+    @property
+    def leaves_workers(self) -> bool:
+        """Whether SIGTERM leaves workers running."""
+        # With process 1 the kernel ends every other process of the container.
+        return self.on_sigterm == "leave" or (self.on_sigterm == "auto" and os.getpid() != 1)
 
     @property
     def database_path(self) -> Path:
@@ -153,6 +232,13 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
         missing = "tls_key" if settings.tls_key is None else "tls_cert"
         raise BadSetting(f"setting {missing}: a certificate and its key belong together; give both, or neither")
     return settings
+
+
+def quiet_libraries() -> None:
+    """Keep gRPC's own lines from stderr, for processes that serve; to be called before gRPC is imported."""
+    # It writes one for each TLS handshake that fails and past the daemon's log with its limits: a caller without a token could fill the
+    # disk. GRPC_VERBOSITY in the environment shows them again.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def child_environment() -> dict[str, str]:

@@ -49,6 +49,14 @@ _absent_as_empty = BeforeValidator(lambda value: {} if value is None else value)
 _list_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
+class _WrongField(ValueError):
+    """What is wrong with a field of a section, where the validator is the whole section's."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(problem)
+        self.key = key
+
+
 class _Section(BaseModel):
     """A mapping of the spec: frozen, nothing unknown, no type guessed (strict), numbers finite."""
 
@@ -113,8 +121,8 @@ class TrainSpec(_Section):
     compute_dtype: ComputeDtypeChoice = Field(
         default="auto",
         description="What layers are computed in; master weights, moments and sums of gradients are fp32 in any case. auto: float32 on "
-        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is two "
-        "to three times as fast on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
+        "the host, which is exact and gives the same result on every CPU of a kind, bfloat16 on cuda. bfloat16 on the host is "
+        "about twice as fast on CPUs with AMX and slower on CPUs without bf16 instructions. float32 is for the host only.",
     )
     compile: Annotated[CompileChoice, _switch_as_text] = Field(
         default="auto",
@@ -157,12 +165,57 @@ class CheckpointSpec(_Section):
     every_steps: int = Field(
         default=500, ge=0, le=MAX_STEPS, description="Steps between checkpoints; 0 writes one at the end only."
     )
+    every_minutes: float = Field(
+        default=60.0,
+        ge=0,
+        le=525_600,
+        description="Also write one when this time has passed since the last one, unless writing would then take more than 5 % of "
+        "the time; 0 writes none by the clock.",
+    )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
     )
+    keep_days: float | None = Field(
+        default=None,
+        gt=0,
+        le=36_500,
+        description="Days after the job's end until its checkpoints are deleted; null keeps them. A warning comes before.",
+    )
+    keep_optimizer: Literal["last", "all"] = Field(
+        default="last",
+        description="Once the job has succeeded, last removes the optimizer's state (8 to 10 of 12 bytes per parameter) from all "
+        "checkpoints but the newest and the best; all keeps it.",
+    )
+
+
+class EvalSpec(_Section):
+    """When evaluations end the job early."""
+
+    patience: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_STEPS,
+        description="End the job with success after this number of evaluations in a row whose loss was not better than the best before; "
+        "0 trains to the end.",
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, le=1e9, description="How far below the best loss a loss must be to count as better."
+    )
+
+
+class LimitsSpec(_Section):
+    """When the job ends with success, checkpointed, before all its steps are done. The learning rate's schedule does not change."""
+
+    max_hours: float | None = Field(
+        default=None,
+        gt=0,
+        le=87_600,
+        description="Hours since the job first left the queue, the time in which others had the device included.",
+    )
+    max_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS, description="The last step to do.")
 
 
 class JobSpec(_Section):
@@ -191,7 +244,10 @@ class JobSpec(_Section):
     )
     checkpoint: Annotated[CheckpointSpec, _absent_as_empty] = CheckpointSpec()
     priority: int = Field(
-        default=0, ge=-100, le=100, description="Higher first, within the project's share. Only 0 in this version."
+        default=0,
+        ge=-100,
+        le=100,
+        description="Higher first, among the jobs of one user. How users share the node does not depend on it.",
     )
     device: Literal["auto", "cuda", "host"] = Field(
         default="auto", description="Where the layers are computed. auto means host in this version."
@@ -203,6 +259,25 @@ class JobSpec(_Section):
         description="Share of the dataset's rows held out for evaluation, chosen by each row's hash.",
     )
 
+    eval: Annotated[EvalSpec, _absent_as_empty] = EvalSpec()
+    limits: Annotated[LimitsSpec, _absent_as_empty] = LimitsSpec()
+
+    @field_validator("eval")
+    @classmethod
+    def _patience_needs_evaluations(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
+        wanted = info.data
+        if given.patience and not wanted.get("eval_every_steps", 1):
+            raise _WrongField(
+                "patience",
+                f"is {given.patience} evaluations, but there are none between steps; set eval_every_steps above 0",
+            )
+        if given.patience and wanted.get("eval_dataset", "") is None and not wanted.get("eval_fraction", 1):
+            raise _WrongField(
+                "patience",
+                f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction",
+            )
+        return given
+
     @field_validator("eval_fraction")
     @classmethod
     def _either_fraction_or_dataset(cls, eval_fraction: float, info: ValidationInfo) -> float:
@@ -210,9 +285,24 @@ class JobSpec(_Section):
             raise ValueError("cannot be combined with eval_dataset; keep one of the two")
         return eval_fraction
 
+    @property
+    def most_steps(self) -> int | None:
+        """The step that the job ends after at the latest; None where only its data decides."""
+        return min(
+            (steps for steps in (self.train.max_steps, self.limits.max_steps) if steps is not None), default=None
+        )
+
     def to_mapping(self) -> dict[str, Any]:
         """Return plain data that `parse_job_spec` turns back into an equal spec."""
         return self.model_dump(mode="json")
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were given, without defaults: the same for every version, whichever fields it has besides."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    def in_project(self, project: str) -> JobSpec:
+        """Return the spec with its project filled in, which does not count as given."""
+        return self.model_construct(_fields_set=set(self.model_fields_set), **{**dict(self), "project": project})
 
 
 def job_schema() -> dict[str, Any]:
@@ -239,6 +329,8 @@ def parse_job_spec(plain: object) -> JobSpec:
         for error in refused.errors(include_url=False):
             # An element of a list is reported as the list: users write, and change, the whole of it.
             keys = [str(key) for key in error["loc"] if not isinstance(key, int)]
+            if isinstance(cause := error.get("ctx", {}).get("error"), _WrongField):
+                keys.append(cause.key)
             path = ".".join(keys)
             violations.setdefault(
                 path, FieldViolation(field=path, description=f"{path} {_problem(error, keys, plain, schema)}")

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 # Set by every horizond command: weights, logs and tokens' hashes are for the daemon's account alone.
 PRIVATE_UMASK = 0o077
 
+# There from the start of `horizond restore` to its end: what is in the folder then is not whole.
+UNFINISHED_RESTORE_FILE = "restore-unfinished"
 _DATABASE = "horizon.db"
 
 
@@ -51,14 +53,19 @@ def private_state_dir(path: Path) -> None:
 
 
 @contextmanager
-def held_state_dir(path: Path) -> Iterator[Path]:
+def held_state_dir(path: Path, *, may_be_unfinished: bool = False) -> Iterator[Path]:
     """Make `path` private and hold it against other daemons until the end of the block.
 
     Raises:
         InUse: when another daemon holds it.
-        BadSetting: when it cannot be made or written, or belongs to another account.
+        BadSetting: when it cannot be made or written, belongs to another account, or a restore into it was interrupted and
+            `may_be_unfinished` is not set.
     """
     private_state_dir(path)
+    if not may_be_unfinished and (path / UNFINISHED_RESTORE_FILE).exists():
+        raise BadSetting(
+            f"a restore into state folder {path} was interrupted; run it again: horizond restore BACKUP_DIR"
+        )
     try:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from horizon_server.cli import horizond
+from horizon_server.control_groups import DAEMON_GROUP
 from horizon_server.settings import Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +81,8 @@ def test_compose_sets_what_the_daemon_reads_and_waits_for_its_drain(monkeypatch:
         monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
         assert name.removeprefix("HORIZOND_").lower() in Settings.model_fields
     settings = load_settings()
+    # With an init the daemon is not process 1, and a stopped container takes its workers with it.
+    assert service["init"] and settings.on_sigterm == "drain"
     assert settings.tls_names == ("localhost",)
     assert settings.model_roots == (Path("/models"),)
     assert settings.host_memory_reserve_bytes == load_settings(DEPLOY / "horizond.toml").host_memory_reserve_bytes
@@ -115,22 +119,83 @@ def test_the_unit_stops_slower_than_the_daemon_drains() -> None:
     service = unit["Service"]
     settings = load_settings(DEPLOY / "horizond.toml")
     assert int(service["TimeoutStopSec"]) > settings.drain_timeout_s
-    assert (service["Type"], service["KillMode"]) == ("notify", "mixed")
+    # Workers outlive the daemon.
+    assert (service["Type"], service["KillMode"]) == ("notify", "process")
+    assert "Environment=HORIZOND_ON_SIGTERM=leave" in (DEPLOY / "horizond.service").read_text("utf-8")
+    assert (service["Delegate"], service["DelegateSubgroup"]) == ("memory", DAEMON_GROUP)
+    assert int(service["OOMScoreAdjust"]) < 0
     assert (service["LimitMEMLOCK"], service["OOMPolicy"]) == ("infinity", "continue")
     assert service["StateDirectory"] == "horizond"
-    # Each of these would hide the GPU or stop the driver.
-    for broken in ("PrivateDevices", "MemoryDenyWriteExecute", "ProtectProc", "DeviceAllow", "PrivateUsers"):
+    # Each of these would hide the GPU, stop the driver, or forbid groups of workers.
+    for broken in (
+        "PrivateDevices",
+        "MemoryDenyWriteExecute",
+        "ProtectProc",
+        "DeviceAllow",
+        "PrivateUsers",
+        "ProtectControlGroups",
+    ):
         assert broken not in service
     assert service["ExecStart"].split()[1:2] == ["serve"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_knows_every_directive(tmp_path: Path) -> None:
-    unit = tmp_path / "horizond.service"
-    text = (DEPLOY / "horizond.service").read_text("utf-8")
-    unit.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE), "utf-8")
+@pytest.mark.parametrize("name", ["horizond.service", "horizond-backup.service", "horizond-backup.timer"])
+def test_systemd_knows_every_directive(tmp_path: Path, name: str) -> None:
+    # The timer wants its service next to it.
+    for file in DEPLOY.glob("horizond*.service"):
+        text = file.read_text("utf-8")
+        (tmp_path / file.name).write_text(
+            re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE), "utf-8"
+        )
+    unit = tmp_path / name
+    if not unit.exists():
+        shutil.copy(DEPLOY / name, unit)
     ran = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
     )
-    assert "Unknown" not in ran.stderr, ran.stderr
+    # The daemon does without the one that came with systemd 254.
+    unknown = [line for line in ran.stderr.splitlines() if "Unknown" in line and "DelegateSubgroup" not in line]
+    assert unknown == [], ran.stderr
     assert "Failed to parse" not in ran.stderr, ran.stderr
+
+
+def test_a_stop_drains_only_when_the_machine_shuts_down(tmp_path: Path) -> None:
+    """The unit's own ExecStop, with a `systemctl` that answers as at a stop and as at a shutdown."""
+    (line,) = re.findall(
+        r"^ExecStop=/bin/sh -c '(.*)'$", (DEPLOY / "horizond.service").read_text("utf-8"), re.MULTILINE
+    )
+    script = line.replace("$$", "$")
+    systemctl = tmp_path / "systemctl"
+    for answer in ("running", "stopping"):
+        systemctl.write_text(f"#!/bin/sh\necho {answer}\nexit 1\n")
+        systemctl.chmod(0o755)
+        daemon = subprocess.Popen(
+            ["/bin/sh", "-c", "trap 'echo interrupted; exit 0' INT; echo ready; while :; do sleep 0.05; done"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline() == "ready\n"
+            environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MAINPID": str(daemon.pid)}
+            # The shell of the test stands for systemd, which reaps its child.
+            stopping = subprocess.Popen(["/bin/sh", "-c", script], env=environment)
+            if answer == "stopping":
+                assert daemon.stdout.readline() == "interrupted\n"
+                assert daemon.wait(30) == 0
+            assert stopping.wait(30) == 0
+            assert (daemon.poll() is None) == (answer == "running")
+        finally:
+            daemon.kill()
+            daemon.communicate(timeout=30)
+
+
+def test_the_backup_unit_calls_the_command_as_it_is() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(DEPLOY / "horizond-backup.service")
+    command, *words = unit["Service"]["ExecStart"].split()
+    assert command == "/opt/horizon/bin/horizond"
+    found = horizond.commands[words[0]]
+    options = {option for parameter in found.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= options

@@ -39,6 +39,10 @@ horizon_worker_restarts_total{reason} horizon_checkpoint_duration_seconds{}
 horizon_checkpoint_last_success_timestamp_seconds{job_id} horizon_upload_bytes_total{result}
 horizon_gpu_seconds_total{project,user} grpc_server_handled_total{grpc_service,grpc_method,grpc_code}
 grpc_server_handling_seconds{grpc_service,grpc_method} http_request_duration_seconds{method,route,code}
+horizon_device_seconds_total{project,user,device} horizon_device_turns_total{device} horizon_device_turn_wait_seconds{device}
+horizon_device_handover_seconds{device} horizon_resident_jobs{device} horizon_job_share_ratio{job_id}
+horizon_share_use_seconds{project,user} horizon_project_weight{project} horizon_user_weight{user} horizon_turn_overruns_total{}
+horizon_jobs_displaced_total{} horizon_oldest_queued_timestamp_seconds{} horizon_host_memory_promised_bytes{} horizon_node_open{}
 """
 
 
@@ -115,7 +119,7 @@ def test_the_dashboard_hangs_together(families: dict[str, Metric]) -> None:
     identifiers = [panel["id"] for panel in board["panels"]]
     assert len(identifiers) == len(set(identifiers))
     assert [panel["title"] for panel in board["panels"] if panel["type"] == "row"] == [
-        "Overview", "Memory", "Transfer", "Service",
+        "Overview", "Sharing", "Memory", "Transfer", "Service",
     ]  # fmt: skip
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource", "the board must work in a Grafana that is there already"

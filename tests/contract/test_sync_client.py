@@ -22,7 +22,7 @@ def test_the_generated_code_is_fresh(generator: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("member", ["jobs", "datasets", "models", "checkpoints", "node"])
+@pytest.mark.parametrize("member", ["jobs", "datasets", "models", "checkpoints", "node", "sharing", "housekeeping"])
 async def test_both_clients_have_the_same_methods(member: str) -> None:
     with Client("127.0.0.1:1") as blocking:
         async with AsyncClient("127.0.0.1:1") as inner:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, TrainSpec, parse_job_spec
 
 
 def from_wire(message: job_pb2.JobSpec) -> JobSpec:
@@ -57,7 +57,10 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
 checkpoint_specs = st.builds(
     CheckpointSpec,
     every_steps=steps,
+    every_minutes=floats(0, 525_600),
     keep_last=st.integers(1, 1000),
+    keep_days=st.none() | floats(0, 36_500, exclude_min=True),
+    keep_optimizer=st.sampled_from(["last", "all"]),
     keep_best=st.booleans(),
     dtype=st.sampled_from(["source", "bf16", "fp16", "fp32"]),
 )
@@ -75,6 +78,12 @@ any_job_specs = st.builds(
     priority=st.integers(-100, 100),
     device=st.sampled_from(["auto", "cuda", "host"]),
     eval_fraction=st.just(0.0),
+    eval=st.builds(EvalSpec, patience=st.just(0), min_delta=floats(0, 1e9)),
+    limits=st.builds(
+        LimitsSpec,
+        max_hours=st.none() | floats(0, 87_600, exclude_min=True),
+        max_steps=st.none() | st.integers(1, 100_000_000),
+    ),
 )
 # A dataset of its own and a fraction of the training data exclude each other.
 job_specs = any_job_specs | st.builds(
@@ -146,8 +155,14 @@ def test_every_field_of_the_contract_is_carried() -> None:
     wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e"}))
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
     assert unset == set()
-    optional = {"epochs", "max_steps", "max_grad_norm", "no_clipping"}
-    for section, spec in ((wire.train, TrainSpec), (wire.checkpoint, CheckpointSpec)):
+    optional = {"epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
+    sections = (
+        (wire.train, TrainSpec),
+        (wire.checkpoint, CheckpointSpec),
+        (wire.eval, EvalSpec),
+        (wire.limits, LimitsSpec),
+    )
+    for section, spec in sections:
         fields = {field.name for field in section.DESCRIPTOR.fields}
         assert fields - {"no_clipping"} == set(spec.model_fields)
         assert fields - {field.name for field, _ in section.ListFields()} <= optional

@@ -10,6 +10,7 @@ import pytest
 from tests.support.daemon_process import DaemonProcess
 from tests.support.node import Node, Shell, node_of
 from tests.support.rates import RATES
+from tests.support.trials import Reference
 
 from horizon_server.planning.machine import Machine, RateBook
 from horizon_server.store.cpus import available_cpus
@@ -60,3 +61,10 @@ def own_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     with ExitStack() as stack:
         for daemon in made:
             stack.callback(daemon.close)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Reference:
+    """What the seeded trials start from and are compared with; all processes of a test run share it."""
+    base = tmp_path_factory.getbasetemp()
+    return Reference.shared((base if worker_id == "master" else base.parent) / "trials")

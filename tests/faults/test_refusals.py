@@ -101,7 +101,8 @@ def test_several_violations_are_told_at_once(shell: Shell) -> None:
 
 
 def test_an_unreachable_daemon(tmp_path: Path) -> None:
-    sentence = Shell("127.0.0.1:1", "hzn_any", tmp_path).fails(5, "node", "status")
+    (tmp_path / "token").write_text("hzn_any")
+    sentence = Shell("127.0.0.1:1", None, tmp_path).fails(5, "login", "127.0.0.1:1", "--token-file", "token")
     assert "cannot reach horizond at 127.0.0.1:1: nothing listens there" in sentence
 
 
@@ -110,9 +111,10 @@ def test_plain_text_never_leaves_the_machine(tmp_path: Path) -> None:
     assert "needs TLS" in sentence
 
 
-def test_a_call_that_the_server_does_not_perform_yet(shell: Shell) -> None:
+def test_a_priority_that_no_spec_may_have(shell: Shell) -> None:
     (shell.home / "job.yaml").write_text(SPEC)
-    assert "priority must be 0" in shell.fails(2, "job", "submit", "job.yaml", "--set", "priority=3")
+    sentence = shell.fails(2, "job", "submit", "job.yaml", "--set", "priority=101")
+    assert "priority is 101; it must be a whole number from -100 to 100" in sentence
 
 
 def test_a_call_that_only_another_version_knows(node: Node) -> None:

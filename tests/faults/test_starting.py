@@ -71,7 +71,7 @@ def test_a_state_folder_whose_database_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("grcp = '127.0.0.1:0'\n", "setting grcp: there is no such setting; known: device_arena_bytes, "),
+        ("grcp = '127.0.0.1:0'\n", "setting grcp: there is no such setting; known: audit_days, "),
         ("num_threads = 'many'\n", "setting num_threads: Input should be a valid integer"),
         ("num_threads = \n", "cannot be read as TOML"),
         ("grpc = 'nowhere'\n", "grpc 'nowhere' is not HOST:PORT such as 127.0.0.1:7171"),

@@ -4,7 +4,10 @@ resumed.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.daemon_process import wait_for
+from tests.support.processes import children_of, command_of
 from tests.support.tiny_models import TinyModel, config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from horizon_server.children.entry import EventWriter, Order
+from horizon_server.children.entry import EventWriter
 from horizon_server.engine.compiled import build
 from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
 from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key
@@ -29,6 +34,7 @@ from horizon_server.events import Message
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker_link.orders import Order
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling layers takes g++")
 
@@ -61,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request_for(folder: Path, library: Path) -> CompileRequest:
+def request_for(folder: Path, library: Path, dtype: str = "float32") -> CompileRequest:
     return CompileRequest(
-        model=str(folder), library=str(library), dtype="float32", device="cpu", num_threads=1, num_tokens=48
+        model=str(folder), library=str(library), dtype=dtype, device="cpu", num_threads=1, num_tokens=48
     )
 
 
@@ -85,8 +91,32 @@ def library(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def target() -> Target:
-    return Target(dtype=torch.float32, device=torch.device("cpu"), num_threads=1, num_tokens=48)
+def test_a_compilation_that_is_killed_is_repeated(folder: Path, tmp_path: Path) -> None:
+    """Else the job would fail, or train with eager layers, whose last bits are others."""
+    template = Template.from_folder(folder)
+    compilation, heard = compilation_of(template, request_for(folder, tmp_path / "compiled"), "on")
+    killed: list[int] = []
+
+    def kill_first() -> None:
+        wait_for(lambda: compilers(), 60, every_s=0.002)
+        killed.append(compilers()[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_first)
+    killer.start()
+    layers = compilation.layers(model_flops=1.0, before=None)
+    killer.join()
+    assert layers.num_layers == template.num_layers
+    assert sum("was killed by SIGKILL" in text for text in heard.texts) == 1
+    assert killed
+
+
+def compilers() -> list[int]:
+    return [pid for pid in children_of(os.getpid()) if "horizon_server.worker.compilation" in command_of(pid)]
+
+
+def target(dtype: torch.dtype = torch.float32) -> Target:
+    return Target(dtype=dtype, device=torch.device("cpu"), num_threads=1, num_tokens=48)
 
 
 Pack = Callable[[Sequence[Tensor]], MicroBatch]
@@ -114,13 +144,14 @@ def train(
     library: Path | None,
     monkeypatch: pytest.MonkeyPatch,
     *,
+    dtype: torch.dtype = torch.float32,
     store: HostStore | None = None,
     state: dict[str, Any] | None = None,
     save_to: tuple[int, Path, Path] | None = None,
 ) -> Trained:
     """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's files."""
-    template, device = model.template, HostDevice(num_threads=1)
-    compiled = None if library is None else CompiledLayers.load(template, CodeLibrary(library), target())
+    template, device = model.template, HostDevice(num_threads=1, compute_dtype=dtype)
+    compiled = None if library is None else CompiledLayers.load(template, CodeLibrary(library), target(dtype))
     calls: list[object] = []
     if compiled is not None:
         serve = compiled.serve
@@ -131,7 +162,7 @@ def train(
             return call
 
         monkeypatch.setattr(compiled, "serve", counted)
-    store = store or model.store()
+    store = store or model.store(grad_dtype=dtype)
     settings = TrainConfig(num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0)
     trainer = Trainer(template, store, device, settings, compiled)
     if state is not None:
@@ -164,6 +195,23 @@ def test_compiled_training_is_eager_training_within_rounding(
     # trial.
     num_rows = sum(len(batch) for batch in ROWS) - 1
     assert compiled.compiled_calls == (2 * num_rows + 3) * model.template.num_layers
+
+
+def test_layers_compiled_in_bf16_train_as_eager_ones(
+    folder: Path,
+    batches: list[list[MicroBatch]],
+    tiny_model: Callable[..., TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(MODEL)
+    compilation, _ = compilation_of(model.template, request_for(folder, tmp_path, "bfloat16"), "on")
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == model.template.num_layers
+    eager, compiled = (train(model, batches, where, monkeypatch, dtype=torch.bfloat16) for where in (None, tmp_path))
+    # Fused operations round once where eager ones round after each: both are that far from the truth.
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
+    assert compiled.norms == pytest.approx(eager.norms, rel=2e-2)
+    assert compiled.compiled_calls > 0
 
 
 def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(

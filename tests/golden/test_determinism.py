@@ -38,6 +38,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation_placement": "host", "num_weight_slots": 1, "num_gradient_slots": 1},
     ),
     "offloaded inputs over a slow link": ({"link_bytes_per_s": 20e6}, {"activation_placement": "host"}),
+    "resident weights": ({"poison_on_free": True}, {"resident_layers": 2}),
+    "resident weights of every layer": ({"poison_on_free": True}, {"resident_layers": 5}),
+    "kept products": ({"poison_on_free": True}, {"product_layers": 3}),
+    "resident weights, kept products, offloaded inputs, delays and one slot": (
+        {"max_delay_s": 0.002, "delay_seed": 7, "poison_on_free": True},
+        {"resident_layers": 3, "product_layers": 5, "activation_placement": "host", "num_weight_slots": 1},
+    ),
     "room made ahead": ({"poison_on_free": True}, {"tokens_per_step": 64, "activation_placement": "host"}),
 }
 
@@ -52,6 +59,10 @@ IN_BACKWARD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delays, poison and offloaded inputs": (
         {"max_delay_s": 0.002, "delay_seed": 6, "poison_on_free": True},
         {"activation_placement": "host"},
+    ),
+    "resident weights, kept products, delays and poison": (
+        {"max_delay_s": 0.002, "delay_seed": 8, "poison_on_free": True},
+        {"resident_layers": 3, "product_layers": 2},
     ),
 }
 ThreeSteps = Callable[..., tuple[list[float], dict[str, Tensor]]]

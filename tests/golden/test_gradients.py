@@ -108,6 +108,20 @@ def test_the_split_into_micro_batches_does_not_matter(
     assert float((one - other).norm() / one.norm()) <= 1e-6
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """The documents of every micro-batch, step by step."""
+    steps: list[list[tuple[int, ...]]] = []
+    gradients = ForwardBackward.gradients
+
+    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey) -> float:
+        steps.append([micro_batch.document_lengths for micro_batch in micro_batches])
+        return gradients(self, micro_batches, key)
+
+    monkeypatch.setattr(ForwardBackward, "gradients", noted)
+    return steps
+
+
 @pytest.mark.parametrize(("architecture", "is_joined"), [("qwen3", True), ("gemma2", True), ("bloom", False)])
 def test_rows_are_joined_where_that_changes_nothing(
     architecture: str,
@@ -116,29 +130,42 @@ def test_rows_are_joined_where_that_changes_nothing(
     start: Callable[..., Run],
     documents: Callable[..., list[Tensor]],
     pack: Pack,
-    monkeypatch: pytest.MonkeyPatch,
+    computed: list[list[tuple[int, ...]]],
 ) -> None:
     model = tiny_model(architecture)
     rows = [pack([document]) for document in documents(9, 12, 25, 17, 8)]
-    computed: list[list[int]] = []
-    gradients = ForwardBackward.gradients
-
-    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey) -> float:
-        computed.append([micro_batch.num_tokens for micro_batch in micro_batches])
-        return gradients(self, micro_batches, key)
-
-    monkeypatch.setattr(ForwardBackward, "gradients", noted)
     apart, joined = (start(model, learning_rate=0.0, micro_batch_tokens=tokens) for tokens in (0, 26))
 
     one, other = apart.trainer.train_step(rows), joined.trainer.train_step(rows)
 
-    assert computed == [[9, 12, 25, 17, 8], [21, 25, 25] if is_joined else [9, 12, 25, 17, 8]]
+    tokens = [[sum(lengths) for lengths in step] for step in computed]
+    assert tokens == [[9, 12, 25, 17, 8], [21, 25, 25] if is_joined else [9, 12, 25, 17, 8]]
     assert other.loss == pytest.approx(one.loss, rel=1e-6)
     assert (other.num_tokens, other.model_flops) == (one.num_tokens, one.model_flops)
     first, second = apart.store.plane("grad"), joined.store.plane("grad")
     assert float((first - second).norm() / first.norm()) <= 2e-6
     ours, theirs = joined.trainer.evaluate(rows), apart.trainer.evaluate(rows)
     assert ours.eval_loss == pytest.approx(theirs.eval_loss, rel=1e-6)
+
+
+def test_long_rows_of_short_documents_are_divided_between_documents(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    computed: list[list[tuple[int, ...]]],
+) -> None:
+    model = tiny_model("qwen3")
+    rows = [pack(documents(9, 12, 8, 17)), pack(documents(4, 30, seed=1))]
+    whole, divided = (start(model, learning_rate=0.0, micro_batch_tokens=tokens) for tokens in (0, 26))
+    one = whole.trainer.train_step(rows)
+    other = divided.trainer.train_step(rows)
+
+    # Across the rows, and the document that is longer than a micro-batch alone.
+    assert computed == [[(9, 12, 8, 17), (4, 30)], [(9, 12), (8, 17), (4,), (30,)]]
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    first, second = whole.store.plane("grad"), divided.store.plane("grad")
+    assert float((first - second).norm() / first.norm()) <= 2e-6
 
 
 def test_untrained_positions_have_no_part_in_the_loss(

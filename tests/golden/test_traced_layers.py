@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from tests.support.tiny_models import config_of, template_of
-from torch import Tensor
+from tests.support.traced_layers import FP32, ROWS, TRACED, greatest_difference, trace
 
-from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
-from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
+from horizon_server.engine.compiled.call_pattern import NotCompilable
 from horizon_server.engine.compiled.layers import call_patterns
-from horizon_server.engine.compiled.trial import relative_differences
-from horizon_server.engine.template import Template
 
-FP32, CPU = torch.float32, torch.device("cpu")
-TRACED_FOR = (20, 28)
-# Other numbers of tokens and of documents than those that were traced.
-ROWS = [(20, 28), (11, 13, 7, 3), (37,), (2,)]
-
-TRACED = {"qwen3", "gemma2", "gemma3_text", "olmo2", "cohere2", "gpt2", "gptj", "starcoder2", "llama4_text", "opt"}
 EXPERTS = "torch traces no grouped product in fp32"
 RECURRENT = "loops or chunks whose number depends on the tokens"
 EAGER = {
@@ -35,15 +25,10 @@ EAGER = {
 """Kinds of layers, by the first of each, that run eagerly, and why."""
 
 
-def trace(template: Template, group: int, pattern: CallPattern) -> LayerGraphs:
-    example = template.probe_calls(TRACED_FOR)[group]
-    return trace_layer(template, group, pattern, example, num_tokens=sum(TRACED_FOR), dtype=FP32, device=CPU)
-
-
 @pytest.mark.parametrize("architecture", sorted(TRACED | EAGER.keys()))
 def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> None:
     template, eager = template_of(config_of(architecture)), set()
-    for group, pattern in call_patterns(template).items():
+    for group, pattern in call_patterns(template, FP32).items():
         try:
             if isinstance(pattern, NotCompilable):
                 raise pattern
@@ -57,40 +42,3 @@ def test_a_traced_layer_computes_what_the_layer_computes(architecture: str) -> N
             assert difference <= 5e-6, (lengths, worst)
     # A kind that a later torch can trace moves out of the list.
     assert eager == EAGER.get(architecture, (set(), ""))[0]
-
-
-def greatest_difference(
-    template: Template, group: int, pattern: CallPattern, graphs: LayerGraphs, lengths: tuple[int, ...]
-) -> tuple[float, str]:
-    """Between the graphs and the layer under autograd, relative, and where it is."""
-    generator = torch.Generator().manual_seed(0)
-    places = template.places[group + 1]
-    parameters = {p.name: 0.3 * torch.randn(p.piece.shape, generator=generator) for p in places}
-    hidden, gradient = (torch.randn(1, sum(lengths), template.hidden_size, generator=generator) for _ in range(2))
-    call = template.probe_calls(lengths)[group]
-    tensors = pattern.tensors_of(call)
-    if tensors is None:
-        return 0.0, "served by the eager layer"
-    trained = [place.name for place in places if place.trained]
-    leaves = {name: parameters[name].clone().requires_grad_() for name in trained}
-    leaf = hidden.clone().requires_grad_()
-    output = template.layer(group, {**parameters, **leaves}, leaf, call)
-    found = torch.autograd.grad(output, [leaf, *leaves.values()], gradient, allow_unused=True)
-    expected = {"output": output.detach(), **dict(zip(["hidden state", *trained], found, strict=True))}
-
-    inputs = [*parameters.values(), hidden, *tensors]
-    matrices = [place.name for place in places if place.is_matrix]
-    # Not zeros: what is there before the first product must not count.
-    outs = {name: torch.full_like(parameters[name], torch.nan) for name in matrices}
-    flags = {name: torch.tensor(True) for name in matrices}
-    targets = [part for name in matrices for part in (outs[name], flags[name])]
-    with torch.no_grad():
-        (output,) = graphs.forward.module(*inputs)
-        hidden_gradient, *others = graphs.backward.module(*inputs, gradient, *targets)
-    got: dict[str, Tensor] = {"output": output, "hidden state": hidden_gradient}
-    got |= {name: out for name, out in outs.items() if not flags[name]}
-    for name, value in zip(graphs.returned, others, strict=True):
-        got[name] = got[name] + value if name in got else value
-    differences = relative_differences({name: value for name, value in expected.items() if value is not None}, got)
-    worst = max(differences, key=differences.__getitem__)
-    return differences[worst], worst

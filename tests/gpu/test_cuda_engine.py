@@ -33,6 +33,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delays, poison and three slots": (DELAYS, THREE_SLOTS),
     "delays, poison and one slot": (DELAYS, {"num_weight_slots": 1, "num_gradient_slots": 1}),
     "offloaded inputs, delays and poison": (DELAYS, {"activation_placement": "host"}),
+    "resident weights, delays and poison": (DELAYS, {"resident_layers": 3}),
+    "resident weights, kept products, delays and poison": (DELAYS, {"resident_layers": 2, "product_layers": 5}),
 }
 
 
@@ -50,7 +52,12 @@ def three_steps(
     """Runs three steps of a five-layer model; returns losses with norms, and every plane."""
 
     def run_them(
-        architecture: str, device: CudaDevice, *, grad_dtype: torch.dtype | None = torch.bfloat16, **options: Any
+        architecture: str,
+        device: CudaDevice,
+        *,
+        grad_dtype: torch.dtype | None = torch.bfloat16,
+        release: bool = False,
+        **options: Any,
     ) -> tuple[list[float], dict[str, Tensor]]:
         model = tiny_model(architecture, num_hidden_layers=5, layer_types=None)
         store = model.store(grad_dtype=grad_dtype)
@@ -61,6 +68,11 @@ def three_steps(
             report = run.trainer.train_step(rows)
             assert report.skipped == ""
             numbers += [report.loss, report.grad_norm]
+            if release:
+                held_bytes, allocated_bytes = sum(device.arena.held_bytes().values()), torch.cuda.memory_allocated()
+                run.trainer.release_device()
+                assert not any(device.arena.held_bytes().values())
+                assert torch.cuda.memory_allocated() <= allocated_bytes - held_bytes
         run.trainer.flush()
         planes = {plane: store.plane(plane).clone() for plane in PLANES}
         run.trainer.close()
@@ -116,6 +128,18 @@ def test_streams_and_timing_do_not_change_a_bit(
 ) -> None:
     switches, options = VARIANTS[variant]
     assert_same(three_steps(architecture, make_device()), three_steps(architecture, make_device(**switches), **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"resident_layers": 3}, {"activation_placement": "host", "tokens_per_step": 64}]
+)
+def test_memory_that_is_freed_between_steps_does_not_change_a_bit(
+    options: dict[str, Any],
+    make_device: Callable[..., CudaDevice],
+    three_steps: Callable[..., tuple[list[float], dict[str, Tensor]]],
+) -> None:
+    kept = three_steps("qwen3", make_device(), **options)
+    assert_same(kept, three_steps("qwen3", make_device(**DELAYS), release=True, **options))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

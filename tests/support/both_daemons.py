@@ -16,7 +16,7 @@ AnyDaemon = DaemonProcess | ServedDaemon
 KINDS = ("in-process", "process")
 
 
-def make_one(kind: str, state_dir: Path, model_folder: Path, *flags: str, **settings: float) -> AnyDaemon:
+def make_one(kind: str, state_dir: Path, model_folder: Path, *flags: str, **settings: float | str) -> AnyDaemon:
     """Make a daemon of that kind; `settings` are lines of its configuration."""
     if kind == "process":
         return DaemonProcess(state_dir, *flags, **settings)

@@ -6,19 +6,24 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import processes_of
+
 from horizon_client import Client
 from horizon_client.resources import Job
 from horizon_server.db.database import Database
 from horizon_server.services.accounts import Accounts
 
-READY_S = 30.0
+# A limit for what hangs; on a busy machine a start takes many seconds.
+READY_S = 120.0
 # PR_SET_PDEATHSIG: a run of the tests that is killed leaves no daemon. In a program of its own, as forking with gRPC's threads is unsafe.
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, signal, sys
@@ -30,34 +35,46 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 class DaemonProcess:
     """Starts, stops and kills one daemon over one state folder, as often as a test likes."""
 
-    def __init__(self, state_dir: Path, *flags: str, **settings: float) -> None:
-        """`flags` are those of `horizond serve`, `settings` lines of its configuration file."""
+    def __init__(self, state_dir: Path, *flags: str, **settings: float | str) -> None:
+        """`flags` are those of `horizond serve`, `settings` lines of its configuration file. SIGTERM drains where these do not differ."""
         self.state_dir = state_dir
         self._flags = flags
-        self._settings = settings
+        self._settings = {"on_sigterm": "drain", **settings}
+        self.environment: dict[str, str] = {}
+        """Variables of the daemon and of all its children, besides the test's own."""
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoints: dict[str, Any] = {}
 
     def start(self) -> DaemonProcess:
-        """Start it and wait until it is ready."""
+        """Start it and wait until it is ready. A restarted daemon listens where it did before, as its clients expect."""
+        self.launch()
+        self.wait_until_ready()
+        return self
+
+    def launch(self) -> None:
+        """Start it and do not wait."""
         self.state_dir.mkdir(parents=True, exist_ok=True)
-        flags = ["--state-dir", str(self.state_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
-        if self._settings:
-            config = self.state_dir / "test.toml"
-            config.write_text("".join(f"{name} = {value}\n" for name, value in self._settings.items()), "ascii")
-            flags += ["--config", str(config)]
+        kinds = ("grpc", "http")
+        addresses = [flag for kind in kinds for flag in (f"--{kind}", self.endpoints.get(kind) or _free_address())]
+        config = self.state_dir / "test.toml"
+        lines = (f"{name} = {json.dumps(value)}\n" for name, value in self._settings.items())
+        config.write_text("".join(lines), "ascii")
+        flags = ["--state-dir", str(self.state_dir), *addresses, "--config", str(config)]
         flags += self._flags
         with (self.state_dir / "test.log").open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-ISc", _ENDS_WITH_ITS_PARENT, "-m", "horizon_server", "serve", *flags],
                 stdout=output,
                 stderr=output,
+                env=os.environ | self.environment,
             )
+
+    def wait_until_ready(self) -> None:
+        """Wait until it listens, and read where."""
         path = self.state_dir / "endpoints.json"
         wait_for(lambda: path.is_file() or self.process is None or self.process.poll() is not None, READY_S)
         assert path.is_file(), self.log()
         self.endpoints = json.loads(path.read_text("utf-8"))
-        return self
 
     @property
     def pid(self) -> int:
@@ -130,16 +147,12 @@ class DaemonProcess:
         return (self.state_dir / "test.log").read_text("utf-8", "replace")
 
 
-def processes_of(module: str, state_dir: Path) -> list[int]:
-    """Processes that run `module` for this state folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()
-                if module.encode() in command and str(state_dir).encode() in command:
-                    found.append(int(entry.name))
-    return found
+def _free_address() -> str:
+    """An address that stays free while a daemon is away: below the ports that the kernel gives to those who ask for any."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_240, 32_000)))
+            return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_for(condition: Any, timeout_s: float, every_s: float = 0.05) -> None:

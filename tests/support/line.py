@@ -18,11 +18,31 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 from tests.support.loop_thread import LoopThread
 
-from horizon_proto.v1 import blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2
+from horizon_proto.v1 import (
+    account_pb2,
+    blob_pb2,
+    checkpoint_pb2,
+    dataset_pb2,
+    housekeeping_pb2,
+    job_pb2,
+    model_pb2,
+    node_pb2,
+    sharing_pb2,
+)
 
 _METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for module in (blob_pb2, checkpoint_pb2, dataset_pb2, job_pb2, model_pb2, node_pb2)
+    for module in (
+        account_pb2,
+        blob_pb2,
+        checkpoint_pb2,
+        dataset_pb2,
+        housekeeping_pb2,
+        job_pb2,
+        model_pb2,
+        node_pb2,
+        sharing_pb2,
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }

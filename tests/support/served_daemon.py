@@ -5,14 +5,16 @@ It has the methods of `DaemonProcess` that a process need not have, so that one 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.daemon_parts import DaemonParts, daemon_parts
-from tests.support.daemon_process import processes_of
 from tests.support.loop_thread import LoopThread
+from tests.support.processes import processes_of
 
 from horizon_client import Client
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
@@ -55,7 +57,7 @@ class ServedDaemon:
         return 0
 
     def kill(self) -> None:
-        """Leave the state folder as a daemon does that is killed together with its worker."""
+        """Leave the state folder as a daemon does that is killed; its workers train on."""
         self.call(self._crash())
 
     def close(self) -> None:
@@ -64,6 +66,8 @@ class ServedDaemon:
             self.call(self._stop(drain_s=0.0))
         finally:
             self._thread.close()
+            for pid in self.worker_pids():
+                os.kill(pid, signal.SIGKILL)
 
     def user(self, name: str, role: str = "user") -> str:
         """Make a user and return a token of theirs."""
@@ -97,7 +101,7 @@ class ServedDaemon:
             self._stack = stack.pop_all()
 
     async def _crash(self) -> None:
-        await self.parts.crash()
+        await self.parts.vanish()
         await self._stop(drain_s=0.0)
 
     async def _stop(self, drain_s: float) -> None:

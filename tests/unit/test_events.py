@@ -11,10 +11,14 @@ from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
     EvalDone,
+    MemoryReleased,
     Message,
     PrepareProgress,
     StateChanged,
     StepDone,
+    TurnEnded,
+    TurnWanted,
+    WorkerProgress,
     decode,
     encode,
 )
@@ -37,6 +41,10 @@ STEP = StepDone(
         CheckpointWritten(step=5, duration_s=0.5, size_bytes=10, eval_loss=None),
         Message(level="info", text="line\nline"),
         AttemptReady(step=0, num_steps=4, device="host"),
+        TurnWanted(),
+        TurnEnded(released=True),
+        MemoryReleased(),
+        WorkerProgress(),
     ],
 )
 def test_every_payload_comes_back_equal(payload: StepDone) -> None:

@@ -12,17 +12,17 @@ from horizon_server.settings import child_environment, load_settings
 
 def test_flags_come_before_the_environment_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "horizond.toml"
-    config.write_text('grpc = "127.0.0.1:1"\nhttp = "127.0.0.1:2"\nlog_level = "debug"\nmax_attempts = 7\n')
+    config.write_text('grpc = "127.0.0.1:1"\nhttp = "127.0.0.1:2"\nlog_level = "debug"\nmax_restarts = 7\n')
     monkeypatch.setenv("HORIZOND_HTTP", "127.0.0.1:3")
     monkeypatch.setenv("HORIZOND_LOG_LEVEL", "error")
     settings = load_settings(config, state_dir=tmp_path, log_level="warning", grpc=None)
     assert (settings.grpc, settings.http, settings.log_level) == ("127.0.0.1:1", "127.0.0.1:3", "warning")
-    assert (settings.max_attempts, settings.state_dir) == (7, tmp_path)
+    assert (settings.max_restarts, settings.state_dir) == (7, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [('colour = "red"', "colour"), ("max_attempts = 0", "max_attempts"), ('log_level = "loud"', "log_level")],
+    [('colour = "red"', "colour"), ("max_restarts = -1", "max_restarts"), ('log_level = "loud"', "log_level")],
 )
 def test_a_wrong_key_is_named(tmp_path: Path, text: str, named: str) -> None:
     config = tmp_path / "horizond.toml"

@@ -52,6 +52,15 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"model": ""}, "model"),
         ({"device": "tpu"}, "device"),
         ({"colour": "red"}, "colour"),
+        ({"priority": 101}, "priority"),
+        ({"limits": {"max_hours": 0}}, "limits.max_hours"),
+        ({"limits": {"max_steps": 0}}, "limits.max_steps"),
+        ({"limits": {"max_step": 9}}, "limits.max_step"),
+        ({"eval": {"patience": -1}}, "eval.patience"),
+        ({"eval": {"min_delta": -0.5}}, "eval.min_delta"),
+        ({"eval": {"patience": 2}, "eval_fraction": 0.1}, "eval.patience"),
+        ({"eval": {"patience": 2}, "eval_every_steps": 5}, "eval.patience"),
+        ({"eval": {"patience": 2}, "eval_every_steps": -5, "eval_dataset": "e"}, "eval_every_steps"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_is_allowed(change: dict[str, Any], field: str) -> None:
@@ -77,6 +86,23 @@ def test_a_field_in_the_wrong_section_is_sent_to_its_own() -> None:
         "learning_rate is not a field of the job spec; did you mean train.learning_rate?",
         "train.name is not a field of the job spec; did you mean name?",
     }
+
+
+def test_patience_needs_evaluations_between_steps_and_data_for_them() -> None:
+    wanted = {**MINIMAL, "eval": {"patience": 2}, "eval_every_steps": 5}
+    assert violations({**wanted, "eval_every_steps": 0}) == {
+        "eval.patience": "eval.patience is 2 evaluations, but there are none between steps; set eval_every_steps above 0"
+    }
+    assert violations(wanted) == {
+        "eval.patience": "eval.patience is 2 evaluations, but there is no data for them; set eval_dataset or eval_fraction"
+    }
+    for data in ({"eval_dataset": "e"}, {"eval_fraction": 0.1}):
+        assert parse_job_spec({**wanted, **data}).eval.patience == 2
+
+
+def test_limits_are_off_by_default_and_a_section_left_empty_is_the_default() -> None:
+    spec = parse_job_spec({**MINIMAL, "limits": None, "eval": None})
+    assert (spec.limits.max_hours, spec.limits.max_steps, spec.eval.patience) == (None, None, 0)
 
 
 def test_null_turns_clipping_off() -> None:

@@ -39,7 +39,7 @@ async def pushed(daemon: DaemonParts) -> Principal:
 async def swept(daemon: DaemonParts) -> str:
     """Sweep as the daemon does at its start and every hour; return what it finds wrong."""
     problem = await daemon.parts.pairing.problem() or ""
-    await sweep(daemon.settings, daemon.parts)
+    await sweep(daemon.parts)
     return problem
 
 

@@ -12,6 +12,7 @@ from horizon_client.cli.root import Commands
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import SYSTEM_CA, Endpoint, Profile, ProfileFile, ProfileSummary, read_token_file
 
+_FIRST_CONTACT_S = 5.0
 _VIEW: View[ProfileSummary] = View(
     columns=[
         ("NAME", lambda p: p.name),
@@ -48,18 +49,51 @@ Example:
     metavar="FILE",
     help="The daemon's CA file, or 'system' for a public certificate. Not needed for a daemon on this machine.",
 )
+@click.option(
+    "--client-cert",
+    type=click.Path(),
+    metavar="FILE",
+    help="Your certificate (PEM), where the daemon asks clients for one. The profile keeps its place.",
+)
+@click.option("--client-key", type=click.Path(), metavar="FILE", help="The key of your certificate (PEM).")
 @click.option("--profile", "profile_name", metavar="NAME", default="default", show_default=True, help="Profile name.")
-def login(server: str, token_file: str | None, ca: str | None, profile_name: str) -> None:
+def login(
+    server: str,
+    token_file: str | None,
+    ca: str | None,
+    client_cert: str | None,
+    client_key: str | None,
+    profile_name: str,
+) -> None:
     """Log in to a daemon: check the token, then save it as the profile in use."""
     token = _read_token(token_file)
     ca_file = None if ca is None else Path(ca) if ca == SYSTEM_CA else Path(ca).expanduser().absolute()
-    endpoint = Endpoint(server=server, token=token, ca_file=ca_file)
+    cert, key = (path and Path(path).expanduser().absolute() for path in (client_cert, client_key))
+    endpoint = Endpoint(server=server, token=token, ca_file=ca_file, client_cert=cert or None, client_key=key or None)
+    from horizon_client.connection import RetryPolicy
     from horizon_client.sync_client import Client
 
     # Saved only when the daemon knows the token
-    with Client(endpoint.server, token=token, ca_file=None if ca_file is None else str(ca_file)) as client:
+    with Client(
+        endpoint.server,
+        token=token,
+        ca_file=None if ca_file is None else str(ca_file),
+        client_cert=endpoint.client_cert,
+        client_key=endpoint.client_key,
+        # At the first contact a mistyped address is more likely than a restart of the daemon
+        unary_retry=RetryPolicy(max_elapsed_s=_FIRST_CONTACT_S),
+    ) as client:
         node = client.node.status()
-    ProfileFile().save(Profile(name=profile_name, server=endpoint.server, token=token, ca_file=ca_file))
+    ProfileFile().save(
+        Profile(
+            name=profile_name,
+            server=endpoint.server,
+            token=token,
+            ca_file=ca_file,
+            client_cert=endpoint.client_cert,
+            client_key=endpoint.client_key,
+        )
+    )
     click.echo(
         f"logged in to {clean(node.hostname)} ({endpoint.server}) as {clean(node.user)}, role {clean(node.role)}; profile {profile_name}"
     )
@@ -80,7 +114,10 @@ def logout(profile_name: str | None, output: str) -> None:
         raise BadConfig("you are not logged in; nothing to do")
     _remove(name, output, "logged out of {server}; the profile {name} and its token are removed from this machine")
     # On stderr, because `-o json` and `-o name` are read by programs
-    click.echo("the token stays valid until an admin revokes it with: horizond token revoke", err=True)
+    click.echo(
+        "the token stays valid until it is revoked, with: horizon token revoke, or by an admin with: horizond token revoke",
+        err=True,
+    )
 
 
 @click.group(cls=Commands)

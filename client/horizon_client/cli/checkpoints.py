@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from horizon_client.cli.completion import job_names
+from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.output import (
     View,
     age_text,
     bytes_text,
     output_option,
     print_list,
-    print_one,
     print_result,
     time_text,
 )
@@ -97,23 +97,7 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
     print_result(result, output, names=[result.folder], page=lambda: f"{place} ({received} received)")
 
 
-@checkpoint.command(epilog="\b\nExample:\n  horizon checkpoint delete JOB@500")
-@click.argument("checkpoint", metavar="JOB@STEP", shell_complete=job_names)
-@output_option
-@connected
-def delete(client: Client, checkpoint: str, output: str) -> None:
-    """Delete one checkpoint, named by its step."""
-    job, at = _job_and_place(checkpoint, default="")
-    if not isinstance(at, int):
-        raise click.UsageError("name the checkpoint to delete by its step: JOB@STEP")
-    job_id = find_job(client, job).job_id
-    gone = next((c for c in client.checkpoints.list(job_id) if c.step == at), None)
-    client.checkpoints.delete(job_id, at)
-    message = f"deleted step {at} of {job}"
-    if gone is None:  # written after the list was read
-        click.echo(message)
-    else:
-        print_one(gone, _VIEW, output, message=message)
+add_delete(checkpoint, "checkpoint", job_names, "JOB@500")
 
 
 def _job_and_place(text: str, *, default: str) -> tuple[str, int | str]:

@@ -28,11 +28,12 @@ def _completer(list_names: Callable[[AsyncClient], Awaitable[Iterable[str]]]) ->
 
         from horizon_client.async_client import AsyncClient
         from horizon_client.cli.session import client_arguments
-        from horizon_client.connection import ONCE
+        from horizon_client.connection import RetryPolicy
 
         async def ask() -> Iterable[str]:
             # One attempt per call, because a user waits at the TAB key
-            async with AsyncClient(**client_arguments(ctx), unary_retry=ONCE) as client:
+            once = RetryPolicy(max_attempts=1, max_elapsed_s=0.0)
+            async with AsyncClient(**client_arguments(ctx), unary_retry=once) as client:
                 return await list_names(client)
 
         try:

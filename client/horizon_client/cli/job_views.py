@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 from horizon_client.cli.output import (
     View,
+    about_text,
     age_text,
     bytes_text,
     clean,
@@ -22,12 +23,21 @@ from horizon_client.cli.session import Notices
 from horizon_client.reporter import Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from rich.live import Live
     from rich.table import Table
 
-    from horizon_client.resources import Job, JobEvent, MemoryPlan, PlannedJob, StepEvent
+    from horizon_client.resources import (
+        Job,
+        JobEvent,
+        KeptMemory,
+        MemoryPlan,
+        Outlook,
+        PlannedJob,
+        QueueEntry,
+        StepEvent,
+    )
 
 _PLAIN_INTERVAL_S = 1.0
 # A limit from here on means that none was given
@@ -94,7 +104,20 @@ def _memory_page(plan: MemoryPlan) -> str:
     where = clean(plan.device) or "the node"
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
-    return f"{amounts}\n\n{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}"
+    kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
+    return f"{amounts}\n\n{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}{kept}"
+
+
+def _kept_text(kept: KeptMemory) -> str:
+    parts = [
+        f"{what} of {layers:,} layer{'' if layers == 1 else 's'} ({bytes_text(size)})"
+        for what, layers, size in (
+            ("weights", kept.resident_layers, kept.resident_bytes),
+            ("activations", kept.product_layers, kept.product_bytes),
+        )
+        if layers
+    ]
+    return f"{', '.join(parts)}; saves about {kept.saved_share:.0%} of a step"
 
 
 def plan_page(plan: MemoryPlan) -> str:
@@ -135,6 +158,27 @@ def prediction_page(planned: PlannedJob, machine: str) -> str:
     return f"PREDICTION\n{details(facts)}\n\n{seconds}\n\n{_memory_page(plan)}"
 
 
+def share_text(job: Job | QueueEntry) -> str:
+    """Return the part of its device's time that a resident job has; '-' for others."""
+    return f"{job.outlook.share:.0%}" if job.outlook and job.state != "QUEUED" else "-"
+
+
+def times_of(outlook: Outlook) -> list[tuple[str, str]]:
+    """Return why a waiting job waits, and when it starts and ends."""
+    start, end = about_text(outlook.estimated_start_time), about_text(outlook.estimated_end_time)
+    return [("why", outlook.why), ("starts", start), ("ends", end)]
+
+
+def outlook_facts(job: Job) -> list[tuple[str, str]]:
+    """Return where a job stands; nothing for one that has ended."""
+    if job.outlook is None:
+        return []
+    if job.state == "QUEUED":
+        return times_of(job.outlook)
+    share, end = f"{share_text(job)} of the device's time", about_text(job.outlook.estimated_end_time)
+    return [("why", job.outlook.why), ("share", share), ("ends", end)]
+
+
 def _steps(job: Job) -> str:
     return f"{job.step}/{job.num_steps}" if job.num_steps else "-"
 
@@ -151,6 +195,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("state", state_text(job)),
         ("reason", job.reason),
         ("message", job.message),
+        *(fact for fact in outlook_facts(job) if fact[1] != "-"),
+        ("priority", str(job.priority) if job.priority else ""),
         ("model", str(job.spec.get("model", ""))),
         ("dataset", str(job.spec.get("dataset", ""))),
         ("step", _steps(job)),
@@ -158,7 +204,11 @@ def _facts(job: Job) -> list[tuple[str, str]]:
         ("submitted", time_text(job.create_time)),
         ("started", time_text(job.start_time) if job.start_time else ""),
         ("ended", time_text(job.end_time) if job.end_time else ""),
-        ("ETA", duration_text(job.eta) if job.eta is not None and not job.ended else ""),
+        ("deletion", f"checkpoints on {time_text(job.deletion_time)}; horizon job keep" if job.deletion_time else ""),
+        ("kept", "checkpoints are not deleted automatically" if job.keep_files else ""),
+        # At full speed; where jobs share the node, the outlook has the end
+        ("ETA", duration_text(job.eta) if job.eta is not None and not job.ended and not job.outlook else ""),
+        ("device time", duration_text(job.device_s) if job.device_s else ""),
     ]
     if job.last_step is not None:
         step = job.last_step
@@ -194,6 +244,16 @@ JOB_VIEW: View[Job] = View(
     details=_facts,
     name=lambda j: j.job_id,
 )
+
+
+OUTLOOK_COLUMNS: list[tuple[str, Callable[[Job], str]]] = [
+    ("SHARE", share_text),
+    ("START", lambda j: about_text(j.outlook.estimated_start_time) if j.outlook and j.state == "QUEUED" else "-"),
+    ("END", lambda j: about_text(j.outlook.estimated_end_time) if j.outlook else "-"),
+    ("WHY", lambda j: j.outlook.why if j.outlook else "-"),
+    ("DELETION", lambda j: about_text(j.deletion_time)),
+]
+"""Of lists in which a job has such a thing. A job that is resident has started, so only waiting ones have a START."""
 
 
 class PlainView(Notices):

@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from horizon_client.cli.completion import job_names, spec_keys
-from horizon_client.cli.job_views import JOB_VIEW, open_view, plan_page, speed_text, state_text
+from horizon_client.cli.deletion import add_delete
+from horizon_client.cli.job_views import JOB_VIEW, OUTLOOK_COLUMNS, open_view, plan_page, speed_text, state_text
 from horizon_client.cli.output import clean, limit_option, output_option, print_list, print_one, print_result
 from horizon_client.cli.root import Commands, Interrupted
 from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _SCHEMA_FILE = "job.schema.json"
 _STATES = ["queued", "preparing", "starting", "running", "paused", "stopping", "succeeded", "failed", "cancelled"]
 _JOB = click.argument("job_id", metavar="JOB", shell_complete=job_names)
-_SPEC = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
-_SET = click.option(
+SPEC_ARGUMENT = click.argument("spec", metavar="SPEC.yaml", type=click.Path(allow_dash=True))
+SET_OPTION = click.option(
     "--set",
     "overrides",
     multiple=True,
@@ -37,7 +38,7 @@ _SET = click.option(
     shell_complete=spec_keys,
     help="Change a field, such as train.learning_rate=1e-5 (repeatable).",
 )
-_NO_PUSH = click.option(
+NO_PUSH_OPTION = click.option(
     "--no-push", is_flag=True, help="Send model and dataset as written, even if local files have these names."
 )
 
@@ -58,9 +59,9 @@ Example:
 \b
 Exit code 0 when the job fits, 1 when it does not."""
 )
-@_SPEC
-@_SET
-@_NO_PUSH
+@SPEC_ARGUMENT
+@SET_OPTION
+@NO_PUSH_OPTION
 @output_option
 @connected
 def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, output: str) -> int:
@@ -69,7 +70,7 @@ def plan(client: Client, spec: str, overrides: tuple[str, ...], no_push: bool, o
     Also predicts the speed. Queues nothing; local files given as dataset or model are pushed first, because the server needs them to plan.
     """
     with TransferReporter("interrupted; what was uploaded is kept") as reporter:
-        planned = client.jobs.plan(_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
+        planned = client.jobs.plan(read_spec(spec), overrides=overrides, push=not no_push, reporter=reporter)
     names = ["fits" if planned.plan.fits else "does-not-fit"]
     print_result(planned, output, names=names, page=lambda: plan_page(planned.plan))
     return 0 if planned.plan.fits else 1
@@ -86,11 +87,11 @@ Example:
 A dataset or model that exists on this disk is pushed first. SPEC may be '-'
 for stdin. The same --request-id with the same spec gives the same job."""
 )
-@_SPEC
-@_SET
+@SPEC_ARGUMENT
+@SET_OPTION
 @click.option("--watch", "then_watch", is_flag=True, help="Show progress until the job has ended.")
 @click.option("--request-id", metavar="UUID", help="Repeating a request with the same id does not create a second job.")
-@_NO_PUSH
+@NO_PUSH_OPTION
 @output_option
 @connected
 def submit(
@@ -108,7 +109,7 @@ def submit(
     )
     with TransferReporter(interrupted) as reporter:
         queued = client.jobs.submit(
-            _spec(spec), overrides=overrides, request_id=request_id, push=not no_push, reporter=reporter
+            read_spec(spec), overrides=overrides, request_id=request_id, push=not no_push, reporter=reporter
         )
     speed = speed_text(queued.plan) if queued.plan else ""
     predicted = f"; predicted {speed}" if speed else ""
@@ -138,7 +139,10 @@ def list_jobs(client: Client, states: tuple[str, ...], limit: int, output: str) 
     jobs = client.jobs.list(states=states, limit=limit)
     # An admin sees the jobs of all; for everybody else OWNER would be the same name in every row
     many_owners = len({job.owner for job in jobs}) > 1
-    columns = [c for c in JOB_VIEW.columns if c[0] != "OWNER" or many_owners]
+    # The time to the end at full speed would contradict the end under sharing
+    hidden = {"OWNER": not many_owners, "ETA": any(job.outlook for job in jobs)}
+    columns = [c for c in JOB_VIEW.columns if not hidden.get(c[0])]
+    columns += [c for c in OUTLOOK_COLUMNS if any(c[1](job) != "-" for job in jobs)]
     print_list(jobs, replace(JOB_VIEW, columns=columns), output)
 
 
@@ -210,7 +214,7 @@ def cancel(client: Client, job_id: str, output: str) -> None:
 @output_option
 @connected
 def pause(client: Client, job_id: str, output: str) -> None:
-    """Checkpoint a job after its current step and free the device."""
+    """Checkpoint a job after its current step and free its memory."""
     _print_changed(client.jobs.pause(find_job(client, job_id).job_id), output)
 
 
@@ -227,8 +231,26 @@ def resume(client: Client, job_id: str, output: str) -> None:
 
 
 @job.command(
+    epilog="""\b
+Example:
+  horizon job update JOB --priority 10
+
+\b
+Priorities order the jobs of one user; whose turn it is among users depends on
+what they have used. Only admins may set more than 100, up to 1000: such a job
+is served before the jobs of all users."""
+)
+@_JOB
+@click.option("--priority", type=int, required=True, metavar="N", help="From -100 to 100, higher first.")
+@output_option
+@connected
+def update(client: Client, job_id: str, priority: int, output: str) -> None:
+    """Change a job that has not ended."""
+    _print_changed(client.jobs.update(find_job(client, job_id).job_id, priority=priority), output)
+
+
+@job.command(
     name="set-priority",
-    short_help="Change a job's priority (not available yet).",
     context_settings={"ignore_unknown_options": True},  # a negative priority looks like an option
     epilog="\b\nExample:\n  horizon job set-priority JOB 10",
 )
@@ -237,12 +259,34 @@ def resume(client: Client, job_id: str, output: str) -> None:
 @output_option
 @connected
 def set_priority(client: Client, job_id: str, priority: int, output: str) -> None:
-    """Change a job's priority. Not available yet: in this version the queue is first come, first served."""
+    """Change a job's priority, as 'update --priority' does."""
     _print_changed(client.jobs.set_priority(find_job(client, job_id).job_id, priority), output)
 
 
+@job.command(
+    epilog="""\b
+Example:
+  horizon job keep JOB
+
+\b
+The checkpoints of ended jobs are deleted after checkpoint.keep_days, or where
+you keep more than an admin allows; 'job get' shows when. This takes it back."""
+)
+@_JOB
+@output_option
+@connected
+def keep(client: Client, job_id: str, output: str) -> None:
+    """Keep the checkpoints of an ended job from being deleted automatically."""
+    kept = client.housekeeping.keep(find_job(client, job_id).job_id)
+    message = f"the checkpoints of {clean(kept.name)} ({kept.job_id}) are kept until you delete them"
+    print_one(kept, JOB_VIEW, output, message=message)
+
+
+add_delete(job, "job", job_names, "first-try job_3f2a9c")
+
+
 def _print_changed(changed: Job, output: str) -> None:
-    priority = f", priority {changed.spec['priority']}" if changed.spec.get("priority") else ""
+    priority = f", priority {changed.priority}" if changed.priority else ""
     message = f"{clean(changed.name)} ({changed.job_id}): {state_text(changed)}{priority}"
     print_one(changed, JOB_VIEW, output, message=message)
 
@@ -266,7 +310,7 @@ def _watch(client: Client, job: Job, output: str, stream: IO[str]) -> int:
     return 0 if ended.state == "SUCCEEDED" else 1
 
 
-def _spec(text: str) -> str | dict[str, object]:
+def read_spec(text: str) -> str | dict[str, object]:
     """Return the path, or the mapping on stdin."""
     if text != "-":
         return text

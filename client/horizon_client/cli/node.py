@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
 
-from horizon_client.cli.output import View, bytes_text, details, output_option, print_one, print_result
+from horizon_client.cli.output import (
+    View,
+    bytes_text,
+    clean,
+    details,
+    duration_text,
+    output_option,
+    print_one,
+    print_result,
+    time_text,
+)
 from horizon_client.cli.root import Commands, connection_options
 from horizon_client.cli.session import connected, open_client
+from horizon_client.cli.times import duration, moment
 from horizon_client.errors import BadConfig
 from horizon_client.profiles import NO_SERVER
 
 if TYPE_CHECKING:
-    from horizon_client.resources import Node
+    from horizon_client.resources import DeviceStatus, Node, NodeCondition
     from horizon_client.sync_client import Client
 
 
 def _facts(node: Node) -> list[tuple[str, str]]:
     jobs = ", ".join(f"{number} {state}" for state, number in sorted(node.num_jobs.items()) if number)
     devices = [(f"device {a.index}", f"{a.name}, {bytes_text(a.memory_bytes)}") for a in node.accelerators]
+    uses = ", ".join(f"{use.user} in {use.project} {duration_text(use.device_s)}" for use in node.share_uses)
+    slices = f"{node.time_slice_s:g} s each; use counts half after {duration_text(node.share_half_life_s)}"
+    window = _maintenance_text(node.condition)
     free, limit = bytes_text(node.host_memory_available_bytes), bytes_text(node.host_memory_limit_bytes)
     return [
         ("host", node.hostname),
         ("version", node.version),
-        ("state", "draining" if node.draining else "serving"),
-        ("memory", f"{free} free of {limit}"),
+        ("state", _state_text(node)),
+        *([("maintenance", window)] if window else []),
+        ("memory", f"{free} free of {limit}; {bytes_text(node.host_memory_promised_bytes)} promised to resident jobs"),
         ("CPUs", str(node.num_cpus)),
         *(devices or [("device", "none; jobs run on the CPUs")]),
         ("disk", f"{bytes_text(node.disk_free_bytes)} free"),
         ("jobs", jobs or "none"),
+        ("turns", slices),
+        *((f"turn on {device.name}", _turn_text(device)) for device in node.devices),
+        *([("use", uses)] if uses else []),
         ("you", f"{node.user}, role {node.role}"),
     ]
+
+
+def _state_text(node: Node) -> str:
+    """Return whether jobs start, and the admin's message."""
+    modes = {"cordoned": "cordoned: no job starts", "drained": "drained: jobs are unloaded and wait"}
+    state = "the daemon is shutting down" if node.draining else modes.get(node.mode, "open")
+    message = node.condition.message if node.condition else ""
+    return f"{state} ({clean(message)})" if message else state
+
+
+def _maintenance_text(condition: NodeCondition | None) -> str:
+    if condition is None or condition.window_start_time is None:
+        return ""
+    return f"{time_text(condition.window_start_time)} to {time_text(condition.window_end_time)}"
+
+
+def _turn_text(device: DeviceStatus) -> str:
+    number = f"{device.num_residents} resident job{'' if device.num_residents == 1 else 's'}"
+    return f"{device.holder or 'nobody'} ({number})"
 
 
 _VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
@@ -39,7 +77,7 @@ _VIEW: View[Node] = View(columns=[], details=_facts, name=lambda n: n.hostname)
 
 @click.group(cls=Commands)
 def node() -> None:
-    """Show the machine that the daemon runs on."""
+    """Show the machine that the daemon runs on, and drain it for maintenance."""
 
 
 @node.command(epilog="\b\nExample:\n  horizon node status -o json")
@@ -48,9 +86,74 @@ def node() -> None:
 def status(client: Client, output: str) -> None:
     """Show the node's status, and your user and role.
 
-    Memory, devices, disk and jobs of the node.
+    Memory, devices, disk and jobs of the node, whether jobs start, and whose turn it is on each device.
     """
     print_one(client.node.status(), _VIEW, output)
+
+
+_MESSAGE = click.option("--message", default="", metavar="TEXT", help="Shown to everybody whose jobs wait.")
+
+
+@node.command(epilog='\b\nExample:\n  horizon node cordon --message "update of the driver at 18:00"')
+@_MESSAGE
+@output_option
+@connected
+def cordon(client: Client, message: str, output: str) -> None:
+    """Start no more jobs; resident jobs continue. For admins."""
+    _print_set(client.node.set_mode("cordoned", message=message), output)
+
+
+@node.command(epilog='\b\nExample:\n  horizon node drain --message "the machine is being moved"')
+@_MESSAGE
+@output_option
+@connected
+def drain(client: Client, message: str, output: str) -> None:
+    """Start no more jobs; resident jobs are checkpointed and queued again. For admins.
+
+    They continue from their checkpoints after 'horizon node uncordon'.
+    """
+    _print_set(client.node.set_mode("drained", message=message), output)
+
+
+@node.command(epilog="\b\nExample:\n  horizon node uncordon")
+@output_option
+@connected
+def uncordon(client: Client, output: str) -> None:
+    """Let jobs start again, after cordon or drain. For admins."""
+    _print_set(client.node.set_mode("open"), output)
+
+
+@node.command(
+    epilog="""\b
+Example:
+  horizon node maintenance --from 2026-11-23T18:00 --for 2h
+  horizon node maintenance --cancel"""
+)
+@click.option("--from", "start", type=moment, metavar="TIME", help="Begin, such as 2026-11-23T18:00 in local time.")
+@click.option("--for", "length", type=duration, metavar="DURATION", help="How long, such as 90m or 2h.")
+@click.option("--cancel", is_flag=True, help="Remove the maintenance window.")
+@_MESSAGE
+@output_option
+@connected
+def maintenance(
+    client: Client, start: datetime | None, length: timedelta | None, cancel: bool, message: str, output: str
+) -> None:
+    """Drain the node in a window of time, and open it again after that. For admins.
+
+    Jobs that would not end before the window may still start: they are checkpointed at its begin and continue after it.
+    """
+    if cancel and start is None and length is None:
+        _print_set(client.node.cancel_maintenance(), output)
+    elif not cancel and start is not None and length is not None:
+        _print_set(client.node.set_maintenance(start, start + length, message=message), output)
+    else:
+        raise click.UsageError("give --from and --for, or only --cancel")
+
+
+def _print_set(changed: Node, output: str) -> None:
+    window = _maintenance_text(changed.condition)
+    message = f"{clean(changed.hostname)}: {_state_text(changed)}{f'; maintenance from {window}' if window else ''}"
+    print_one(changed, _VIEW, output, message=message)
 
 
 @click.command(epilog="\b\nExample:\n  horizon version")

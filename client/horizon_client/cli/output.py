@@ -197,6 +197,15 @@ def age_text(moment: datetime | None, now: datetime | None = None) -> str:
     return f"{int(seconds)}s"
 
 
+def about_text(moment: datetime | None, now: datetime | None = None) -> str:
+    """Return an estimated moment in local time, to the minute: the time alone within a day; '-' when unknown."""
+    if moment is None:
+        return "-"
+    local = moment.astimezone()
+    is_near = abs((moment - (now or datetime.now(UTC))).total_seconds()) < 12 * 3600
+    return local.strftime("%H:%M" if is_near else "%Y-%m-%d %H:%M")
+
+
 def time_text(moment: datetime | None) -> str:
     """Return a moment in local time; '-' when unknown."""
     return "-" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from horizon_client.cli.access import add_share_commands
 from horizon_client.cli.completion import Completer, dataset_names, model_names
+from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.output import (
     View,
     age_text,
@@ -41,12 +43,12 @@ _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
 
 @click.group(cls=Commands)
 def dataset() -> None:
-    """Push, list, preview and delete datasets."""
+    """Push, list, preview, share and delete datasets."""
 
 
 @click.group(cls=Commands)
 def model() -> None:
-    """Push, list and delete model folders."""
+    """Push, list, share and delete model folders."""
 
 
 def _view(
@@ -56,6 +58,7 @@ def _view(
     return View(
         columns=[
             ("NAME", lambda item: item.name),
+            ("OWNER", lambda item: item.owner),
             ("STATE", lambda item: item.state),
             *columns,
             ("SIZE", lambda item: bytes_text(item.size_bytes)),
@@ -69,6 +72,7 @@ def _view(
             *facts(item),
             ("size", bytes_text(item.size_bytes)),
             ("files", ", ".join(file.path for file in item.files)),
+            ("shared with", ", ".join("everyone" if one == "*" else one for one in item.shared_with)),
             ("created", time_text(item.create_time)),
             ("digest", item.digest),
         ],
@@ -119,20 +123,13 @@ def _add_commands(group: click.Group, view: View[Any], complete: Completer, exam
     def _get(client: Client, name: str, output: str) -> None:
         print_one(getattr(client, f"{kind}s").get(name), view, output)
 
-    @command("delete", f"Delete a {kind} that no active job needs.")
-    @name_argument
-    @output_option
-    @connected
-    def _delete(client: Client, name: str, output: str) -> None:
-        calls = getattr(client, f"{kind}s")
-        gone = calls.get(name)
-        # By id: another could have got the name since
-        calls.delete(getattr(gone, f"{kind}_id"))
-        print_one(gone, view, output, message=f"deleted {kind} {gone.name}")
+    add_delete(group, kind, complete, examples["delete"])
 
 
-_add_commands(dataset, _DATASET_VIEW, dataset_names, {"list": " -o json", "get": " notes", "delete": " notes"})
-_add_commands(model, _MODEL_VIEW, model_names, {"list": "", "get": " qwen3-8b -o yaml", "delete": " qwen3-8b"})
+_add_commands(dataset, _DATASET_VIEW, dataset_names, {"list": " -o json", "get": " notes", "delete": "notes"})
+_add_commands(model, _MODEL_VIEW, model_names, {"list": "", "get": " qwen3-8b -o yaml", "delete": "qwen3-8b"})
+add_share_commands(dataset, dataset_names)
+add_share_commands(model, model_names)
 
 
 @model.command(

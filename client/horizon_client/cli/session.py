@@ -68,13 +68,17 @@ def open_client(ctx: click.Context) -> Client:
     """Return the client for the options of `ctx`."""
     from horizon_client.sync_client import Client  # only here, because it loads grpc
 
-    return Client(**client_arguments(ctx))
+    return Client(**client_arguments(ctx), reporter=Notices())
 
 
 def client_arguments(ctx: click.Context) -> dict[str, Any]:
     """Return the arguments of `Client` for the options of a command, or those before the command."""
-    # `horizon --server A job list` and `horizon job list --server A` mean the same
-    chosen = {name: ctx.params.get(name) or ctx.find_root().params.get(name) for name in _OPTIONS}
+    # `horizon --server A job list` and `horizon job list --server A` mean the same; the nearest to the command is first
+    chosen: dict[str, Any] = dict.fromkeys(_OPTIONS)
+    level: click.Context | None = ctx
+    while level is not None:
+        chosen = {name: value or level.params.get(name) for name, value in chosen.items()}
+        level = level.parent
     token_file, ca = chosen["token_file"], chosen["ca"]
     return {
         "server": chosen["server"],

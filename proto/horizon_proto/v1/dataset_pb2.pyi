@@ -123,6 +123,7 @@ class Dataset(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    SHARED_WITH_FIELD_NUMBER: builtins.int
     dataset_id: builtins.str
     """Stable id."""
     name: builtins.str
@@ -151,6 +152,10 @@ class Dataset(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was announced."""
 
+    @property
+    def shared_with(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+
     def __init__(
         self,
         *,
@@ -165,9 +170,10 @@ class Dataset(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         digest: builtins.str = ...,
+        shared_with: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 global___Dataset = Dataset
 

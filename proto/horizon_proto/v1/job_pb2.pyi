@@ -30,15 +30,15 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_UNSPECIFIED: _JobState.ValueType  # 0
     """Not set."""
     JOB_STATE_QUEUED: _JobState.ValueType  # 1
-    """Waiting for its turn on the device."""
+    """Waiting for host memory, or for what its outlook says."""
     JOB_STATE_PREPARING: _JobState.ValueType  # 2
     """Its dataset is being tokenised and packed."""
     JOB_STATE_STARTING: _JobState.ValueType  # 3
     """Its worker loads the model into host memory."""
     JOB_STATE_RUNNING: _JobState.ValueType  # 4
-    """It trains."""
+    """It trains, in turns with the other resident jobs of its device."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 5
-    """Checkpointed and off the device until it is resumed."""
+    """Checkpointed and unloaded until it is resumed."""
     JOB_STATE_STOPPING: _JobState.ValueType  # 6
     """It stops at the next step boundary."""
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 7
@@ -54,15 +54,15 @@ class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 """Not set."""
 JOB_STATE_QUEUED: JobState.ValueType  # 1
-"""Waiting for its turn on the device."""
+"""Waiting for host memory, or for what its outlook says."""
 JOB_STATE_PREPARING: JobState.ValueType  # 2
 """Its dataset is being tokenised and packed."""
 JOB_STATE_STARTING: JobState.ValueType  # 3
 """Its worker loads the model into host memory."""
 JOB_STATE_RUNNING: JobState.ValueType  # 4
-"""It trains."""
+"""It trains, in turns with the other resident jobs of its device."""
 JOB_STATE_PAUSED: JobState.ValueType  # 5
-"""Checkpointed and off the device until it is resumed."""
+"""Checkpointed and unloaded until it is resumed."""
 JOB_STATE_STOPPING: JobState.ValueType  # 6
 """It stops at the next step boundary."""
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 7
@@ -321,6 +321,30 @@ CHECKPOINT_DTYPE_FP32: CheckpointDtype.ValueType  # 4
 """float32: the exact weights."""
 global___CheckpointDtype = CheckpointDtype
 
+class _KeepOptimizer:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _KeepOptimizerEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_KeepOptimizer.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    KEEP_OPTIMIZER_UNSPECIFIED: _KeepOptimizer.ValueType  # 0
+    """Not set: last."""
+    KEEP_OPTIMIZER_LAST: _KeepOptimizer.ValueType  # 1
+    """The newest and the best; the others keep their model folder."""
+    KEEP_OPTIMIZER_ALL: _KeepOptimizer.ValueType  # 2
+    """All of them."""
+
+class KeepOptimizer(_KeepOptimizer, metaclass=_KeepOptimizerEnumTypeWrapper):
+    """KeepOptimizer is which checkpoints of a job that has succeeded keep the state that only training needs."""
+
+KEEP_OPTIMIZER_UNSPECIFIED: KeepOptimizer.ValueType  # 0
+"""Not set: last."""
+KEEP_OPTIMIZER_LAST: KeepOptimizer.ValueType  # 1
+"""The newest and the best; the others keep their model folder."""
+KEEP_OPTIMIZER_ALL: KeepOptimizer.ValueType  # 2
+"""All of them."""
+global___KeepOptimizer = KeepOptimizer
+
 class _DeviceChoice:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -367,6 +391,8 @@ class JobSpec(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     EVAL_FRACTION_FIELD_NUMBER: builtins.int
+    EVAL_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -382,7 +408,7 @@ class JobSpec(google.protobuf.message.Message):
     eval_every_steps: builtins.int
     """Steps between evaluations; 0 evaluates at the start and end only; default 0."""
     priority: builtins.int
-    """Must be 0 in this version: the queue is first come, first served. Later: higher first, within the project's share."""
+    """Higher first, among the jobs of one user; from -100 to 100; default 0. How users share the node does not depend on it."""
     device: global___DeviceChoice.ValueType
     """Where the layers are computed; default auto."""
     eval_fraction: builtins.float
@@ -396,6 +422,14 @@ class JobSpec(google.protobuf.message.Message):
     @property
     def checkpoint(self) -> global___CheckpointSpec:
         """When checkpoints are written and which are kept."""
+
+    @property
+    def eval(self) -> global___EvalSpec:
+        """When evaluations end the job early."""
+
+    @property
+    def limits(self) -> global___LimitsSpec:
+        """When the job ends before all its steps are done."""
 
     def __init__(
         self,
@@ -412,9 +446,11 @@ class JobSpec(google.protobuf.message.Message):
         priority: builtins.int | None = ...,
         device: global___DeviceChoice.ValueType = ...,
         eval_fraction: builtins.float | None = ...,
+        eval: global___EvalSpec | None = ...,
+        limits: global___LimitsSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "limits", b"limits", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -423,6 +459,60 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
 global___JobSpec = JobSpec
+
+@typing.final
+class EvalSpec(google.protobuf.message.Message):
+    """EvalSpec says when evaluations end a job early, with success."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATIENCE_FIELD_NUMBER: builtins.int
+    MIN_DELTA_FIELD_NUMBER: builtins.int
+    patience: builtins.int
+    """Evaluations in a row whose loss was not better than the best before, after which the job ends; 0 trains to the end; default 0."""
+    min_delta: builtins.float
+    """How far below the best loss a loss must be to count as better; default 0."""
+    def __init__(
+        self,
+        *,
+        patience: builtins.int | None = ...,
+        min_delta: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_min_delta", b"_min_delta", "_patience", b"_patience", "min_delta", b"min_delta", "patience", b"patience"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_min_delta", b"_min_delta", "_patience", b"_patience", "min_delta", b"min_delta", "patience", b"patience"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_delta", b"_min_delta"]) -> typing.Literal["min_delta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
+
+global___EvalSpec = EvalSpec
+
+@typing.final
+class LimitsSpec(google.protobuf.message.Message):
+    """LimitsSpec says when a job ends with success before all its steps are done. The learning rate's schedule does not change."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_HOURS_FIELD_NUMBER: builtins.int
+    MAX_STEPS_FIELD_NUMBER: builtins.int
+    max_hours: builtins.float
+    """Hours since the job first left the queue; default none."""
+    max_steps: builtins.int
+    """The last step to do; default none."""
+    def __init__(
+        self,
+        *,
+        max_hours: builtins.float | None = ...,
+        max_steps: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_hours", b"_max_hours", "_max_steps", b"_max_steps", "max_hours", b"max_hours", "max_steps", b"max_steps"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_hours", b"_max_hours", "_max_steps", b"_max_steps", "max_hours", b"max_hours", "max_steps", b"max_steps"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_hours", b"_max_hours"]) -> typing.Literal["max_hours"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
+
+global___LimitsSpec = LimitsSpec
 
 @typing.final
 class TrainSpec(google.protobuf.message.Message):
@@ -553,6 +643,9 @@ class CheckpointSpec(google.protobuf.message.Message):
     KEEP_LAST_FIELD_NUMBER: builtins.int
     KEEP_BEST_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
+    EVERY_MINUTES_FIELD_NUMBER: builtins.int
+    KEEP_DAYS_FIELD_NUMBER: builtins.int
+    KEEP_OPTIMIZER_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
     """Steps between checkpoints; 0 writes one at the end only; default 500."""
     keep_last: builtins.int
@@ -561,6 +654,12 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Keep the one with the lowest eval loss as well; default true."""
     dtype: global___CheckpointDtype.ValueType
     """Number format of the exported weights; default source. Training and resume are not affected."""
+    every_minutes: builtins.float
+    """Minutes after which one is written too; 0 writes none by the clock; default 60."""
+    keep_days: builtins.float
+    """Days after the job's end until its checkpoints are deleted; the owner is warned before. Default: they are kept."""
+    keep_optimizer: global___KeepOptimizer.ValueType
+    """What is kept of the trainer state of checkpoints once the job has succeeded; default last."""
     def __init__(
         self,
         *,
@@ -568,13 +667,20 @@ class CheckpointSpec(google.protobuf.message.Message):
         keep_last: builtins.int | None = ...,
         keep_best: builtins.bool | None = ...,
         dtype: global___CheckpointDtype.ValueType = ...,
+        every_minutes: builtins.float | None = ...,
+        keep_days: builtins.float | None = ...,
+        keep_optimizer: global___KeepOptimizer.ValueType = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_last", b"_keep_last", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_last", b"keep_last"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_last", b"keep_last"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_every_minutes", b"_every_minutes"]) -> typing.Literal["every_minutes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_every_steps", b"_every_steps"]) -> typing.Literal["every_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep_best", b"_keep_best"]) -> typing.Literal["keep_best"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_keep_days", b"_keep_days"]) -> typing.Literal["keep_days"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep_last", b"_keep_last"]) -> typing.Literal["keep_last"] | None: ...
 
@@ -621,6 +727,14 @@ class Job(google.protobuf.message.Message):
     ETA_FIELD_NUMBER: builtins.int
     DATA_REPORT_FIELD_NUMBER: builtins.int
     WANTED_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    OUTLOOK_FIELD_NUMBER: builtins.int
+    DEVICE_S_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    QUEUE_TIME_FIELD_NUMBER: builtins.int
+    PROJECT_FIELD_NUMBER: builtins.int
+    DELETION_TIME_FIELD_NUMBER: builtins.int
+    KEEP_FILES_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -643,6 +757,18 @@ class Job(google.protobuf.message.Message):
     """Number of the newest event."""
     wanted: builtins.str
     """What a user has asked the running attempt for: cancel or pause; else empty."""
+    priority: builtins.int
+    """Its place among the jobs of its user: higher first; that of the spec until it is changed. From 101 to 1000, which only admins can set,
+    it is served before the jobs of all users.
+    """
+    device_s: builtins.float
+    """Seconds that it has used a device, over all attempts."""
+    num_tokens: builtins.int
+    """Tokens that it was trained on, over all attempts; steps that were done again count again."""
+    project: builtins.str
+    """The project that its device time is charged to."""
+    keep_files: builtins.bool
+    """Whether its owner keeps its checkpoints: they are not deleted automatically."""
     @property
     def spec(self) -> global___JobSpec:
         """The spec with every default filled in."""
@@ -669,13 +795,25 @@ class Job(google.protobuf.message.Message):
 
     @property
     def eta(self) -> google.protobuf.duration_pb2.Duration:
-        """Estimated time to the end; unset when unknown."""
+        """Estimated time to the end at its own pace; unset when unknown. The outlook has the end while other jobs share the device."""
 
     @property
     def data_report(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """What the data preparation made of the dataset, by name as in PrepareEvent.report, and packed_rows: the rows of at most sequence_length
         tokens that an epoch is packed into. Empty until prepared.
         """
+
+    @property
+    def outlook(self) -> global___Outlook:
+        """Why it is where it is, and when it is expected to start and end; unset for a job that has ended or is paused."""
+
+    @property
+    def queue_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was last queued."""
+
+    @property
+    def deletion_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its checkpoints are to be deleted, unless it is kept; unset where nothing is to be deleted."""
 
     def __init__(
         self,
@@ -699,11 +837,54 @@ class Job(google.protobuf.message.Message):
         eta: google.protobuf.duration_pb2.Duration | None = ...,
         data_report: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         wanted: builtins.str = ...,
+        priority: builtins.int = ...,
+        outlook: global___Outlook | None = ...,
+        device_s: builtins.float = ...,
+        num_tokens: builtins.int = ...,
+        queue_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        project: builtins.str = ...,
+        deletion_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        keep_files: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "plan", b"plan", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "owner", b"owner", "plan", b"plan", "queue_position", b"queue_position", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "keep_files", b"keep_files", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
+
+@typing.final
+class Outlook(google.protobuf.message.Message):
+    """Outlook is why a job that has not ended is where it is, and when it is expected to start and end."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    ESTIMATED_START_TIME_FIELD_NUMBER: builtins.int
+    ESTIMATED_END_TIME_FIELD_NUMBER: builtins.int
+    why: builtins.str
+    """The reason in words, such as "resident, 3 jobs share the GPU, your share 1/3"."""
+    share: builtins.float
+    """Part of its device's time that it has while the present jobs share it, 0 to 1; 0 while it waits for memory."""
+    @property
+    def estimated_start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its model is expected to be loaded, or was; unset where nothing is known."""
+
+    @property
+    def estimated_end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it is expected to end while the present jobs share the node; unset where nothing is known."""
+
+    def __init__(
+        self,
+        *,
+        why: builtins.str = ...,
+        share: builtins.float = ...,
+        estimated_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        estimated_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["estimated_end_time", b"estimated_end_time", "estimated_start_time", b"estimated_start_time", "share", b"share", "why", b"why"]) -> None: ...
+
+global___Outlook = Outlook
 
 @typing.final
 class MemoryPlan(google.protobuf.message.Message):
@@ -756,6 +937,7 @@ class MemoryPlan(google.protobuf.message.Message):
     PREDICTION_FIELD_NUMBER: builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -788,6 +970,10 @@ class MemoryPlan(google.protobuf.message.Message):
     def prediction(self) -> global___StepPrediction:
         """How fast it is expected to be; unset while the node's speed has not been measured."""
 
+    @property
+    def kept(self) -> global___KeptMemory:
+        """What stays on the device because it has memory to spare; unset where it has not, or that would save nothing."""
+
     def __init__(
         self,
         *,
@@ -804,11 +990,46 @@ class MemoryPlan(google.protobuf.message.Message):
         prediction: global___StepPrediction | None = ...,
         compute_dtype: builtins.str = ...,
         hint: builtins.str = ...,
+        kept: global___KeptMemory | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["prediction", b"prediction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
+
+@typing.final
+class KeptMemory(google.protobuf.message.Message):
+    """KeptMemory is what stays on a device that has memory to spare, and what that buys. Results do not depend on it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESIDENT_LAYERS_FIELD_NUMBER: builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: builtins.int
+    PRODUCT_LAYERS_FIELD_NUMBER: builtins.int
+    PRODUCT_BYTES_FIELD_NUMBER: builtins.int
+    SAVED_SHARE_FIELD_NUMBER: builtins.int
+    resident_layers: builtins.int
+    """Layers whose weights stay from step to step."""
+    resident_bytes: builtins.int
+    """What these weights take."""
+    product_layers: builtins.int
+    """Layers whose products of forward stay for their backward, which then does not compute them again."""
+    product_bytes: builtins.int
+    """What these products take."""
+    saved_share: builtins.float
+    """Part of a step's time that this is predicted to save, 0 to 1."""
+    def __init__(
+        self,
+        *,
+        resident_layers: builtins.int = ...,
+        resident_bytes: builtins.int = ...,
+        product_layers: builtins.int = ...,
+        product_bytes: builtins.int = ...,
+        saved_share: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["product_bytes", b"product_bytes", "product_layers", b"product_layers", "resident_bytes", b"resident_bytes", "resident_layers", b"resident_layers", "saved_share", b"saved_share"]) -> None: ...
+
+global___KeptMemory = KeptMemory
 
 @typing.final
 class StepPrediction(google.protobuf.message.Message):
@@ -1654,7 +1875,7 @@ class UpdateJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Its id or name."""
     priority: builtins.int
-    """The new priority."""
+    """The new priority, from -100 to 100; for admins up to 1000. Required: nothing else can be changed yet."""
     def __init__(
         self,
         *,

@@ -127,7 +127,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """PauseJob checkpoints a job at its next step boundary and frees the device.
+        """PauseJob checkpoints a job at its next step boundary and frees its memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +142,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateJob(self, request, context):
-        """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED.
+        """UpdateJob changes the priority of a job that has not ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

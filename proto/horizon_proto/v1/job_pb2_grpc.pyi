@@ -55,7 +55,7 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.PauseJobRequest,
         horizon_proto.v1.job_pb2.PauseJobResponse,
     ]
-    """PauseJob checkpoints a job at its next step boundary and frees the device."""
+    """PauseJob checkpoints a job at its next step boundary and frees its memory."""
 
     ResumeJob: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.ResumeJobRequest,
@@ -69,7 +69,7 @@ class JobServiceStub:
         horizon_proto.v1.job_pb2.UpdateJobRequest,
         horizon_proto.v1.job_pb2.UpdateJobResponse,
     ]
-    """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
+    """UpdateJob changes the priority of a job that has not ended."""
 
     WatchJob: grpc.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.WatchJobRequest,
@@ -120,7 +120,7 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.PauseJobRequest,
         horizon_proto.v1.job_pb2.PauseJobResponse,
     ]
-    """PauseJob checkpoints a job at its next step boundary and frees the device."""
+    """PauseJob checkpoints a job at its next step boundary and frees its memory."""
 
     ResumeJob: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.job_pb2.ResumeJobRequest,
@@ -134,7 +134,7 @@ class JobServiceAsyncStub:
         horizon_proto.v1.job_pb2.UpdateJobRequest,
         horizon_proto.v1.job_pb2.UpdateJobResponse,
     ]
-    """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
+    """UpdateJob changes the priority of a job that has not ended."""
 
     WatchJob: grpc.aio.UnaryStreamMultiCallable[
         horizon_proto.v1.job_pb2.WatchJobRequest,
@@ -197,7 +197,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.PauseJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.PauseJobResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.PauseJobResponse]]:
-        """PauseJob checkpoints a job at its next step boundary and frees the device."""
+        """PauseJob checkpoints a job at its next step boundary and frees its memory."""
 
     @abc.abstractmethod
     def ResumeJob(
@@ -215,7 +215,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: horizon_proto.v1.job_pb2.UpdateJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.job_pb2.UpdateJobResponse, collections.abc.Awaitable[horizon_proto.v1.job_pb2.UpdateJobResponse]]:
-        """UpdateJob will change the priority of a job. In this version it answers UNIMPLEMENTED."""
+        """UpdateJob changes the priority of a job that has not ended."""
 
     @abc.abstractmethod
     def WatchJob(

@@ -26,37 +26,37 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from horizon_proto.v1 import blob_pb2 as horizon__proto_dot_v1_dot_blob__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1chorizon_proto/v1/model.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\"\x92\x02\n\x05Model\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12*\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12+\n\x05state\x18\x05 \x01(\x0e\x32\x1c.horizon_proto.v1.ModelState\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x03\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64igest\x18\n \x01(\t\"r\n\x12\x43reateModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12\x0e\n\x06\x63onfig\x18\x04 \x01(\x0c\"=\n\x13\x43reateModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\"(\n\x14\x46inalizeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"?\n\x15\x46inalizeModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x10GetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"V\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.horizon_proto.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x12\x44\x65leteModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteModelResponse*[\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MODEL_STATE_UPLOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x32\xd4\x03\n\x0cModelService\x12Z\n\x0b\x43reateModel\x12$.horizon_proto.v1.CreateModelRequest\x1a%.horizon_proto.v1.CreateModelResponse\x12`\n\rFinalizeModel\x12&.horizon_proto.v1.FinalizeModelRequest\x1a\'.horizon_proto.v1.FinalizeModelResponse\x12Q\n\x08GetModel\x12!.horizon_proto.v1.GetModelRequest\x1a\".horizon_proto.v1.GetModelResponse\x12W\n\nListModels\x12#.horizon_proto.v1.ListModelsRequest\x1a$.horizon_proto.v1.ListModelsResponse\x12Z\n\x0b\x44\x65leteModel\x12$.horizon_proto.v1.DeleteModelRequest\x1a%.horizon_proto.v1.DeleteModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1chorizon_proto/v1/model.proto\x12\x10horizon_proto.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bhorizon_proto/v1/blob.proto\"\xa7\x02\n\x05Model\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12*\n\x05\x66iles\x18\x04 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12+\n\x05state\x18\x05 \x01(\x0e\x32\x1c.horizon_proto.v1.ModelState\x12\x14\n\x0c\x61rchitecture\x18\x06 \x01(\t\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x03\x12\x12\n\nsize_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64igest\x18\n \x01(\t\x12\x13\n\x0bshared_with\x18\x0b \x03(\t\"r\n\x12\x43reateModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12*\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1b.horizon_proto.v1.FileEntry\x12\x0e\n\x06\x63onfig\x18\x04 \x01(\x0c\"=\n\x13\x43reateModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\"(\n\x14\x46inalizeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\"?\n\x15\x46inalizeModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x10GetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.horizon_proto.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"V\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.horizon_proto.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x12\x44\x65leteModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteModelResponse*[\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MODEL_STATE_UPLOADING\x10\x01\x12\x15\n\x11MODEL_STATE_READY\x10\x02\x32\xd4\x03\n\x0cModelService\x12Z\n\x0b\x43reateModel\x12$.horizon_proto.v1.CreateModelRequest\x1a%.horizon_proto.v1.CreateModelResponse\x12`\n\rFinalizeModel\x12&.horizon_proto.v1.FinalizeModelRequest\x1a\'.horizon_proto.v1.FinalizeModelResponse\x12Q\n\x08GetModel\x12!.horizon_proto.v1.GetModelRequest\x1a\".horizon_proto.v1.GetModelResponse\x12W\n\nListModels\x12#.horizon_proto.v1.ListModelsRequest\x1a$.horizon_proto.v1.ListModelsResponse\x12Z\n\x0b\x44\x65leteModel\x12$.horizon_proto.v1.DeleteModelRequest\x1a%.horizon_proto.v1.DeleteModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'horizon_proto.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODELSTATE']._serialized_start=975
-  _globals['_MODELSTATE']._serialized_end=1066
+  _globals['_MODELSTATE']._serialized_start=996
+  _globals['_MODELSTATE']._serialized_end=1087
   _globals['_MODEL']._serialized_start=113
-  _globals['_MODEL']._serialized_end=387
-  _globals['_CREATEMODELREQUEST']._serialized_start=389
-  _globals['_CREATEMODELREQUEST']._serialized_end=503
-  _globals['_CREATEMODELRESPONSE']._serialized_start=505
-  _globals['_CREATEMODELRESPONSE']._serialized_end=566
-  _globals['_FINALIZEMODELREQUEST']._serialized_start=568
-  _globals['_FINALIZEMODELREQUEST']._serialized_end=608
-  _globals['_FINALIZEMODELRESPONSE']._serialized_start=610
-  _globals['_FINALIZEMODELRESPONSE']._serialized_end=673
-  _globals['_GETMODELREQUEST']._serialized_start=675
-  _globals['_GETMODELREQUEST']._serialized_end=706
-  _globals['_GETMODELRESPONSE']._serialized_start=708
-  _globals['_GETMODELRESPONSE']._serialized_end=766
-  _globals['_LISTMODELSREQUEST']._serialized_start=768
-  _globals['_LISTMODELSREQUEST']._serialized_end=826
-  _globals['_LISTMODELSRESPONSE']._serialized_start=828
-  _globals['_LISTMODELSRESPONSE']._serialized_end=914
-  _globals['_DELETEMODELREQUEST']._serialized_start=916
-  _globals['_DELETEMODELREQUEST']._serialized_end=950
-  _globals['_DELETEMODELRESPONSE']._serialized_start=952
-  _globals['_DELETEMODELRESPONSE']._serialized_end=973
-  _globals['_MODELSERVICE']._serialized_start=1069
-  _globals['_MODELSERVICE']._serialized_end=1537
+  _globals['_MODEL']._serialized_end=408
+  _globals['_CREATEMODELREQUEST']._serialized_start=410
+  _globals['_CREATEMODELREQUEST']._serialized_end=524
+  _globals['_CREATEMODELRESPONSE']._serialized_start=526
+  _globals['_CREATEMODELRESPONSE']._serialized_end=587
+  _globals['_FINALIZEMODELREQUEST']._serialized_start=589
+  _globals['_FINALIZEMODELREQUEST']._serialized_end=629
+  _globals['_FINALIZEMODELRESPONSE']._serialized_start=631
+  _globals['_FINALIZEMODELRESPONSE']._serialized_end=694
+  _globals['_GETMODELREQUEST']._serialized_start=696
+  _globals['_GETMODELREQUEST']._serialized_end=727
+  _globals['_GETMODELRESPONSE']._serialized_start=729
+  _globals['_GETMODELRESPONSE']._serialized_end=787
+  _globals['_LISTMODELSREQUEST']._serialized_start=789
+  _globals['_LISTMODELSREQUEST']._serialized_end=847
+  _globals['_LISTMODELSRESPONSE']._serialized_start=849
+  _globals['_LISTMODELSRESPONSE']._serialized_end=935
+  _globals['_DELETEMODELREQUEST']._serialized_start=937
+  _globals['_DELETEMODELREQUEST']._serialized_end=971
+  _globals['_DELETEMODELRESPONSE']._serialized_start=973
+  _globals['_DELETEMODELRESPONSE']._serialized_end=994
+  _globals['_MODELSERVICE']._serialized_start=1090
+  _globals['_MODELSERVICE']._serialized_end=1558
 # @@protoc_insertion_point(module_scope)

@@ -61,6 +61,7 @@ class Model(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    SHARED_WITH_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Stable id."""
     name: builtins.str
@@ -85,6 +86,10 @@ class Model(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was announced."""
 
+    @property
+    def shared_with(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+
     def __init__(
         self,
         *,
@@ -98,9 +103,10 @@ class Model(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         digest: builtins.str = ...,
+        shared_with: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "create_time", b"create_time", "digest", b"digest", "files", b"files", "model_id", b"model_id", "name", b"name", "num_parameters", b"num_parameters", "owner", b"owner", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "create_time", b"create_time", "digest", b"digest", "files", b"files", "model_id", b"model_id", "name", b"name", "num_parameters", b"num_parameters", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 global___Model = Model
 

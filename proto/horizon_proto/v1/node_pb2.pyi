@@ -7,10 +7,46 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _NodeMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _NodeModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NodeMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    NODE_MODE_UNSPECIFIED: _NodeMode.ValueType  # 0
+    """Not set."""
+    NODE_MODE_OPEN: _NodeMode.ValueType  # 1
+    """Jobs start."""
+    NODE_MODE_CORDONED: _NodeMode.ValueType  # 2
+    """Resident jobs continue and none starts."""
+    NODE_MODE_DRAINED: _NodeMode.ValueType  # 3
+    """None starts, and resident jobs are checkpointed, unloaded and queued again."""
+
+class NodeMode(_NodeMode, metaclass=_NodeModeEnumTypeWrapper):
+    """NodeMode says whether jobs start on the node."""
+
+NODE_MODE_UNSPECIFIED: NodeMode.ValueType  # 0
+"""Not set."""
+NODE_MODE_OPEN: NodeMode.ValueType  # 1
+"""Jobs start."""
+NODE_MODE_CORDONED: NodeMode.ValueType  # 2
+"""Resident jobs continue and none starts."""
+NODE_MODE_DRAINED: NodeMode.ValueType  # 3
+"""None starts, and resident jobs are checkpointed, unloaded and queued again."""
+global___NodeMode = NodeMode
 
 @typing.final
 class GetNodeRequest(google.protobuf.message.Message):
@@ -46,6 +82,83 @@ class GetNodeResponse(google.protobuf.message.Message):
 global___GetNodeResponse = GetNodeResponse
 
 @typing.final
+class SetNodeRequest(google.protobuf.message.Message):
+    """SetNodeRequest holds the condition to set. Everything in it replaces what was set before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONDITION_FIELD_NUMBER: builtins.int
+    @property
+    def condition(self) -> global___NodeCondition:
+        """The new condition."""
+
+    def __init__(
+        self,
+        *,
+        condition: global___NodeCondition | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["condition", b"condition"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["condition", b"condition"]) -> None: ...
+
+global___SetNodeRequest = SetNodeRequest
+
+@typing.final
+class SetNodeResponse(google.protobuf.message.Message):
+    """SetNodeResponse holds the node after the call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    @property
+    def node(self) -> global___Node:
+        """The node."""
+
+    def __init__(
+        self,
+        *,
+        node: global___Node | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+global___SetNodeResponse = SetNodeResponse
+
+@typing.final
+class NodeCondition(google.protobuf.message.Message):
+    """NodeCondition is what an admin has set the node to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    WINDOW_START_TIME_FIELD_NUMBER: builtins.int
+    WINDOW_END_TIME_FIELD_NUMBER: builtins.int
+    mode: global___NodeMode.ValueType
+    """The mode outside of the window."""
+    message: builtins.str
+    """A message for everybody who looks at the node or waits for it; may be empty."""
+    @property
+    def window_start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Begin of the maintenance window, in which the node is drained; unset for none."""
+
+    @property
+    def window_end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """End of the maintenance window; set together with its begin."""
+
+    def __init__(
+        self,
+        *,
+        mode: global___NodeMode.ValueType = ...,
+        message: builtins.str = ...,
+        window_start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        window_end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["window_end_time", b"window_end_time", "window_start_time", b"window_start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "mode", b"mode", "window_end_time", b"window_end_time", "window_start_time", b"window_start_time"]) -> None: ...
+
+global___NodeCondition = NodeCondition
+
+@typing.final
 class Node(google.protobuf.message.Message):
     """Node is the machine the daemon runs on."""
 
@@ -78,6 +191,13 @@ class Node(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     USER_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    CONDITION_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    TIME_SLICE_S_FIELD_NUMBER: builtins.int
+    SHARE_HALF_LIFE_S_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    SHARE_USES_FIELD_NUMBER: builtins.int
+    HOST_MEMORY_PROMISED_BYTES_FIELD_NUMBER: builtins.int
     hostname: builtins.str
     """Its host name."""
     version: builtins.str
@@ -96,6 +216,14 @@ class Node(google.protobuf.message.Message):
     """Name of the calling user."""
     role: builtins.str
     """The caller's role: admin, user or viewer."""
+    mode: global___NodeMode.ValueType
+    """The mode that holds now, the maintenance window included."""
+    time_slice_s: builtins.float
+    """Seconds that a job may use a device before the next one has its turn."""
+    share_half_life_s: builtins.float
+    """Seconds after which used device time counts half in the shares."""
+    host_memory_promised_bytes: builtins.int
+    """Planned host memory of all resident jobs together."""
     @property
     def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Accelerator]:
         """Accelerators."""
@@ -103,6 +231,18 @@ class Node(google.protobuf.message.Message):
     @property
     def num_jobs(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Jobs by state name, of all users."""
+
+    @property
+    def condition(self) -> global___NodeCondition:
+        """What an admin has set the node to."""
+
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DeviceStatus]:
+        """The devices that jobs take turns on."""
+
+    @property
+    def share_uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShareUse]:
+        """Decayed device time by project and user."""
 
     def __init__(
         self,
@@ -118,10 +258,77 @@ class Node(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         user: builtins.str = ...,
         role: builtins.str = ...,
+        condition: global___NodeCondition | None = ...,
+        mode: global___NodeMode.ValueType = ...,
+        time_slice_s: builtins.float = ...,
+        share_half_life_s: builtins.float = ...,
+        devices: collections.abc.Iterable[global___DeviceStatus] | None = ...,
+        share_uses: collections.abc.Iterable[global___ShareUse] | None = ...,
+        host_memory_promised_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "hostname", b"hostname", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "user", b"user", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["condition", b"condition"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "condition", b"condition", "devices", b"devices", "disk_free_bytes", b"disk_free_bytes", "draining", b"draining", "host_memory_available_bytes", b"host_memory_available_bytes", "host_memory_limit_bytes", b"host_memory_limit_bytes", "host_memory_promised_bytes", b"host_memory_promised_bytes", "hostname", b"hostname", "mode", b"mode", "num_cpus", b"num_cpus", "num_jobs", b"num_jobs", "role", b"role", "share_half_life_s", b"share_half_life_s", "share_uses", b"share_uses", "time_slice_s", b"time_slice_s", "user", b"user", "version", b"version"]) -> None: ...
 
 global___Node = Node
+
+@typing.final
+class DeviceStatus(google.protobuf.message.Message):
+    """DeviceStatus is how one device is shared now."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    NUM_RESIDENTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name: host, cuda:0 and so on."""
+    holder: builtins.str
+    """The job whose turn it is; empty while no job uses it."""
+    num_residents: builtins.int
+    """Resident jobs that share it."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        holder: builtins.str = ...,
+        num_residents: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "name", b"name", "num_residents", b"num_residents"]) -> None: ...
+
+global___DeviceStatus = DeviceStatus
+
+@typing.final
+class ShareUse(google.protobuf.message.Message):
+    """ShareUse is what a user has used of the devices in a project. The lowest, divided by the weight, is served next."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    DEVICE_S_FIELD_NUMBER: builtins.int
+    AS_OF_TIME_FIELD_NUMBER: builtins.int
+    project: builtins.str
+    """The project that was charged."""
+    user: builtins.str
+    """The user."""
+    device_s: builtins.float
+    """Device seconds, decayed."""
+    @property
+    def as_of_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """The time that they are decayed to."""
+
+    def __init__(
+        self,
+        *,
+        project: builtins.str = ...,
+        user: builtins.str = ...,
+        device_s: builtins.float = ...,
+        as_of_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_time", b"as_of_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_time", b"as_of_time", "device_s", b"device_s", "project", b"project", "user", b"user"]) -> None: ...
+
+global___ShareUse = ShareUse
 
 @typing.final
 class Accelerator(google.protobuf.message.Message):

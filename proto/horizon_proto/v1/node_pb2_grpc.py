@@ -40,6 +40,11 @@ class NodeServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_node__pb2.GetNodeRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_node__pb2.GetNodeResponse.FromString,
                 _registered_method=True)
+        self.SetNode = channel.unary_unary(
+                '/horizon_proto.v1.NodeService/SetNode',
+                request_serializer=horizon__proto_dot_v1_dot_node__pb2.SetNodeRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_node__pb2.SetNodeResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -53,6 +58,13 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetNode(self, request, context):
+        """SetNode opens, cordons or drains the node, or sets its maintenance window. For admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.GetNode,
                     request_deserializer=horizon__proto_dot_v1_dot_node__pb2.GetNodeRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_node__pb2.GetNodeResponse.SerializeToString,
+            ),
+            'SetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNode,
+                    request_deserializer=horizon__proto_dot_v1_dot_node__pb2.SetNodeRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_node__pb2.SetNodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class NodeService(object):
             '/horizon_proto.v1.NodeService/GetNode',
             horizon__proto_dot_v1_dot_node__pb2.GetNodeRequest.SerializeToString,
             horizon__proto_dot_v1_dot_node__pb2.GetNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/horizon_proto.v1.NodeService/SetNode',
+            horizon__proto_dot_v1_dot_node__pb2.SetNodeRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_node__pb2.SetNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

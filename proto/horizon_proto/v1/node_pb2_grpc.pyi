@@ -27,6 +27,12 @@ class NodeServiceStub:
     ]
     """GetNode returns what the node is and how busy it is."""
 
+    SetNode: grpc.UnaryUnaryMultiCallable[
+        horizon_proto.v1.node_pb2.SetNodeRequest,
+        horizon_proto.v1.node_pb2.SetNodeResponse,
+    ]
+    """SetNode opens, cordons or drains the node, or sets its maintenance window. For admins."""
+
 class NodeServiceAsyncStub:
     """NodeService describes the machine."""
 
@@ -35,6 +41,12 @@ class NodeServiceAsyncStub:
         horizon_proto.v1.node_pb2.GetNodeResponse,
     ]
     """GetNode returns what the node is and how busy it is."""
+
+    SetNode: grpc.aio.UnaryUnaryMultiCallable[
+        horizon_proto.v1.node_pb2.SetNodeRequest,
+        horizon_proto.v1.node_pb2.SetNodeResponse,
+    ]
+    """SetNode opens, cordons or drains the node, or sets its maintenance window. For admins."""
 
 class NodeServiceServicer(metaclass=abc.ABCMeta):
     """NodeService describes the machine."""
@@ -46,5 +58,13 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[horizon_proto.v1.node_pb2.GetNodeResponse, collections.abc.Awaitable[horizon_proto.v1.node_pb2.GetNodeResponse]]:
         """GetNode returns what the node is and how busy it is."""
+
+    @abc.abstractmethod
+    def SetNode(
+        self,
+        request: horizon_proto.v1.node_pb2.SetNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[horizon_proto.v1.node_pb2.SetNodeResponse, collections.abc.Awaitable[horizon_proto.v1.node_pb2.SetNodeResponse]]:
+        """SetNode opens, cordons or drains the node, or sets its maintenance window. For admins."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from horizon_server.errors import UploadInProgress
 from horizon_server.records.blob import BlobRef
@@ -16,6 +17,8 @@ ResultT = TypeVar("ResultT")
 
 # A user's uploads at once; one user cannot take all of the daemon's calls and threads.
 MAX_TURNS_EACH = 16
+# Checks at once, of all users: each is a process that reads as fast as the disk and one processor allow.
+MAX_SHARED_CALLS = 2
 
 
 async def in_thread(call: Callable[[], ResultT]) -> ResultT:
@@ -39,20 +42,23 @@ async def to_the_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 class SharedCalls(Generic[ResultT]):
-    """Runs one call per key at a time, and at most two in all. A call continues when the caller who asked for it hangs up.
+    """Runs one call per key at a time, one for each user, and at most two in all. A call continues when its caller hangs up.
 
     Thread: one event loop.
     """
 
     def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(2)
+        self._slots = asyncio.Semaphore(MAX_SHARED_CALLS)
+        # A user's calls wait here for each other: were both slots theirs, all other users would wait for as long as their files take.
+        self._of_user = WeakValueDictionary[str, asyncio.Semaphore]()
         self._running: dict[str, asyncio.Task[ResultT]] = {}
 
-    async def join(self, key: str, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Return the result of the call under `key`, starting it when there is none."""
+    async def join(self, key: str, work: Callable[[], Awaitable[ResultT]], *, user: str) -> ResultT:
+        """Return the result of the call under `key`, starting it for `user` when there is none."""
+        turn = self._of_user.setdefault(user, asyncio.Semaphore(1))
 
         async def run() -> ResultT:
-            async with self._slots:
+            async with turn, self._slots:
                 return await work()
 
         def forget(task: asyncio.Task[ResultT]) -> None:

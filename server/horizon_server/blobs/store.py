@@ -12,13 +12,15 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import Turn, Turns, in_thread, to_the_end
 from horizon_server.blobs.parts import Disk, Part, PartWriter, disk_full_reported
+from horizon_server.blobs.space import Space
 from horizon_server.blobs.trash import Trash
 from horizon_server.durable import sync_folder
-from horizon_server.errors import DiskFull, InvalidUpload, Stalled
+from horizon_server.errors import InvalidUpload, Stalled
 from horizon_server.records.blob import BlobFile, BlobRef, BlobStatus
 from horizon_server.spec import NAME_PATTERN
 
@@ -41,6 +43,7 @@ class BlobStore:
         root: Path,
         *,
         disk: Disk | None = None,
+        space: Space | None = None,
         turns: Turns | None = None,
         silence_limit_s: float = 120.0,
     ) -> None:
@@ -50,6 +53,7 @@ class BlobStore:
         self._blobs = root / "blobs"
         self._uploads = root / "uploads"
         self._disk = disk or Disk()
+        self._space = space or Space(root)
         self._turns = turns or Turns()
         self._silence_limit_s = silence_limit_s
         # Held while a content is moved into place with its proof, and while unreferenced ones are chosen and removed.
@@ -103,12 +107,7 @@ class BlobStore:
             if self.proved_by(owner, ref):
                 return BlobStatus(ref=ref, committed_bytes=ref.size_bytes, complete=True)
             with disk_full_reported():
-                needed, free = ref.size_bytes - max(0, offset), shutil.disk_usage(self._uploads).free
-                if needed > free:
-                    raise DiskFull(
-                        f"this upload needs {needed} more bytes, but the node's disk has {free} left; free space there and push again",
-                        retry_after_s=60.0,
-                    )
+                self._space.require(ref.size_bytes - max(0, offset), "this upload")
                 path = self._entry(owner, ref, _PART)
                 part = await in_thread(lambda: Part(path, offset=offset, disk=self._disk))
                 try:
@@ -127,16 +126,32 @@ class BlobStore:
 
     async def expire(self, max_age_s: float) -> int:
         """Remove partial uploads and proofs that were not touched for `max_age_s`; return how many."""
+        old = await self.expired(max_age_s)
+        held = self._held()  # again: one may have been continued since
+        await in_thread(lambda: _unlink(entry for entry in old if entry not in held))
+        return len(old)
 
-        def remove_old() -> int:
-            before = time.time() - max_age_s
-            old = [entry for entry in self._uploads.glob("*/*") if entry.stat().st_mtime < before and entry not in held]
-            _unlink(old)
-            return len(old)
-
+    async def expired(self, max_age_s: float) -> list[Path]:
+        """Return the partial uploads and proofs that were not touched for `max_age_s`."""
         # Here and not in the thread, because the loop changes the turns meanwhile.
-        held = {self._entry(owner, ref, _PART) for owner, ref in self._turns.holders}
-        return await in_thread(remove_old)
+        held, before = self._held(), time.time() - max_age_s
+
+        def find() -> list[Path]:
+            found = []
+            for entry in self._uploads.glob("*/*"):
+                with suppress(FileNotFoundError):  # an upload that is complete now
+                    if entry.stat().st_mtime < before and entry not in held:
+                        found.append(entry)
+            return found
+
+        return await in_thread(find)
+
+    async def unreferenced(self, referenced: frozenset[str], *, expired: Iterable[Path] = ()) -> list[Path]:
+        """Return the contents that neither `referenced` nor a proof names, besides those proofs that are `expired`."""
+        gone = frozenset(expired)
+        return await in_thread(
+            lambda: list(self._unreferenced(referenced, [path.name for path in self._blobs.glob("*/*")], gone))
+        )
 
     async def remove_unreferenced(self, referenced: frozenset[str], among: Iterable[str]) -> int:
         """Remove those contents of `among` that neither `referenced` nor a proof names; return how many."""
@@ -183,6 +198,8 @@ class BlobStore:
                     raise InvalidUpload(
                         f"more than the announced {ref.size_bytes} bytes were sent; announce the file's true size and sha256"
                     )
+                # Several uploads that fit alone may not fit together.
+                self._space.require(len(data), "this upload")
                 await writer.put(data)
         except TimeoutError as error:
             raise Stalled(
@@ -214,10 +231,17 @@ class BlobStore:
         sync_folder(target.parent)
         sync_folder(self._blobs)
 
-    def _unreferenced(self, referenced: frozenset[str], names: Iterable[str]) -> Iterator[Path]:
+    def _held(self) -> set[Path]:
+        """The partial uploads that are being written."""
+        return {self._entry(owner, ref, _PART) for owner, ref in self._turns.holders}
+
+    def _unreferenced(
+        self, referenced: frozenset[str], names: Iterable[str], expired: frozenset[Path] = frozenset()
+    ) -> Iterator[Path]:
         """Yield the contents that may go. Nothing else changes them until the iteration ends."""
         with self._changing:
-            proved = {entry.name.partition("-")[0] for entry in self._uploads.glob(f"*/*{_PROVED}")}
+            proofs = set(self._uploads.glob(f"*/*{_PROVED}")) - expired
+            proved = {entry.name.partition("-")[0] for entry in proofs}
             for sha256 in names:
                 path = self.path(sha256)
                 if sha256 not in referenced and sha256 not in proved and path.exists():

@@ -6,6 +6,7 @@ by the next sweep; the rest is removed after `trash_days`. Everything in there m
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
 import time
@@ -38,7 +39,7 @@ class Trash:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if place.is_dir():
                 shutil.rmtree(place)  # the same folder, put here earlier today
-            num_bytes += _size_of(path)
+            num_bytes += size_of(path)
             path.replace(place)
             moved.append(str(inner))
         if moved:
@@ -65,12 +66,20 @@ class Trash:
             log.warning("taken back from the trash", num_files=len(taken), names=taken[:_MAX_NAMED])
         return len(taken)
 
+    def held(self, folder: str) -> set[str]:
+        """Return the names of what was moved here from a folder of the state folder."""
+        return {path.name for path in self._root.glob(f"*/{folder}/*")}
+
+    def expired(self, max_age_s: float) -> list[Path]:
+        """Return the folders of days that ended longer ago than that."""
+        last_kept = _day(time.time() - max_age_s)
+        return [day for day in self._root.glob("????-??-??") if day.name < last_kept]
+
     def expire(self, max_age_s: float) -> int:
         """Remove what was put here on days that ended longer ago than that; return how many days."""
-        last_kept = _day(time.time() - max_age_s)
-        old = [day for day in self._root.glob("????-??-??") if day.name < last_kept]
+        old = self.expired(max_age_s)
         for day in old:
-            log.warning("emptied from the trash", day=day.name, num_bytes=_size_of(day))
+            log.warning("emptied from the trash", day=day.name, num_bytes=size_of(day))
             shutil.rmtree(day)
         return len(old)
 
@@ -80,6 +89,10 @@ def _day(time_s: float) -> str:
     return datetime.datetime.fromtimestamp(time_s, datetime.UTC).strftime("%Y-%m-%d")
 
 
-def _size_of(path: Path) -> int:
-    files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
-    return sum(file.stat().st_size for file in files)
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a folder; 0 where there is none."""
+    num_bytes = 0
+    for entry in [path] if path.is_file() else path.rglob("*"):
+        with contextlib.suppress(OSError):  # it may be removed meanwhile
+            num_bytes += entry.lstat().st_size if entry.is_file() else 0
+    return num_bytes

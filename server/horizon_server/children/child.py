@@ -1,7 +1,7 @@
 """A child process, from the daemon's side: started with a request, limited, watched while it reports, and gone when it has answered.
 
 The child runs as `python -m MODULE REQUEST --events-fd N`. REQUEST is a JSON file. Events, and at the end one answer or one error, come
-up the pipe N; orders go down its standard input. `children.entry` is the other side.
+up the pipe N. `children.entry` is the other side. A child ends with the daemon; a worker does not, which `worker_link` is for.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import structlog
 
 from horizon_server.children.entry import MAX_LINE_BYTES, Answer, Failure, decode_line
 from horizon_server.control_groups import oom_kills
-from horizon_server.errors import HorizonError, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
+from horizon_server.errors import HorizonError, OutOfMemory, Stalled, WorkerCrashed, WorkerDied, WorkerFailed
 from horizon_server.events import WorkerLine
-
-STOP = b"stop\n"  # checkpoint at the next step boundary and end
-CANCEL = b"cancel\n"  # end at the next step boundary
 
 OnEvent = Callable[[WorkerLine], Awaitable[None]]
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+# What C++, Rust and OpenBLAS write before they end a process that was refused memory, which looks like a crash then.
+_LAST_WORDS_WITHOUT_MEMORY = ("bad_alloc", "memory allocation of ", "Memory allocation still failed")
 _LONG_LINE_BYTES = 64 * 1024
+OUT_OF_MEMORY_KILLER = "the kernel's out-of-memory killer"
 # How long a child that has answered, or has closed its pipe, may take to exit.
 _EXIT_S = 10.0
 
@@ -109,7 +109,7 @@ class Child:
                 )  # fmt: skip
             finally:
                 os.close(write_fd)  # the child has its own; while any is open, the pipe does not end with the child
-            _limit(process.pid, limits)
+            limit(process.pid, limits)
             log_file = log_file or Path(f"/proc/self/fd/{log_fd}")
             return cls(process, who=who, limits=limits, events=events, resources=resources.pop_all(), log_file=log_file)
 
@@ -119,7 +119,7 @@ class Child:
         Raises:
             HorizonError: that the child reported: the same class, reason, message and violations.
             Stalled: when it exceeds its limit of time, of processor time, or of silence.
-            WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end.
+            WorkerDied: when it ended without an answer; WorkerCrashed when its own code made it end, OutOfMemory for lack of memory.
             WorkerFailed: when it writes a line that is not an event.
         """
         scope = asyncio.timeout(self._limits.wall_s)
@@ -133,12 +133,6 @@ class Child:
         finally:
             self.kill()
             await self.wait()
-
-    def send_order(self, order: bytes) -> None:
-        """Send STOP or CANCEL; a child that is gone needs no order."""
-        if self._process.stdin is not None and not self._process.stdin.is_closing():
-            with contextlib.suppress(ConnectionError):
-                self._process.stdin.write(order)
 
     def kill(self) -> None:
         """End it and all processes that it started, at once."""
@@ -167,15 +161,9 @@ class Child:
                 case event if on_event is not None:
                     await on_event(event)
         code = await self._exit_code()
-        error: HorizonError
         if code == -signal.SIGXCPU:
-            error = Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
-        else:
-            kind = WorkerCrashed if -code in _CRASHES else WorkerDied
-            why = exit_reason(code, oom_killed=oom_kills() > self._oom_kills_before, who=self._who)
-            error = kind(why, retry_after_s=1.0 if code == -signal.SIGKILL else None)
-        log.warning("a child process died", who=self._who, why=error.message, log=log_tail(self.log))
-        raise error
+            raise Stalled(f"{self._who} took more than {self._limits.cpu_s} s of processor time")
+        raise death_of(self._who, code, oom_killed=oom_kills() > self._oom_kills_before, log_file=self.log)
 
     async def _read_line(self) -> bytes:
         """Return the next line, or nothing at the end."""
@@ -205,10 +193,22 @@ async def run_child(
     return await child.answer()
 
 
-def exit_reason(code: int, *, oom_killed: bool, who: str = "the worker") -> str:
+def death_of(who: str, code: int | None, *, oom_killed: bool, log_file: Path) -> HorizonError:
+    """Return the error of a child that ended without an answer. `code` is None where another daemon started it, so that nobody knows."""
+    why, last_lines = exit_reason(code, oom_killed=oom_killed, who=who), log_tail(log_file)
+    log.warning("a child process died", who=who, why=why, log=last_lines)
+    if code != -signal.SIGKILL and any(words in last_lines for words in _LAST_WORDS_WITHOUT_MEMORY):
+        return OutOfMemory(f"{who} ran out of memory")
+    kind = WorkerCrashed if code is not None and -code in _CRASHES else WorkerDied
+    return kind(why, retry_after_s=1.0 if code == -signal.SIGKILL else None)
+
+
+def exit_reason(code: int | None, *, oom_killed: bool, who: str = "the worker") -> str:
     """Return why a child that reported no end has ended."""
+    if code is None:
+        return f"{who} ended while the daemon was away, or was started by an earlier one, and did not report why"
     if code == -signal.SIGKILL and oom_killed:
-        return f"{who} was killed at the memory limit by the kernel's out-of-memory killer"
+        return f"{who} was killed at the memory limit by {OUT_OF_MEMORY_KILLER}"
     if code == -signal.SIGKILL:
         return f"{who} was killed by SIGKILL: by hand, or by the kernel for lack of memory"
     if code < 0:
@@ -235,7 +235,8 @@ def _open(path: Path | None, resources: contextlib.ExitStack) -> int:
     return descriptor
 
 
-def _limit(pid: int, limits: Limits) -> None:
+def limit(pid: int, limits: Limits) -> None:
+    """Set the limits of a process that has just started."""
     bounds = {
         resource.RLIMIT_DATA: limits.memory_bytes,
         resource.RLIMIT_CPU: limits.cpu_s,

@@ -1,4 +1,4 @@
-"""A child process, from its own side: reads its request, reports events, listens for orders, and ends with an answer or an error.
+"""A child process, from its own side: reads its request, reports events, and ends with an answer or an error. It ends with the daemon.
 
 A module that can be a child has `if __name__ == "__main__": sys.exit(serve(work, who=...))`. It can be run by hand too: without
 `--events-fd` its lines go to the standard output.
@@ -7,24 +7,33 @@ A module that can be a child has `if __name__ == "__main__": sys.exit(serve(work
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
-from horizon_server.events import PrepareProgress, StepDone, WorkerLine, decode, encode
+from horizon_server.events import (
+    MemoryReleased,
+    PrepareProgress,
+    StepDone,
+    TurnEnded,
+    TurnWanted,
+    WorkerLine,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +41,9 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 16 * 2**20
 # Steps and progress are logged at most this often, so that a long run's log stays small; the events have them all.
 _LOG_EVERY_S = 10.0
+
+# How torch and the system's loader word that memory was refused, in errors of no class of their own.
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory")
 
 _STANDARD_INPUT, _STANDARD_OUTPUT = 0, 1
 _PR_SET_PDEATHSIG = 1
@@ -93,15 +105,7 @@ def decode_line(line: bytes) -> Line:
         raise WorkerFailed(f"a child process wrote a line that is not an event: {line[:120]!r}") from error
 
 
-class Order(Enum):
-    """What the daemon wants of the worker at its next step boundary."""
-
-    CONTINUE = "continue"
-    STOP = "stop"
-    CANCEL = "cancel"
-
-
-def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
+def serve(work: Work, *, who: str) -> int:
     """Do `work` on the request that the command line names, report how it ended, and return the exit code."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name.removesuffix(".__main__") if spec is not None else "MODULE"
@@ -114,10 +118,9 @@ def serve(work: Work, *, who: str, outlives_daemon: bool = False) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Writing to a daemon that is gone raises BrokenPipeError, which `EventWriter` handles.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if not outlives_daemon:  # one that does takes the end of its orders as an order to stop
-        end_with_parent()
+    end_with_parent()
     events = EventWriter(arguments.events_fd)
-    end = _end_of(work, arguments.request, events, who)
+    end = end_of(lambda: work(json.loads(arguments.request.read_bytes()), events), who)
     # Made here, where the memory that the work took is free again.
     events.send(end or Failure(OutOfMemory(f"{who} ran out of memory")))
     return 0 if isinstance(end, Answer) else 1
@@ -135,25 +138,25 @@ def end_with_parent() -> None:
 
 
 class EventWriter:
-    """Writes lines to the daemon's pipe. Thread: the child's main thread only."""
+    """Logs lines and writes them to the daemon's pipe, where there is one. Thread: the child's main thread only."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = descriptor
-        self._daemon_gone = False
         self._logged_s = float("-inf")
-        os.set_inheritable(descriptor, False)
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
 
     def send(self, line: Line) -> None:
         """Log one line and send it; blocks while the pipe is full, and only logs once the daemon is gone."""
         self._log(line)
-        if self._daemon_gone:
+        if self._descriptor is None:
             return
         data = memoryview(encode_line(line))
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
         except BrokenPipeError:
-            self._daemon_gone = True
+            self._descriptor = None
 
     def _log(self, line: Line) -> None:
         if isinstance(line, StepDone | PrepareProgress):
@@ -176,44 +179,31 @@ class EventWriter:
                 log.info("done")
             case Failure():
                 log.info("failed: %s: %s", line.error.reason, line.error.message)
+            case TurnWanted() | TurnEnded() | MemoryReleased():
+                pass  # up to several for each step
             case event:
                 log.info("%s", encode(event))
 
 
-class Orders:
-    """Listens on standard input for `stop` and `cancel`; the end of input means `stop`. Thread: `current` may be read from any thread."""
-
-    def __init__(self) -> None:
-        self.current = Order.CONTINUE
-        threading.Thread(target=self._listen, name="orders", daemon=True).start()
-
-    def _listen(self) -> None:
-        pending = b""
-        # Straight from the descriptor: a thread inside sys.stdin would hold its lock when the interpreter ends.
-        while data := os.read(_STANDARD_INPUT, 64):
-            *lines, pending = (pending + data).split(b"\n")
-            if b"cancel" in lines:
-                self.current = Order.CANCEL
-                return  # a cancel is never taken back
-            if b"stop" in lines:
-                self.current = Order.STOP
-        self.current = Order.STOP
-
-
-def _end_of(work: Work, request: Path, events: EventWriter, who: str) -> Answer | Failure | None:
+def end_of(work: Callable[[], Any], who: str) -> Answer | Failure | None:
     """Return how the work ended, None where it ran out of memory."""
     try:
-        return Answer(work(json.loads(request.read_bytes()), events))
+        return Answer(work())
     except HorizonError as error:
         traceback.print_exc()
         return Failure(error)
     except MemoryError:
         return None
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            return None
         traceback.print_exc()
         # Without the folder: where the daemon keeps its files is not the user's concern.
         name = f" ({Path(error.filename).name})" if isinstance(error.filename, str) else ""
         return Failure(IoFailed(f"{who} could not read or write a file{name}: {error.strerror or error}"))
     except Exception as error:  # noqa: BLE001  # whatever it is, the daemon learns the true reason
-        traceback.print_exc()
+        with contextlib.suppress(MemoryError):
+            traceback.print_exc()
+        if any(words in str(error) for words in _NO_MEMORY):
+            return None
         return Failure(WorkerFailed(f"{type(error).__name__}: {error}"))

@@ -8,11 +8,15 @@ from pathlib import Path
 import click
 
 from horizon_server.cli.accounts import token_group, user_group
+from horizon_server.cli.allowances import project_group
+from horizon_server.cli.audit import audit
 from horizon_server.cli.doctor import doctor
+from horizon_server.cli.housekeeping import gc
+from horizon_server.cli.maintenance import backup_command, check_command, restore_command
 from horizon_server.cli.options import with_settings_options
 from horizon_server.cli.plan import plan
 from horizon_server.errors import HorizonError, NotAllowed, NotFound, Unauthenticated
-from horizon_server.settings import load_settings
+from horizon_server.settings import load_settings, quiet_libraries
 from horizon_server.version import VERSION
 
 
@@ -49,6 +53,7 @@ def serve(config: Path | None, state_dir: Path | None, tls_names: tuple[str, ...
     the CA file that clients need.
     """
     settings = load_settings(config, state_dir=state_dir, tls_names=tls_names or None, **flags)
+    quiet_libraries()
     # Only this command and the demo need the whole daemon; the others answer sooner without its imports.
     from horizon_server.main import run_daemon
 
@@ -79,7 +84,10 @@ def demo(output_dir: Path, max_steps: int | None, config: Path | None, state_dir
     return run_demo(output_dir=output_dir, max_steps=max_steps, config=config, state_dir=state_dir)
 
 
-for _command in (user_group, token_group, plan, doctor):
+_COMMANDS = (
+    user_group, project_group, token_group, audit, gc, plan, doctor, backup_command, restore_command, check_command,
+)  # fmt: skip
+for _command in _COMMANDS:
     horizond.add_command(_command)
 
 

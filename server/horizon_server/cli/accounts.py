@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
+import os
+import pwd
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import click
 
-from horizon_server.cli.options import print_rows, with_output_option, with_settings_options
+from horizon_server.cli.allowances import allowance_row, allowance_text, change_allowance, with_allowance_options
+from horizon_server.cli.options import in_database, print_rows, with_output_option, with_settings_options
 from horizon_server.db.database import Database
-from horizon_server.errors import BadSetting
-from horizon_server.records.account import ROLES
+from horizon_server.errors import BadSetting, NotFound
+from horizon_server.records.account import ROLES, SCOPES, ProjectMember, User
+from horizon_server.records.sharing import Allowance
 from horizon_server.services.accounts import Accounts
-from horizon_server.settings import load_settings
-from horizon_server.state_dir import private_state_dir
+from horizon_server.services.quotas import Allowances
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
-
-Result = TypeVar("Result")
 
 
 @click.group(name="user")
@@ -36,7 +35,7 @@ def user_group() -> None:
 @with_settings_options
 def user_add(name: str, role: str, project: str | None, config: Path | None, state_dir: Path | None) -> None:
     """Create a user. Example: horizond user add ada --role admin."""
-    user = _with_accounts(config, state_dir, lambda a: a.add_user(name, role=role, project=project))
+    user = in_database(config, state_dir, lambda db: Accounts(db).add_user(name, role=role, project=project))
     where = "".join(f" {name} {path}" for name, path in (("--config", config), ("--state-dir", state_dir)) if path)
     click.echo(
         f"user {user.name} ({user.role}, project {user.project}); next: horizond token create {user.name}{where}",
@@ -49,21 +48,81 @@ def user_add(name: str, role: str, project: str | None, config: Path | None, sta
 @with_output_option
 @with_settings_options
 def user_list(output: str, config: Path | None, state_dir: Path | None) -> None:
-    """List users."""
-    users = _with_accounts(config, state_dir, lambda a: a.users())
-    rows = [{"name": u.name, "role": u.role, "project": u.project, "created": _day(u.created_s)} for u in users]
+    """List users with their weights and quotas."""
+
+    async def read(database: Database) -> tuple[list[User], list[ProjectMember], list[Allowance]]:
+        accounts = Accounts(database)
+        return await accounts.users(), await accounts.members(), await Allowances(database).allowances()
+
+    users, members, allowances = in_database(config, state_dir, read)
+    rows = [
+        {
+            "name": u.name,
+            "role": u.role,
+            "project": u.project,
+            "member_of": ", ".join(f"{m.project} ({m.role})" for m in members if m.user == u.name),
+            "created": _day(u.created_s),
+            "disabled": _day(u.disabled_s) if u.disabled_s else "",
+        }
+        | allowance_row(allowances, "user", u.name)
+        for u in users
+    ]
     print_rows(rows, output, name_key="name")
+
+
+@user_group.command("set")
+@click.argument("name")
+@click.option("--role", type=click.Choice(ROLES), help="What the user may do.")
+@click.option(
+    "--disable/--enable", "disable", default=None, help="Accept no token of the user any more, or accept them again."
+)
+@with_allowance_options
+@click.option(
+    "--max-retained-bytes", "retained_bytes", metavar="SIZE",
+    help="Checkpoints of ended jobs, such as 500GiB; the oldest beyond it are deleted after a warning.",
+)  # fmt: skip
+@with_settings_options
+def user_set(
+    name: str, role: str | None, disable: bool | None, config: Path | None, state_dir: Path | None, **changes: Any
+) -> None:
+    """Set a user's role, weight and quotas, or disable the account; what is not named stays.
+
+    A device's time is divided among the users of a project in proportion to their weights. 'none' removes a quota. A running daemon
+    follows within seconds: calls and open streams of a disabled user are refused. Their jobs continue: cancel them first if they should
+    not.
+
+    Example: horizond user set ada --weight 2 --max-resident-jobs 2 --max-host-memory 200GiB
+    """
+
+    async def change(database: Database) -> list[str]:
+        accounts, done = Accounts(database), []
+        if name not in [user.name for user in await accounts.users()]:
+            raise NotFound(f"user {name} does not exist; see: horizond user list")
+        has_others = role is not None or disable is not None
+        # First, as it may refuse what was given, and then nothing must be changed.
+        if not has_others or any(value is not None for value in changes.values()):
+            done.append(allowance_text(await change_allowance(database, "user", name, changes)))
+        if role is not None:
+            await accounts.set_role(name, role)
+            done.append(f"user {name} has the role {role}")
+        if disable is not None:
+            await accounts.disable(name, is_disabled=disable)
+            done.append(f"user {name} is disabled" if disable else f"user {name} is enabled")
+        return done
+
+    for line in in_database(config, state_dir, change):
+        click.echo(line, err=True)
 
 
 @user_group.command("remove")
 @click.argument("name")
 @with_settings_options
 def user_remove(name: str, config: Path | None, state_dir: Path | None) -> None:
-    """Remove a user with all their tokens.
+    """Remove a user with all their tokens, memberships, weight and quotas.
 
     Their jobs, datasets and models stay. Running jobs continue: cancel them first if they should not.
     """
-    num_tokens = _with_accounts(config, state_dir, lambda a: a.remove_user(name))
+    num_tokens = in_database(config, state_dir, lambda db: Accounts(db).remove_user(name))
     click.echo(f"user {name} is removed with {num_tokens} tokens", err=True)
 
 
@@ -75,13 +134,27 @@ def token_group() -> None:
 @token_group.command("create")
 @click.argument("user")
 @click.option("--expires", default="90d", show_default=True, help="Lifetime such as 12h, 90d, 1y, or never.")
+@click.option(
+    "--scope",
+    type=click.Choice(SCOPES),
+    default="full",
+    show_default=True,
+    help="What it allows: read allows no changes, metrics only GET /metrics with the series of all users.",
+)
+@click.option("--label", default="", help="What it is for; at most 63 letters.")
 @with_settings_options
-def token_create(user: str, expires: str, config: Path | None, state_dir: Path | None) -> None:
+def token_create(user: str, expires: str, scope: str, label: str, config: Path | None, state_dir: Path | None) -> None:
     """Create a token for USER and print it; it cannot be shown again. Example: horizond token create ada > ada.token."""
     lifetime_s = parse_lifetime(expires)
-    token, secret = _with_accounts(config, state_dir, lambda a: a.create_token(user, lifetime_s=lifetime_s))
+    token, secret = in_database(
+        config,
+        state_dir,
+        lambda db: Accounts(db).create_token(
+            user, lifetime_s=lifetime_s, scope=scope, label=label, created_by=_system_account()
+        ),
+    )
     end = "never expires" if token.expires_s is None else f"expires {_day(token.expires_s)}"
-    click.echo(f"token {token.token_id} of {user}, {end}; it cannot be shown again:", err=True)
+    click.echo(f"token {token.token_id} of {user}, scope {scope}, {end}; it cannot be shown again:", err=True)
     # Alone on stdout, so that it can be redirected into a file.
     click.echo(secret)
 
@@ -91,13 +164,17 @@ def token_create(user: str, expires: str, config: Path | None, state_dir: Path |
 @with_settings_options
 def token_list(output: str, config: Path | None, state_dir: Path | None) -> None:
     """List tokens, never their secrets."""
-    tokens = _with_accounts(config, state_dir, lambda a: a.tokens())
+    tokens = in_database(config, state_dir, lambda db: Accounts(db).tokens())
     rows = [
         {
             "token_id": t.token_id,
             "user": t.user,
+            "scope": t.scope,
+            "label": t.label,
             "created": _day(t.created_s),
+            "created_by": t.created_by,
             "expires": _day(t.expires_s) if t.expires_s else "never",
+            "last_used": _day(t.last_used_s) if t.last_used_s else "never",
             "revoked": _day(t.revoked_s) if t.revoked_s else "",
         }
         for t in tokens
@@ -109,8 +186,8 @@ def token_list(output: str, config: Path | None, state_dir: Path | None) -> None
 @click.argument("token_id")
 @with_settings_options
 def token_revoke(token_id: str, config: Path | None, state_dir: Path | None) -> None:
-    """Revoke a token; new calls with it are refused at once. 'horizond token list' shows the ids."""
-    _with_accounts(config, state_dir, lambda a: a.revoke_token(token_id))
+    """Revoke a token: new calls with it are refused at once, open streams end within seconds. 'horizond token list' shows the ids."""
+    in_database(config, state_dir, lambda db: Accounts(db).revoke_token(token_id))
     click.echo(f"token {token_id} is revoked", err=True)
 
 
@@ -130,18 +207,11 @@ def parse_lifetime(text: str) -> float | None:
     return int(match.group(1)) * _UNITS_S[match.group(2)]
 
 
-def _with_accounts(
-    config: Path | None, state_dir: Path | None, call: Callable[[Accounts], Awaitable[Result]]
-) -> Result:
-    settings = load_settings(config, state_dir=state_dir)
-    # The first command on a machine may be this one, before the daemon has made its folder.
-    private_state_dir(settings.state_dir)
-
-    async def run() -> Result:
-        async with Database.opened(settings.database_path) as database:
-            return await call(Accounts(database))
-
-    return asyncio.run(run())
+def _system_account() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # in a container, whose users need no names
+        return f"uid {os.getuid()}"
 
 
 def _day(time_s: float) -> str:

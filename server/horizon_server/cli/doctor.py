@@ -130,7 +130,7 @@ def _accelerators(listed: tuple[Gpu, ...], usable: tuple[Gpu, ...]) -> Part:
     for gpu in listed:
         node = numa.node_of_pci_device(gpu.pci_bus_id)
         at = "" if node is None else f", NUMA node {node}"
-        used = ", jobs use it" if len(listed) > 1 and gpu in usable[:1] else ""
+        used = ", jobs use it" if len(listed) > 1 and gpu in usable else ""
         gpus.append(f"{gpu.index}: {gpu.name}, {size_text(gpu.memory_bytes)}{at}{used}")
     facts = {"gpus": gpus, "device": "cuda" if usable else "host"}
     part = Part("GPU", "; ".join(gpus) or "none; jobs are computed on the host", facts)

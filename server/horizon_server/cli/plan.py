@@ -49,12 +49,15 @@ def plan(spec_file: Path, model_dir: Path | None, output: str, config: Path | No
     machine = Machine.of(accelerators, num_threads=settings.num_threads or available_cpus())
     job_plan = Planner.of_node(settings, RateBook(settings.state_dir, machine), accelerators).plan(spec, folder)
     mapping: dict[str, Any] = {"model": str(folder)} | {name: getattr(job_plan, name) for name in _SHOWN}
+    mapping["kept"] = None if job_plan.kept is None else dataclasses.asdict(job_plan.kept)
     mapping["prediction"] = None if job_plan.prediction is None else dataclasses.asdict(job_plan.prediction)
     if job_plan.prediction is None:
         click.echo("no prediction of the speed: run 'horizond doctor' once to measure this machine", err=True)
     if output == "table":
         # On the host the device's memory is part of the host's, so a second column would count it twice.
         on_host = job_plan.device == "host"
+        if job_plan.kept is not None:
+            mapping["kept"] = job_plan.kept.text
         mapping = _readable({k: v for k, v in mapping.items() if not (on_host and k.startswith("device_"))})
     print_mapping(mapping, output)
     return 0 if job_plan.fits else 1

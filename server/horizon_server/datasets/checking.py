@@ -12,7 +12,7 @@ from horizon_formats.formats import DatasetFormat
 from horizon_server.children.child import Limits, run_child
 from horizon_server.children.entry import EventWriter, serve
 from horizon_server.datasets.reading import StoredFile, from_plain, server_errors, to_plain
-from horizon_server.errors import InvalidData, OutOfMemory, WorkerCrashed
+from horizon_server.errors import InvalidData, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.settings import child_environment
 
 # One thread reads, and an allocator that keeps nothing back leaves the memory limit to the data.
@@ -20,7 +20,10 @@ _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1", "
 # For the rows. The worst row of 16 MiB takes about half of it, a usual file little.
 _MEMORY_GIB = 1
 # The libraries take about 100 MiB more. Jobs may have planned all memory but a reserve: if the kernel has to choose, not the worker.
-_LIMITS = Limits(memory_bytes=_MEMORY_GIB * 2**30 + 128 * 2**20, file_bytes=2**20, oom_score_adj=1000)
+# The time is for 64 GiB of rows, the largest that may be pushed, on a slow disk.
+_LIMITS = Limits(
+    memory_bytes=_MEMORY_GIB * 2**30 + 128 * 2**20, file_bytes=2**20, wall_s=4 * 3600.0, oom_score_adj=1000
+)
 
 
 async def check_dataset(
@@ -41,6 +44,11 @@ async def check_dataset(
         # Arrow is native code, and the files come from other users: what crashes it ends the child only.
         raise InvalidData(
             f"{name} crashes the program that reads it; its files are damaged, so write them again"
+        ) from error
+    except Stalled as error:
+        raise Stalled(
+            f"checking {name} took longer than {_LIMITS.wall_s:,.0f} s; push it as several smaller datasets, or ask an admin "
+            "whether the node's disk is slow"
         ) from error
     except OutOfMemory as error:
         raise InvalidData(

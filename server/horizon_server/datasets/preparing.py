@@ -106,7 +106,7 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             eval_documents=folder.evaluation.num_documents if folder.evaluation else 0,
             eval_tokens=folder.evaluation.num_tokens if folder.evaluation else 0,
             eval_trained_tokens=folder.evaluation.num_targets if folder.evaluation else 0,
-            longest_document=folder.train.longest_document,
+            longest_document=max(side.longest_document for side in (folder.train, folder.evaluation) if side),
             sequence_length=options.sequence_length,
             errors=tuple(violation.description for violation in left_out.kept),
         )

@@ -20,8 +20,8 @@ from horizon_server.datasets.reading import StoredFile, from_plain, to_plain
 from horizon_server.errors import InvalidModel
 from horizon_server.store import prepared
 
-# Raised whenever the same request would give other tokens or masks, so that no old result is found again.
-PREPARATION_VERSION = 2
+# Raised whenever the same request would give other tokens, masks or counts, so that no old result is found again.
+PREPARATION_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class PrepareReport:
 
     `documents`, `tokens` and `trained_tokens` are those to train on; `eval_*` are those held out. Trained tokens are targets: the first
     token of a document is never one. `error_rows` were left out, as nothing of them is trained within the sequence length;
-    `errors` says so of the first hundred.
+    `errors` says so of the first hundred. `longest_document` is of both sides.
     """
 
     rows: int

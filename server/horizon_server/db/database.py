@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import alembic.command
 import alembic.config
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from horizon_server.errors import BadSetting, DatabaseUnavailable, DiskFull
+
+Result = TypeVar("Result")
+
+MIGRATIONS = Path(__file__).parent / "migrations"
 
 # How long a write waits for another process (`horizond user add`) to finish its own.
 BUSY_TIMEOUT_MS = 10_000
@@ -29,6 +34,8 @@ NUM_READERS = 4
 # What SQLite answers where the disk has no room: for the journal, the file, or the index of the journal.
 # A full disk stops readers too: they share the index.
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE})
+# Values that one query may name. SQLite takes 32,766.
+_VARIABLES_PER_QUERY = 10_000
 
 
 class Database:
@@ -38,8 +45,17 @@ class Database:
         # A connection of its own: no number of reads can keep the journal of a running job waiting.
         self._writer = self._engine(path, 1)
         self._reader = self._engine(path, NUM_READERS)
+        # For what is read and written all the time, without SQLAlchemy's bridge to asyncio: that changes threads for every statement,
+        # and for the begin and the end of a transaction, which took most of the processor time of a poll. One thread more than there
+        # are reads at once: a write never waits for reads.
+        self._plain = _plain_engine(path, pool_size=NUM_READERS + 2, max_overflow=0)
+        self._looking: Connection | None = None
+        self._answers = _Answers()
+        self._threads = ThreadPoolExecutor(NUM_READERS + 1, thread_name_prefix="database")
         self._write_sessions = async_sessionmaker(self._writer, expire_on_commit=False)
         self._read_sessions = async_sessionmaker(self._reader, expire_on_commit=False)
+        # Called when a write finds the disk full; it may make space for the next.
+        self.when_full: Callable[[], object] = lambda: None
         self._writing = asyncio.Lock()
         # Reads wait here, in the order of their arrival, and not at the pool, which gives up after 30 s. How many a user may have
         # waiting is bounded above, by `services.accounts.UserTurns`.
@@ -77,8 +93,8 @@ class Database:
             DiskFull: when there is no space to write; nothing of the block is kept.
             DatabaseUnavailable: when it cannot be written for another reason, such as a long write of another process.
         """
-        with _explained():
-            async with self._writing, self._write_sessions() as session, session.begin():
+        with _explained(self.when_full):
+            async with self._writing, _ended(self._write_sessions()) as session:
                 # BEGIN IMMEDIATE: a transaction never fails half way because another process wrote in between.
                 await session.connection(execution_options={"immediate": True})
                 yield session
@@ -87,11 +103,74 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A read transaction: a consistent view that blocks no writer. Raises DiskFull or DatabaseUnavailable."""
         with _explained():
-            async with self._reading, self._read_sessions() as session, session.begin():
+            async with self._reading, _ended(self._read_sessions()) as session:
                 yield session
+
+    async def look_up(self, key: Hashable, call: Callable[[Connection], Result]) -> Result:
+        """Return what `call` reads, on the event loop: for a few rows by a key, in tables or rows that are in memory as they are read all
+        the time. Every statement sees what is committed then. Raises as `reading`.
+
+        `key` says all that the answer depends on but the database. The answer is kept until anything is committed: it must not be changed.
+        """
+        # A change of threads and back takes ten times as long as such a read; without a processor that is free, a hundred times.
+        await asyncio.sleep(0)  # a caller that does nothing else must not keep the loop to itself
+        try:
+            connection = self._look()
+            if (answer := self._answers.get(key)) is _NONE:
+                answer = call(connection)
+                self._answers.keep(key, answer)
+        except (
+            OperationalError,
+            sqlite3.OperationalError,
+        ):  # locked, or the disk is full: waited for, and explained, in a thread
+            if self._looking is not None:  # the next look-up has a new one, whatever this one has left
+                self._looking.invalidate()
+                self._looking.close()
+                self._looking = None
+            answer = await self.read(call)
+        return cast(Result, answer)
+
+    def _look(self) -> Connection:
+        """Return the connection of the event loop, after a look at whether anything was committed since the last one."""
+        if self._looking is None:
+            self._looking = self._plain.connect().execution_options(begins=False)
+            self._looking.exec_driver_sql("PRAGMA busy_timeout = 0")  # the loop waits for nobody
+            self._answers = _Answers()  # the numbers of two connections are not comparable
+        driver: Any = self._looking.connection.driver_connection
+        self._answers.hold_for(driver.execute("PRAGMA data_version").fetchone()[0])
+        return self._looking
+
+    async def read(self, call: Callable[[Connection], Result]) -> Result:
+        """Return what `call` reads in one transaction, in a thread; it must not use what belongs to the event loop. Raises as `reading`."""
+        with _explained():
+            async with self._reading:
+                return await self._in_thread(call, immediate=False)
+
+    async def write(self, call: Callable[[Connection], Result]) -> Result:
+        """Return what `call` gives after a write transaction, which runs in a thread. Raises as `session`.
+
+        It is carried out even if the caller is cancelled meanwhile.
+        """
+        with _explained():
+            async with self._writing:
+                return await self._in_thread(call, immediate=True)
+
+    async def _in_thread(self, call: Callable[[Connection], Result], *, immediate: bool) -> Result:
+        def run() -> Result:
+            with self._plain.connect() as connection:
+                connection.execution_options(immediate=immediate)
+                with connection.begin():
+                    return call(connection)
+
+        # A place is free only when its thread is, so that there are never more calls than threads.
+        return await _to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, run))
 
     async def close(self) -> None:
         """Give every connection back."""
+        await asyncio.to_thread(self._threads.shutdown)
+        if self._looking is not None:
+            self._looking.close()
+        self._plain.dispose()
         await self._reader.dispose()
         await self._writer.dispose()
         await asyncio.gather(*self._stopping, return_exceptions=True)
@@ -113,12 +192,73 @@ class Database:
             stopped.add_done_callback(self._stopping.pop)
 
 
+_NONE = object()
+# Of the largest answer, a page of jobs, a few users look at a few pages.
+_MOST_ANSWERS = 500
+
+
+class _Answers:
+    """Answers of look-ups, which hold while nothing is committed. Commits are a few per second, polls of users can be a hundred."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._kept: dict[Hashable, object] = {}
+
+    def hold_for(self, version: int) -> None:
+        """Forget them all where this is not SQLite's `data_version` of the last call: another connection has committed."""
+        if version != self._version or len(self._kept) > _MOST_ANSWERS:
+            self._version = version
+            self._kept.clear()
+
+    def get(self, key: Hashable) -> object:
+        """Return the answer that is kept, or _NONE."""
+        return self._kept.get(key, _NONE)
+
+    def keep(self, key: Hashable, answer: object) -> None:
+        """Keep an answer that was read after the last `hold_for`."""
+        self._kept[key] = answer
+
+
+@asynccontextmanager
+async def _ended(session: AsyncSession) -> AsyncIterator[AsyncSession]:
+    """Commit at the end of the block, or roll back when it raises, and give the connection back."""
+
+    async def commit() -> None:
+        async with session:
+            await session.commit()
+
+    # SQLAlchemy logs a traceback and drops the connection where a caller is cancelled just while it goes back to the pool.
+    try:
+        yield session
+    except BaseException:
+        await _to_its_end(asyncio.ensure_future(session.close()))
+        raise
+    await _to_its_end(asyncio.ensure_future(commit()))
+
+
+async def _to_its_end(work: asyncio.Future[Result]) -> Result:
+    """Wait for work that is not given up when its caller is cancelled; the caller is cancelled after it."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+def parts(values: Collection[str]) -> Iterator[list[str]]:
+    """Yield the values in as many lists as queries need that name them."""
+    listed = list(values)
+    for start in range(0, len(listed), _VARIABLES_PER_QUERY):
+        yield listed[start : start + _VARIABLES_PER_QUERY]
+
+
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(when_full: Callable[[], object] = lambda: None) -> Iterator[None]:
     try:
         yield
     except OperationalError as error:
         if getattr(error.orig, "sqlite_errorcode", None) in _FULL:
+            when_full()
             raise DiskFull(
                 "the node's disk is full, so the daemon cannot use its database; free space there, then try again",
                 retry_after_s=60.0,
@@ -126,6 +266,13 @@ def _explained() -> Iterator[None]:
         raise DatabaseUnavailable(
             f"the daemon cannot use its database right now ({error.orig}); try again in a moment", retry_after_s=5.0
         ) from error
+
+
+def _plain_engine(path: Path, **options: Any) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", **options)
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", _begin)
+    return engine
 
 
 def _configure(connection: DBAPIConnection, _record: object) -> None:
@@ -137,8 +284,9 @@ def _configure(connection: DBAPIConnection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    immediate = connection.get_execution_options().get("immediate", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+    options = connection.get_execution_options()
+    if options.get("begins", True):
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("immediate") else "BEGIN")
 
 
 def migrate(path: Path, revision: str = "head") -> None:
@@ -148,11 +296,9 @@ def migrate(path: Path, revision: str = "head") -> None:
         BadSetting: when the file cannot be made, is not a database, or was made by a newer version.
         DiskFull: when there is no space for it.
     """
-    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool)
-    event.listen(engine, "connect", _configure)
-    event.listen(engine, "begin", _begin)
+    engine = _plain_engine(path, poolclass=NullPool)
     config = alembic.config.Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(MIGRATIONS))
     try:
         with _explained():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import case, func, or_, select
+from sqlalchemy import (
+    JSON,
+    Connection,
+    Row,
+    Text,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from horizon_server.db.database import Database
+from horizon_server.db.database import Database, parts
 from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import JobEvent, Payload, StateChanged, decode, encode
 from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
 from horizon_server.spec import JobSpec, parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
 """Number of an event, kind (step or eval), and figures by name."""
 
+AdmitJob = Callable[[Sequence[str], Sequence[str]], None]
+"""Gets the ids of the owner's jobs, and of the project's, that are in the queue before a new one; what it raises refuses that one."""
+
 _PLAIN = (
-    "job_id", "owner", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step", "num_steps", "attempt",
-    "created_s", "started_s", "ended_s", "last_sequence",
+    "job_id", "owner", "project", "priority", "model_id", "dataset_id", "eval_dataset_id", "reason", "message", "step",
+    "num_steps", "attempt", "created_s", "queued_s", "started_s", "ended_s", "device_s", "num_tokens", "last_sequence",
+    "num_restarts", "failed_step", "last_failure", "not_before_s", "journal_line", "deletion_s", "keep_files",
 )  # fmt: skip
+_ENDED = [state.value for state in ENDED]
+_EVENTS_AT_ONCE = 5000
+# JSON stays text: what is equal to an earlier row gives the same record, and needs no parsing.
+_STORED = tuple(
+    type_coerce(column, Text).label(column.name) if isinstance(column.type, JSON) else column
+    for column in JobRow.__table__.columns
+)
+# Made once: SQLAlchemy takes longer to put a query together than SQLite to answer it.
+_JOBS = select(*_STORED)
+_BY_ID = _JOBS.where(JobRow.job_id == bindparam("key"))
+_IN_STATES = _JOBS.where(JobRow.job_state.in_(bindparam("states", expanding=True))).order_by(JobRow.number)
+# Jobs of a page that is read on the event loop: about a millisecond. The service asks for one more than are shown.
+_LOOKED_UP = 101
+# The largest page. A record takes some 20 kB with its row and its message (see `records.kept`).
+_KEPT_RECORDS = 1000
 _ALIVE = [state.value for state in JobState if state not in ENDED]
 # More than one is only named in a message: "several jobs have an id that starts so".
 _MAX_NAMED = 10
@@ -38,15 +74,32 @@ class JobStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._records = _Records()
 
-    async def create(self, job: JobRecord, *, request_id: str) -> tuple[JobRecord, bool]:
+    async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> tuple[JobRecord, bool]:
         """Store a new job at the end of the queue, with its first event. Return it and True, or the job of the same earlier request
-        and False."""
+        and False. `admit` may refuse a new one."""
         body = job.spec.to_mapping()
         async with self._database.session() as session:
-            request = await RequestRow.of(session, user=job.owner, request_id=request_id, method="SubmitJob", body=body)
+
+            async def is_made_of(job_id: str) -> bool:
+                # Earlier versions stored the hash of all fields with their own defaults, which cannot be computed again once there are
+                # more fields. And a client may give a default now that it left out before.
+                made = await session.scalar(select(JobRow.spec).where(JobRow.job_id == job_id))
+                return made is not None and parse_job_spec(made).to_mapping() == body
+
+            request = await RequestRow.of(
+                session, user=job.owner, request_id=request_id, method="SubmitJob", body=job.spec.given(), is_same=is_made_of,
+            )  # fmt: skip
             if request.resource_id:
-                return await _placed(session, await _row(session, request.resource_id)), False
+                made = await session.scalar(select(JobRow).where(JobRow.job_id == request.resource_id))
+                if made is None:
+                    raise NotFound(
+                        f"job {request.resource_id}, which this request_id made, is deleted; submit with a new request_id"
+                    )
+                return await self._stored(session, made), False
+            if admit is not None:
+                admit(*await _queued_ids(session, job.owner, job.project))
             request.resource_id = job.job_id
             row = JobRow(name=job.spec.name, spec=body, job_state=job.job_state.value)
             row.queue_order = await _end_of_queue(session)
@@ -54,66 +107,188 @@ class JobStore:
             session.add(row)
             await session.flush()
             _add_event(session, row, StateChanged(job_state=job.job_state.value, message=job.message))
-            return await _placed(session, row), True
+            return await self._stored(session, row), True
 
     async def get(self, job_id: str) -> JobRecord | None:
         """Return one job by id, with its place in the queue."""
-        async with self._database.reading() as session:
-            row = await session.scalar(select(JobRow).where(JobRow.job_id == job_id))
-            return await _placed(session, row) if row else None
 
-    async def find(self, owner: str | None, *, name: str | None = None, prefix: str = "") -> list[JobRecord]:
-        """Return the newest few jobs of that name, or whose ids start so, of one owner or of all (None)."""
+        def read(connection: Connection) -> JobRecord | None:
+            row = connection.execute(_BY_ID, {"key": job_id}).first()
+            return None if row is None else self._records.of(row, queue_position=_place(connection, row))
+
+        return await self._database.look_up(("job", job_id), read)
+
+    async def find(
+        self, owner: str | None, *, projects: Collection[str] = (), name: str | None = None, prefix: str = ""
+    ) -> list[JobRecord]:
+        """Return the newest few jobs of that name, or whose ids start so: of one owner and of all in these projects, or of all (None)."""
         # A prefix is compared as a range, which the index of the ids serves; LIKE would read every row.
         starts_so = (JobRow.job_id >= prefix) & (JobRow.job_id < prefix + "\U0010ffff")
         which = starts_so if name is None else JobRow.name == name
-        query = select(JobRow).where(which).order_by(JobRow.number.desc()).limit(_MAX_NAMED)
+        query = _JOBS.where(which).order_by(JobRow.number.desc()).limit(_MAX_NAMED)
         if owner is not None:
-            query = query.where(JobRow.owner == owner)
-        async with self._database.reading() as session:
-            return [await _placed(session, row) for row in (await session.scalars(query)).all()]
+            query = query.where(_visible(owner, projects))
+
+        def read(connection: Connection) -> list[JobRecord]:
+            rows = connection.execute(query).all()
+            return [self._records.of(row, queue_position=_place(connection, row)) for row in rows]
+
+        return await self._database.read(read)
 
     async def page(
-        self, *, owner: str | None, states: Sequence[JobState], before: int, limit: int
+        self,
+        *,
+        owner: str | None,
+        projects: Collection[str] = (),
+        states: Sequence[JobState],
+        before: int,
+        limit: int,
     ) -> list[tuple[int, JobRecord]]:
-        """Return jobs newest first with their submission numbers, below `before` where that is not 0."""
-        query = select(JobRow).order_by(JobRow.number.desc()).limit(limit)
-        if owner is not None:
-            query = query.where(JobRow.owner == owner)
-        if states:
-            query = query.where(JobRow.job_state.in_([s.value for s in states]))
-        if before:
-            query = query.where(JobRow.number < before)
-        async with self._database.reading() as session:
-            rows = (await session.scalars(query)).all()
+        """Return jobs newest first with their submission numbers, below `before` where that is not 0.
+
+        Those of `owner` and all in `projects`; all jobs where `owner` is None.
+        """
+
+        def read(connection: Connection) -> list[tuple[int, JobRecord]]:
+            query = _JOBS.order_by(JobRow.number.desc()).limit(limit)
+            if owner is not None:
+                query = query.where(_visible(owner, projects))
+            if states:
+                query = query.where(JobRow.job_state.in_([s.value for s in states]))
+            if before:
+                query = query.where(JobRow.number < before)
+            rows = connection.execute(query).all()
             queue: Sequence[int] = ()
             # One read of the whole queue for all rows of the page: counting for each would read it hundreds of times.
             if any(row.job_state == JobState.QUEUED for row in rows):
-                queue = (await session.scalars(_queue(JobRow.queue_order))).all()
-        places = (bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0 for row in rows)
-        return [(row.number, _record(row, queue_position=place)) for row, place in zip(rows, places, strict=True)]
+                queue = connection.scalars(_queue(JobRow.queue_order)).all()
+            places = (bisect_right(queue, row.queue_order) if row.job_state == JobState.QUEUED else 0 for row in rows)
+            return [
+                (row.number, self._records.of(row, queue_position=place))
+                for row, place in zip(rows, places, strict=True)
+            ]
+
+        # The newest jobs are what everybody looks at. What is further back may have to come from the disk.
+        if before or limit > _LOOKED_UP:
+            return await self._database.read(read)
+        whose = () if owner is None else (owner, *sorted(projects))  # all who see everything share an answer
+        return await self._database.look_up(("page", whose, tuple(states), limit), read)
 
     async def in_states(self, states: Sequence[JobState]) -> list[JobRecord]:
         """Return all jobs in these states, in the order of their submission. Meant for states that few jobs are in."""
-        query = select(JobRow).where(JobRow.job_state.in_([s.value for s in states])).order_by(JobRow.number)
-        async with self._database.reading() as session:
-            return [_record(row) for row in await session.scalars(query)]
+        named = {"states": [state.value for state in states]}
+        return await self._database.look_up(
+            ("in states", *named["states"]),
+            lambda connection: [self._records.of(row) for row in connection.execute(_IN_STATES, named).all()],
+        )
 
     async def queued(self, limit: int) -> list[JobRecord]:
         """Return the first jobs of the queue, in their order."""
-        async with self._database.reading() as session:
-            rows = await session.scalars(_queue(JobRow).limit(limit))
-            return [_record(row, queue_position=i) for i, row in enumerate(rows, 1)]
 
-    async def user_of(self, resource_id: str) -> str | None:
-        """Return the id of a job that has not ended and needs this dataset or model."""
+        def read(connection: Connection) -> list[JobRecord]:
+            rows = connection.execute(_queue(*_STORED).limit(limit))
+            return [self._records.of(row, queue_position=i) for i, row in enumerate(rows, 1)]
+
+        return await self._database.read(read)
+
+    async def heads(self, limit: int) -> list[JobRecord]:
+        """Return the queued jobs to decide from, in the order of the queue: the first of each user in each project, by priority and age,
+        then the second of each and so on. So however many jobs of one user wait, the others are seen."""
+        is_queued = JobRow.job_state == JobState.QUEUED.value
+        place = func.row_number().over(order_by=JobRow.queue_order).label("place")
+        whose, by_priority = (JobRow.project, JobRow.owner), (JobRow.priority.desc(), JobRow.queue_order)
+        rank = func.row_number().over(partition_by=whose, order_by=by_priority).label("rank")
+        ranked = select(JobRow.number, place, rank).where(is_queued).subquery()
+        places = select(ranked.c.number, ranked.c.place).order_by(ranked.c.rank, ranked.c.place).limit(limit)
+
+        def read(connection: Connection) -> list[JobRecord]:
+            place_of = {row.number: row.place for row in connection.execute(places)}
+            rows = connection.execute(_JOBS.where(JobRow.number.in_(place_of)))
+            jobs = [self._records.of(row, queue_position=place_of[row.number]) for row in rows]
+            return sorted(jobs, key=attrgetter("queue_position"))
+
+        return await self._database.read(read)
+
+    async def queued_ids(self, owner: str, project: str) -> tuple[list[str], list[str]]:
+        """Return the ids of the jobs in the queue, in their order: those of that owner, and those of that project."""
+        async with self._database.reading() as session:
+            return await _queued_ids(session, owner, project)
+
+    async def owners(self, job_ids: Collection[str]) -> dict[str, str]:
+        """Return the owners of those of these jobs that exist, by job id."""
+        found: dict[str, str] = {}
+        async with self._database.reading() as session:
+            for part in parts(job_ids):
+                rows = await session.execute(select(JobRow.job_id, JobRow.owner).where(JobRow.job_id.in_(part)))
+                found |= {job_id: owner for job_id, owner in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
+        return found
+
+    async def users_of(self, resource_id: str) -> list[tuple[str, str]]:
+        """Return id and owner of the first few jobs that have not ended and need this dataset or model."""
         needs = or_(*(column == resource_id for column in (JobRow.model_id, JobRow.dataset_id, JobRow.eval_dataset_id)))
+        query = select(JobRow.job_id, JobRow.owner).where(JobRow.job_state.in_(_ALIVE), needs)
+        query = query.order_by(JobRow.number).limit(_MAX_NAMED)
         async with self._database.reading() as session:
-            query = select(JobRow.job_id).where(JobRow.job_state.in_(_ALIVE), needs)
-            return await session.scalar(query.limit(1))
+            return [(job_id, owner) for job_id, owner in await session.execute(query)]  # a Row is not a tuple to all
 
-    async def move(self, job_id: str, change: StateChanged, **fields: Any) -> tuple[JobRecord, JobState]:
-        """Change the state and store the event. Return the job, and the state it was in before.
+    async def ended_among(self, job_ids: Collection[str]) -> list[JobRecord]:
+        """Return those of these jobs that have ended, the first that ended first."""
+        found: list[JobRecord] = []
+        async with self._database.reading() as session:
+            for part in parts(job_ids):
+                query = _JOBS.where(JobRow.job_id.in_(part), JobRow.job_state.in_(_ENDED))
+                found += [_record(row) for row in await session.execute(query)]
+        return sorted(found, key=lambda job: (job.ended_s, job.job_id))
+
+    async def being_deleted(self) -> list[JobRecord]:
+        """Return the jobs whose deletion, or that of their checkpoints, was begun and not finished."""
+        async with self._database.reading() as session:
+            return [_record(row) for row in await session.execute(_JOBS.where(JobRow.deletion_s < 0))]
+
+    async def begin_deletion(self, job_id: str, mark: float) -> None:
+        """Mark a job, or its checkpoints, as being deleted: from here on nothing else changes it.
+
+        Raises WrongJobState when it has not ended, NotFound when it is gone or another deletion was begun.
+        """
+        async with self._database.session() as session:
+            row = await _row(session, job_id)
+            if row.job_state not in _ENDED:
+                raise WrongJobState(f"job {job_id} is {row.job_state} and has not ended")
+            row.deletion_s = mark
+
+    async def end_deletion(self, job_id: str) -> None:
+        """Take the mark of `begin_deletion` off again."""
+        async with self._database.session() as session:
+            await session.execute(update(JobRow).where(JobRow.job_id == job_id).values(deletion_s=None))
+
+    async def delete(self, job_id: str) -> None:
+        """Remove a job that was marked by `begin_deletion`, with all its events."""
+        while True:
+            # In parts: the steps of running jobs are stored in between.
+            async with self._database.session() as session:
+                few = select(EventRow.sequence).where(EventRow.job_id == job_id).limit(_EVENTS_AT_ONCE)
+                these = delete(EventRow).where(EventRow.job_id == job_id, EventRow.sequence.in_(few))
+                if (await session.execute(these)).rowcount:  # type: ignore[attr-defined]  # of a deletion it is there
+                    continue
+                await session.execute(delete(JobRow).where(JobRow.job_id == job_id))
+                return
+
+    async def failed_attempts(self, job_id: str) -> frozenset[int]:
+        """Return the numbers of the attempts that ended with a failure."""
+        is_state = EventRow.body.startswith('{"kind":"state"')
+        query = select(EventRow.body).where(EventRow.job_id == job_id, is_state)
+        async with self._database.reading() as session:
+            changes = [decode(body) for body in await session.scalars(query)]
+        return frozenset(change.attempt for change in changes if change.job_state == JobState.FAILED)
+
+    async def forget_requests(self, before_s: float) -> int:
+        """Forget which request made what before that time: nobody repeats such a request any more. Return how many."""
+        async with self._database.session() as session:
+            gone = await session.execute(delete(RequestRow).where(RequestRow.created_s < before_s))
+            return int(gone.rowcount)  # type: ignore[attr-defined]  # of a deletion it is there
+
+    async def move(self, job_id: str, change: StateChanged, **fields: Any) -> tuple[JobRecord, JobState, JobEvent]:
+        """Change the state and store the event. Return the job, the state it was in before, and the event.
 
         Args:
             fields: of the record. `requeue` sends the job to the end of the queue, instead of to its old place. What a user has
@@ -129,36 +304,58 @@ class JobStore:
                 raise WrongJobState(f"job {job_id} is {before} and cannot become {change.job_state}")
             row.job_state, row.reason, row.message = change.job_state, change.reason, change.message
             row.wanted, row.ended_s = Wanted.NOTHING.value, time.time() if change.job_state in ENDED else 0.0
+            if change.job_state == JobState.QUEUED:
+                # Nothing of a job that runs again is deleted; after its next end its owner is warned again.
+                row.queued_s, row.deletion_s = time.time(), None
             if requeue:
                 row.queue_order = await _end_of_queue(session)
             _set(row, fields)
-            _add_event(session, row, change)
-            return await _placed(session, row), before
+            event = _add_event(session, row, change)
+            return await self._stored(session, row), before, event
 
-    async def append(self, job_id: str, payload: Payload, **fields: Any) -> JobRecord:
-        """Store an event and set `fields` of the job."""
-        async with self._database.session() as session:
-            row = await _row(session, job_id)
-            _set(row, fields)
-            _add_event(session, row, payload)
-            return _record(row)
+    async def append(self, job_id: str, payload: Payload, **fields: Any) -> tuple[JobRecord, JobEvent]:
+        """Store an event and set `fields` of the job. Return both as they are now."""
+
+        def write(connection: Connection) -> tuple[JobRecord, JobEvent]:
+            set_ = {"last_sequence": JobRow.last_sequence + 1, **_columns(fields)}
+            changed = connection.execute(update(JobRow).where(JobRow.job_id == job_id).values(set_).returning(*_STORED))
+            row = changed.first()
+            if row is None:
+                raise NotFound(f"job {job_id} does not exist")
+            event = JobEvent(job_id=job_id, sequence=row.last_sequence, time_s=time.time(), payload=payload)
+            plain = {"job_id": job_id, "sequence": event.sequence, "time_s": event.time_s, "body": encode(payload)}
+            connection.execute(insert(EventRow), plain)
+            return self._records.of(row), event
+
+        return await self._database.write(write)
 
     async def set(self, job_id: str, **fields: Any) -> JobRecord:
         """Set fields of the job without an event."""
         async with self._database.session() as session:
             row = await _row(session, job_id)
             _set(row, fields)
-            return await _placed(session, row)
+            return await self._stored(session, row)
+
+    async def _stored(self, session: AsyncSession, row: JobRow) -> JobRecord:
+        """Return the record of a row that this transaction has changed."""
+        await session.flush()
+        position = (await session.scalar(_ahead(row)) or 0) if row.job_state == JobState.QUEUED else 0
+        stored = (await session.execute(_JOBS.where(JobRow.job_id == row.job_id))).one()
+        return self._records.of(stored, queue_position=position)
 
     async def events_after(self, job_id: str, sequence: int, limit: int) -> list[JobEvent]:
         """Return events with a greater number, in order."""
-        query = select(EventRow).where(EventRow.job_id == job_id, EventRow.sequence > sequence)
-        async with self._database.reading() as session:
-            rows = await session.scalars(query.order_by(EventRow.sequence).limit(limit))
+        query = select(EventRow.sequence, EventRow.time_s, EventRow.body)
+        query = query.where(EventRow.job_id == job_id, EventRow.sequence > sequence).order_by(EventRow.sequence)
+
+        def read(connection: Connection) -> list[JobEvent]:
+            rows = connection.execute(query.limit(limit))
             return [
-                JobEvent(job_id=job_id, sequence=row.sequence, time_s=row.time_s, payload=decode(row.body))
-                for row in rows
+                JobEvent(job_id=job_id, sequence=number, time_s=time_s, payload=decode(body))
+                for number, time_s, body in rows
             ]
+
+        return await self._database.read(read)
 
     async def figures_after(self, job_id: str, sequence: int, names: Sequence[str], limit: int) -> list[Figures]:
         """Return the number, the kind and the named figures of steps and evaluations with a greater number, in order."""
@@ -170,26 +367,40 @@ class JobStore:
             .where(EventRow.job_id == job_id, EventRow.sequence > sequence)
             .where(or_(body.startswith('{"kind":"step"'), body.startswith('{"kind":"eval"')))
         )
-        async with self._database.reading() as session:
-            rows = await session.execute(query.order_by(EventRow.sequence).limit(limit))
+
+        def read(connection: Connection) -> list[Figures]:
             found: list[Figures] = []
-            for number, text in rows:
+            for number, text in connection.execute(query.order_by(EventRow.sequence).limit(limit)):
                 taken = json.loads(text)
                 # A whole event comes where SQLite could not read it: NaN is not JSON to it.
                 plain = taken if isinstance(taken, dict) else dict(zip(("kind", *names), taken, strict=True))
                 found.append((number, plain["kind"], {name: plain.get(name) for name in names}))
             return found
 
+        return await self._database.read(read)
+
     async def counts(self) -> dict[str, int]:
         """Return the number of jobs by state, every state named."""
-        async with self._database.reading() as session:
-            rows = await session.execute(select(JobRow.job_state, func.count()).group_by(JobRow.job_state))
-            found = {job_state: number for job_state, number in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
+        query = select(JobRow.job_state, func.count()).group_by(JobRow.job_state)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        found = {job_state: number for job_state, number in rows}  # noqa: C416  # not every SQLAlchemy types a Row as a tuple
         return {state.value: found.get(state.value, 0) for state in JobState}
 
 
-def _queue(what: Any) -> Any:
-    return select(what).where(JobRow.job_state == JobState.QUEUED.value).order_by(JobRow.queue_order)
+async def _queued_ids(session: AsyncSession, owner: str, project: str) -> tuple[list[str], list[str]]:
+    mine, ours = JobRow.owner == owner, JobRow.project == project
+    query = select(JobRow.job_id, mine, ours).where(JobRow.job_state == JobState.QUEUED.value, mine | ours)
+    rows = (await session.execute(query.order_by(JobRow.queue_order))).all()
+    return [row[0] for row in rows if row[1]], [row[0] for row in rows if row[2]]
+
+
+def _visible(owner: str, projects: Collection[str]) -> Any:
+    # Without a project a plain comparison, which one index serves with its order.
+    return (JobRow.owner == owner) | JobRow.project.in_(projects) if projects else JobRow.owner == owner
+
+
+def _queue(*what: Any) -> Any:
+    return select(*what).where(JobRow.job_state == JobState.QUEUED.value).order_by(JobRow.queue_order)
 
 
 async def _end_of_queue(session: AsyncSession) -> int:
@@ -197,39 +408,50 @@ async def _end_of_queue(session: AsyncSession) -> int:
     return (last or 0) + 1
 
 
-async def _placed(session: AsyncSession, row: JobRow) -> JobRecord:
-    position = 0
-    if row.job_state == JobState.QUEUED:
-        ahead = select(func.count()).where(JobRow.job_state == row.job_state, JobRow.queue_order <= row.queue_order)
-        position = await session.scalar(ahead) or 0
-    return _record(row, queue_position=position)
+def _place(connection: Connection, row: Any) -> int:
+    if row.job_state != JobState.QUEUED:
+        return 0
+    return connection.scalar(_ahead(row)) or 0
+
+
+def _ahead(row: Any) -> Any:
+    return select(func.count()).where(JobRow.job_state == row.job_state, JobRow.queue_order <= row.queue_order)
 
 
 async def _row(session: AsyncSession, job_id: str) -> JobRow:
     row = await session.scalar(select(JobRow).where(JobRow.job_id == job_id))
     if row is None:
         raise NotFound(f"job {job_id} does not exist")
+    if row.deletion_s is not None and row.deletion_s < 0:
+        raise NotFound(f"job {job_id} or its checkpoints are being deleted; try again in a moment")
     return row
 
 
+def _columns(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that hold these fields of a record."""
+    columns = dict(fields)
+    if (plan := fields.get("plan")) is not None:
+        columns["plan"] = dataclasses.asdict(plan)
+    if "data_report" in fields:
+        columns["data_report"] = fields["data_report"] or None
+    if "last_step" in fields:
+        columns["last_step"] = "" if fields["last_step"] is None else encode(fields["last_step"])
+    if "wanted" in fields:
+        columns["wanted"] = Wanted(fields["wanted"]).value
+    assert columns.keys() <= {*_PLAIN, "plan", "data_report", "last_step", "wanted"}, sorted(columns)
+    return columns
+
+
 def _set(row: JobRow, fields: dict[str, Any]) -> None:
-    for name, value in fields.items():
-        if name == "plan":
-            row.plan = None if value is None else dataclasses.asdict(value)
-        elif name == "data_report":
-            row.data_report = value or None
-        elif name == "last_step":
-            row.last_step = "" if value is None else encode(value)
-        elif name == "wanted":
-            row.wanted = Wanted(value).value
-        else:
-            assert name in _PLAIN, name
-            setattr(row, name, value)
+    for name, value in _columns(fields).items():
+        setattr(row, name, value)
 
 
-def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> None:
+def _add_event(session: AsyncSession, row: JobRow, payload: Payload) -> JobEvent:
     row.last_sequence += 1
-    session.add(EventRow(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), body=encode(payload)))
+    event = JobEvent(job_id=row.job_id, sequence=row.last_sequence, time_s=time.time(), payload=payload)
+    session.add(EventRow(job_id=row.job_id, sequence=event.sequence, time_s=event.time_s, body=encode(payload)))
+    return event
 
 
 @functools.lru_cache(maxsize=4096)
@@ -238,18 +460,40 @@ def _spec(text: str) -> JobSpec:
     return parse_job_spec(json.loads(text))
 
 
-def _record(row: JobRow, *, queue_position: int = 0) -> JobRecord:
-    plan: dict[str, Any] = dict(row.plan or {})
-    if plan:  # one of an earlier version has no prediction
-        prediction = plan.get("prediction")
+class _Records:
+    """The records of the rows that were read last. A record that is there is returned while the stored row is equal to the one that it was
+    made of, so nothing has to be invalidated. Thread: any.
+    """
+
+    def __init__(self, most: int = _KEPT_RECORDS) -> None:
+        self._most = most
+        self._kept: OrderedDict[int, tuple[Row[Any], JobRecord]] = OrderedDict()
+
+    def of(self, row: Row[Any], *, queue_position: int = 0) -> JobRecord:
+        """Return the record of a row of `_STORED`."""
+        kept = self._kept.get(row.number)
+        if kept is None or kept[0] != row:
+            kept = row, _record(row)
+            self._kept[row.number] = kept
+            while len(self._kept) > self._most:
+                with contextlib.suppress(KeyError):  # another thread was faster
+                    self._kept.popitem(last=False)
+        record = kept[1]
+        return dataclasses.replace(record, queue_position=queue_position) if queue_position else record
+
+
+def _record(row: Row[Any]) -> JobRecord:
+    plan: dict[str, Any] = json.loads(row.plan or "null") or {}
+    if plan:  # one of an earlier version has none of these
+        prediction, kept = plan.get("prediction"), plan.get("kept")
         plan["prediction"] = StepPrediction(**prediction) if prediction else None
+        plan["kept"] = KeptMemory(**kept) if kept else None
     return JobRecord(
         **{name: getattr(row, name) for name in _PLAIN},
-        spec=_spec(json.dumps(row.spec)),
+        spec=_spec(row.spec),
         job_state=JobState(row.job_state),
         wanted=Wanted(row.wanted),
         last_step=decode(row.last_step) if row.last_step else None,
         plan=JobPlan(**plan) if plan else None,
-        data_report=row.data_report or {},
-        queue_position=queue_position,
+        data_report=json.loads(row.data_report or "null") or {},
     )

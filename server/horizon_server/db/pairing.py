@@ -30,7 +30,7 @@ class Pairing:
         async with self._database.session() as session:
             row = (await session.scalars(select(StateFolderRow))).one()
             is_empty = not await session.scalar(select(exists(select(DatasetRow)) | exists(select(ModelRow))))
-            if why := self._doubt(row, is_empty=is_empty):
+            if why := doubt(self._state_dir, row.state_id, row.num_checks, is_empty=is_empty):
                 accept = f"echo '{row.state_id} {row.num_checks}' > {self._file}"
                 return (
                     f"{why}; put the right horizon.db back and start again, or accept this one (what it does not list goes to the trash) "
@@ -39,23 +39,29 @@ class Pairing:
             row.num_checks += 1
             state_id, num_checks = row.state_id, row.num_checks
         # After the commit: a crash in between leaves the database ahead of the folder, which is harmless.
-        replace_file(self._file, f"{state_id} {num_checks}\n")
+        pair(self._state_dir, state_id, num_checks)
         return None
 
-    def _doubt(self, row: StateFolderRow, *, is_empty: bool) -> str | None:
-        try:
-            state_id, _, number = self._file.read_text("ascii").strip().partition(" ")
-            num_checks = int(number)
-        except FileNotFoundError:  # a new folder, or one of a version that wrote no such file
-            if is_empty and any((self._state_dir / "blobs").glob("*/*")):
-                return f"the database is new, but {self._state_dir / 'blobs'} holds contents"
-            return None
-        except ValueError:
-            return f"{self._file} cannot be read"
-        if state_id != row.state_id:
-            return (
-                f"the database does not belong to {self._state_dir}: it was created again, or comes from another folder"
-            )
-        if num_checks > row.num_checks:
-            return f"the database is older than the contents of {self._state_dir}: a backup was put back"
+
+def doubt(state_dir: Path, state_id: str, num_checks: int, *, is_empty: bool) -> str | None:
+    """Return why a database with this identity may be the wrong one for the state folder; `is_empty`: it has no datasets and models."""
+    file = state_dir / STATE_ID_FILE
+    try:
+        seen_id, _, number = file.read_text("ascii").strip().partition(" ")
+        num_seen = int(number)
+    except FileNotFoundError:  # a new folder, or one of a version that wrote no such file
+        if is_empty and any((state_dir / "blobs").glob("*/*")):
+            return f"the database is new, but {state_dir / 'blobs'} holds contents"
         return None
+    except ValueError:
+        return f"{file} cannot be read"
+    if seen_id != state_id:
+        return f"the database does not belong to {state_dir}: it was created again, or comes from another folder"
+    if num_seen > num_checks:
+        return f"the database is older than the contents of {state_dir}: a backup was put back"
+    return None
+
+
+def pair(state_dir: Path, state_id: str, num_checks: int) -> None:
+    """Note in the state folder that the database with this identity belongs to it."""
+    replace_file(state_dir / STATE_ID_FILE, f"{state_id} {num_checks}\n")

@@ -38,8 +38,8 @@ class Activations:
             return
         # The old block goes first: the limit need not hold both.
         self.close()
-        num_elements = self._num_planes * num_tokens * self._hidden_size
-        self._block = self._device.allocate("activations", num_elements, self._device.compute_dtype)
+        self._block = self._allocate(num_tokens)
+        # Only now: a step that does not fit has left room for none.
         self.capacity_tokens = num_tokens
 
     def layer_input(self, index: int) -> Tensor:
@@ -64,11 +64,25 @@ class Activations:
     def consumed(self, index: int, span: slice) -> None:
         """Backward is done with some tokens of a layer's input."""
 
-    def close(self) -> None:
-        """Free the memory. The queues must be idle."""
+    def open(self) -> None:
+        """Have device memory for `capacity_tokens` again after `release`."""
+        if self._block is None and self.capacity_tokens:
+            self._block = self._allocate(self.capacity_tokens)
+
+    def release(self) -> None:
+        """Free the memory on the device, and keep its size for `open`. The queues must be idle."""
         if self._block is not None:
             self._device.free(self._block)
-        self._block, self.capacity_tokens = None, 0
+        self._block = None
+
+    def close(self) -> None:
+        """Free all memory. The queues must be idle."""
+        self.release()
+        self.capacity_tokens = 0
+
+    def _allocate(self, num_tokens: int) -> Tensor:
+        num_elements = self._num_planes * num_tokens * self._hidden_size
+        return self._device.allocate("activations", num_elements, self._device.compute_dtype)
 
     def _plane(self, index: int) -> Tensor:
         assert self._block is not None, "reserve comes first"

@@ -8,11 +8,10 @@ Shapes: S = supervised tokens of a chunk, V = vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 from torch import Tensor
+
+from horizon_server.engine.fused.availability import runs_triton
 
 # In fp32 elements: 2 MiB, which a processor's own cache holds. On a GPU enough to keep it busy.
 _BLOCK_ELEMENTS = 1 << 19
@@ -31,7 +30,7 @@ def chunk_loss(
     """
     # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
     scale = 1.0 / num_targets_of_step
-    if logits_SV.is_cuda and _has_triton():
+    if runs_triton(logits_SV.device):
         from horizon_server.engine.cross_entropy_triton import row_losses
 
         losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale)
@@ -64,8 +63,3 @@ def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None
                 gradient_SV[rows] = values_RV
             grad_RV.scatter_(1, targets_R1, 0.0)
     return losses_S
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -27,6 +27,7 @@ from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.kept_products import KeptProducts
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
 from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.linear import AccumulatedProducts
@@ -69,10 +70,14 @@ class _Pass:
     key: StepKey | None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
+    products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
+    """By layer and micro-batch."""
+    product_bytes: int = 0
 
 
 class ForwardBackward:
-    """Drives a step through stream, compute and sink. `head_chunk_tokens` bounds the logits that live at a time.
+    """Drives a step through stream, compute and sink. `head_chunk_tokens` bounds the logits that live at a time. The last `product_layers`
+    layers keep their products from forward to backward, within `max_product_bytes`.
 
     Thread: one driving thread; it only queues work and waits at the end.
     """
@@ -87,10 +92,13 @@ class ForwardBackward:
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
         matmul: Matmul = "bf16",
+        product_layers: int = 0,
+        max_product_bytes: int | None = None,
         compiled: CompiledLayers,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
+        self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
         kind = Activations if activation_placement == "device" else OffloadedActivations
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
@@ -175,6 +183,9 @@ class ForwardBackward:
             self._device.raise_failure()
         finally:
             self._device.charge("workspace", -current.call_bytes)
+            # Of a pass that failed before backward took them.
+            current.products.clear()
+            self._device.charge("activations", -current.product_bytes)
 
     def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
         template, tokens = self._template, current.tokens
@@ -211,12 +222,20 @@ class ForwardBackward:
                 output_1TD = compiled.forward(parameters, hidden_1TD)
             else:
                 casts = visit.of(parameters)
-                with torch.no_grad(), AccumulatedProducts((), casts) if casts else nullcontext():
+                products = KeptProducts() if keeps_products else None
+                with (
+                    torch.no_grad(),
+                    AccumulatedProducts((), casts) if casts else nullcontext(),
+                    products.recording() if products is not None else nullcontext(),
+                ):
                     output_1TD = template.layer(layer, parameters, hidden_1TD, call)
+                if products is not None:
+                    self._keep(current, layer, index, products)
             activations.layer_input(output)[span].copy_(output_1TD[0])
 
         # Only a training step has a backward, which wants the inputs again.
         keeps = current.key is not None
+        keeps_products = keeps and layer >= template.num_layers - self._product_layers
         for index, span in enumerate(current.tokens.spans):
             if keeps:
                 # The embedding's output too, which is the first layer's input.
@@ -296,8 +315,11 @@ class ForwardBackward:
             leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
+            kept = current.products.pop((layer, index), None)
+            if kept is not None:
+                self._charge_products(current, -kept.num_bytes)
             with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
-                with products:
+                with products, kept.taken() if kept is not None else nullcontext():
                     output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
             assert hidden_1TD.grad is not None
@@ -356,6 +378,19 @@ class ForwardBackward:
             span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, num_tokens))
             self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
+
+    def _keep(self, current: _Pass, layer: int, index: int, products: KeptProducts) -> None:
+        """Keep a layer's products of a micro-batch, where there is room."""
+        if self._template.skips_projection(layer):
+            products.drop_last()
+        num_bytes = products.num_bytes
+        if self._max_product_bytes is None or current.product_bytes + num_bytes <= self._max_product_bytes:
+            current.products[layer, index] = products
+            self._charge_products(current, num_bytes)
+
+    def _charge_products(self, current: _Pass, num_bytes: int) -> None:
+        self._device.charge("activations", num_bytes)
+        current.product_bytes += num_bytes
 
     @contextmanager
     def _charged(self, num_bytes: int) -> Iterator[None]:

@@ -171,8 +171,16 @@ class GradientSink:
         if not (unit.kind == "head" and template.tied):
             self._rings.release(self._open.pop(unit_index), device.d2h)
 
+    def open_slots(self) -> None:
+        """Have slots on the device again after `close_slots`."""
+        self._rings.open()
+
+    def close_slots(self) -> None:
+        """Free the slots on the device. The queues must be idle but for the optimizer's, whose updates read host memory alone."""
+        self._rings.close()
+
     def close(self) -> None:
-        """Free the slots. The queues must be idle."""
+        """Free all memory. The queues must be idle."""
         self._rings.close()
         self._device.free_host(self._numbers)
         self._device.free_host(self._row_values)

@@ -1,5 +1,5 @@
 """Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless it is used again
-before another unit needs the slot.
+before another unit needs the slot. Layers that are resident have a slot of their own and are copied once after each update.
 
 Shapes: R = rows of the embedding in use.
 """
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.optimizer import Optimizer
 from horizon_server.engine.slot_ring import Slot, SlotRings
 from horizon_server.engine.template import Template
+from horizon_server.planning.kept import resident_units
 from horizon_server.store.host_store import HostStore
 
 
@@ -31,12 +33,21 @@ class LayerStream:
     """Streams units from the host store in the order the schedule asks for them; `optimizer` says when a unit may be read."""
 
     def __init__(
-        self, template: Template, store: HostStore, device: Device, optimizer: Optimizer, *, num_slots: int
+        self,
+        template: Template,
+        store: HostStore,
+        device: Device,
+        optimizer: Optimizer,
+        *,
+        num_slots: int,
+        resident_layers: int = 0,
     ) -> None:
         assert num_slots >= 1
         self._template, self._store, self._device, self._optimizer = template, store, device, optimizer
         self._num_slots = num_slots
         units = template.layout.units
+        # Resident unit -> how often it had been updated when it was copied.
+        self._copied = {unit.index: -1 for unit in resident_units(template.layout, resident_layers)}
         # Where compute is in fp32, all weights come exact.
         exact = template.exact_elements if device.compute_dtype != torch.float32 else lambda *, in_layers: 0
         self._rings = SlotRings(
@@ -47,6 +58,7 @@ class LayerStream:
             num_slots=num_slots,
             edge_elements=max(units[0].num_elements, template.head_elements) + exact(in_layers=False),
             more_layer_elements=exact(in_layers=True),
+            resident=self._copied,
         )
 
     def walk(self, requests: Sequence[UnitRequest]) -> Iterator[tuple[UnitRequest, Tensor]]:
@@ -54,6 +66,10 @@ class LayerStream:
 
         The weights are good for work submitted to compute before the next item is asked for.
         """
+        # Now, and not when a unit is asked for: within a pass, an update of a unit comes after its last use.
+        for unit_index, num_updates in self._copied.items():
+            if num_updates != self._optimizer.num_updates(unit_index):
+                self._rings.forget(unit_index)
         order = list(range(len(requests)))
         # Layer 0 comes up ahead of the embedding: h2d copies in order, its update is the first to end (see Optimizer.submit), and its copy
         # hides behind the update of the rows. Both are needed before the first layer can run; they have slots of their own.
@@ -67,8 +83,18 @@ class LayerStream:
             slot, ready = fetched.pop(position)
             if ready is not None:
                 self._device.compute.wait(ready)
+            progress.advance()
             yield request, slot.flat
             self._rings.release(slot, self._device.compute)
+
+    def forget(self) -> None:
+        """Copy everything again, because the store has changed other than by an update. The queues must be idle."""
+        self._copied = dict.fromkeys(self._copied, -1)
+
+    def open(self) -> None:
+        """Have slots again after `close`, and copy everything again."""
+        self._rings.open()
+        self.forget()
 
     def close(self) -> None:
         """Free the slots. The queues must be idle."""
@@ -83,6 +109,8 @@ class LayerStream:
         slot.kept_for = request.unit_index if self._stays(requests, position) else None
         if was_kept:
             return slot, None
+        if request.unit_index in self._copied:
+            self._copied[request.unit_index] = self._optimizer.num_updates(request.unit_index)
         indices, start = [request.unit_index], 0
         # A tied head computes with the table, which is in another unit with an update of its own.
         if units[request.unit_index].kind == "head" and template.tied:
@@ -105,12 +133,14 @@ class LayerStream:
     def _stays(self, requests: Sequence[UnitRequest], position: int) -> bool:
         """Whether a layer is asked for again before its slot's turn comes, as the last ones are where forward turns into backward."""
         units, layer, between = self._template.layout.units, requests[position].unit_index, set()
+        if layer in self._copied:
+            return True
         if units[layer].kind != "layer":
             return False
         for request in requests[position + 1 :]:
             if request.unit_index == layer:
                 return True
-            if units[request.unit_index].kind == "layer":
+            if units[request.unit_index].kind == "layer" and request.unit_index not in self._copied:
                 between.add(request.unit_index)
             if len(between) == self._num_slots:
                 break

@@ -16,6 +16,7 @@ Source: AdamW, Loshchilov and Hutter (arXiv 1711.05101), as torch.optim.AdamW co
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from horizon_server import progress
 from horizon_server.engine.device.protocol import Device, Event, Queue, Work
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
@@ -37,6 +39,7 @@ class _HeldUpdate:
     """The update of the embedding table, which may run for some rows at a time, once `ready` has happened if there is one."""
 
     update: Callable[[Tensor], None]
+    generation: int
     ready: Event | None = None
 
 
@@ -53,10 +56,16 @@ class Optimizer:
         # Another queue, because the rows are known when the first one is full of layers already.
         self._rows_queue = device.host_queue("optimizer rows")
         self._updated: dict[int, Event] = {}
+        self._num_updates: Counter[int] = Counter()
         self._held: _HeldUpdate | None = None
         self._rows_in_use: tuple[Tensor, Event] | None = None
         self._if_finite: Callable[[Work, IsFinite], None] | None = None
         self._hyper: AdamWStep | None = None
+        # As the store says: its units may have updates of an earlier process.
+        generation = store.generations.generation
+        assert generation is not None, "the store's units have the same updates"
+        self.generation = generation
+        """The generation of the store's units after all that was submitted."""
 
     def submit(self, hyper: AdamWStep, reached: Set[str], gradient: RowGradient | None = None) -> None:
         """Queue the update of all units. The gradients must be in the store and stay until updated.
@@ -64,6 +73,7 @@ class Optimizer:
         `reached` are the tensors that have a gradient; the others stay as they are. `gradient` is the embedding's, where the store has no
         room for it.
         """
+        self.generation += 1
         embedding, first, *others = self._store.layout.units
         # The order in which the next step asks for the weights (see LayerStream.walk).
         for unit in (first, embedding, *others):
@@ -75,10 +85,13 @@ class Optimizer:
             if gradient is None:
                 table_VD = self._store.tensor(self._table, "grad")
                 gradient = RowGradient(rows_R=torch.arange(table_VD.shape[0]), values_RD=table_VD)
-            self._hold(_HeldUpdate(update=partial(self._update_rows, hyper, gradient, reached)))
+            self._hold(
+                _HeldUpdate(update=partial(self._update_rows, hyper, gradient, reached), generation=self.generation)
+            )
 
     def begin(self, hyper: AdamWStep) -> None:
         """A step whose units come by `update_landed`."""
+        self.generation += 1
         # A flag of this step's own, because updates of the last step may still be queued. Work of one step changes it one after another.
         dropped = False
 
@@ -106,7 +119,7 @@ class Optimizer:
                 if_finite(partial(self._update_rows, hyper, gradient, reached, rows_U), is_finite)
 
             # The event comes after the units above too, whose gradients decide whether this one counts.
-            self._hold(_HeldUpdate(update=update_table, ready=self.queue.record()))
+            self._hold(_HeldUpdate(update=update_table, generation=self.generation, ready=self.queue.record()))
             return
         num_threads = self._num_threads
         update = partial(
@@ -128,14 +141,27 @@ class Optimizer:
         if event is not None:
             queue.wait(event)
 
+    def num_updates(self, unit_index: int) -> int:
+        """How many updates of a unit have been queued: where it has not grown, a copy of the unit is still what the store holds."""
+        return self._num_updates[unit_index]
+
     def finish(self) -> Event:
         """An event after all that was submitted, the table's rows included."""
         self._release()
         return self.queue.record()
 
-    def _queue_update(self, unit_index: int, work: Work) -> None:
-        self.queue.submit(work, label=f"update {unit_index}")
+    def _queue_update(self, unit_index: int, work: Work, generation: int | None = None) -> None:
+        number = self.generation if generation is None else generation
+
+        def update() -> None:
+            self._store.generations.begin(unit_index, number)
+            work()
+            self._store.generations.end(unit_index, number)
+            progress.advance()
+
+        self.queue.submit(update, label=f"update {unit_index}")
         self._updated[unit_index] = self.queue.record()
+        self._num_updates[unit_index] += 1
 
     def _hold(self, held: _HeldUpdate) -> None:
         assert self._held is None, "a pass or `finish` comes between two steps"
@@ -151,12 +177,17 @@ class Optimizer:
         if rows_U is not None:
             if held.ready is not None:
                 self._rows_queue.wait(held.ready)
-            self._rows_queue.submit(partial(held.update, rows_U), label="update rows in use")
+
+            def update_rows_in_use() -> None:
+                self._store.generations.begin(0, held.generation)
+                held.update(rows_U)
+
+            self._rows_queue.submit(update_rows_in_use, label="update rows in use")
             self._rows_in_use = rows_U, self._rows_queue.record()
             # So that whatever waits for the rest has waited for these rows too.
             self.queue.wait(self._rows_in_use[1])
             in_use_V[rows_U] = True
-        self._queue_update(0, lambda: held.update((~in_use_V).nonzero()[:, 0]))
+        self._queue_update(0, lambda: held.update((~in_use_V).nonzero()[:, 0]), held.generation)
 
     def _update_rows(self, hyper: AdamWStep, gradient: RowGradient, reached: Set[str], rows_U: Tensor) -> None:
         assert self._table is not None

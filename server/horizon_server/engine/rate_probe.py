@@ -55,8 +55,8 @@ _VOCABULARY = 256
 
 _COPY_ELEMENTS = 1 << 24
 _ROW_ELEMENTS = 512
-# A layer and a row that are next to no work, so that their time is what starting it takes.
-_LAUNCH_WIDTH, _FEW_TOKENS = 128, 4
+# Layers and a row that are next to no work, so that their time is what starting it takes.
+_LAUNCH_WIDTH, _LAUNCH_LAYERS, _FEW_TOKENS = 128, 4, 4
 # Of a measured time, for the part that is not timed alone.
 _SMALLEST_REST = 0.05
 
@@ -134,10 +134,18 @@ def measure_rates(
             zero_bytes_per_s=copies.zero,
             adamw_bytes_per_s=copies.adamw,
         )
-    with closing(_OneLayer(make, _LAUNCH_WIDTH, sizes)) as model:
-        launch_s = model.step_s(_FEW_TOKENS, choose)
-    # Backward starts three times as many kernels as forward.
-    rates = dataclasses.replace(rates, forward_launch_s=launch_s / 4, backward_launch_s=launch_s * 3 / 4)
+    started_s = {}
+    for num_layers in (1, _LAUNCH_LAYERS):
+        with closing(_Llama(make, _LAUNCH_WIDTH, sizes, num_layers=num_layers)) as model:
+            started_s[num_layers] = model.step_s(_FEW_TOKENS, choose)
+    launch_s = max(0.0, started_s[_LAUNCH_LAYERS] - started_s[1]) / (_LAUNCH_LAYERS - 1)
+    rates = dataclasses.replace(
+        rates,
+        # Backward starts three times as many kernels as forward.
+        forward_launch_s=launch_s / 4,
+        backward_launch_s=launch_s * 3 / 4,
+        ends_launch_s=max(0.0, started_s[1] - launch_s),
+    )
     found: list[WidthRates] = []
     for hidden_size in sizes.widths:
         width_start_s = time.perf_counter()
@@ -155,7 +163,7 @@ def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: Dev
         probe = _Probe(device=device, sizes=sizes, choose=choose)
         gemm = tuple((tokens, probe.product(tokens, hidden_size, 3 * hidden_size)) for tokens in sizes.gemm_tokens)
         head_s = probe.head(hidden_size)
-    with closing(_OneLayer(make, hidden_size, sizes)) as model:
+    with closing(_Llama(make, hidden_size, sizes, num_layers=1)) as model:
         step_s = model.step_s(sizes.row_tokens, choose)
         work = model.work(sizes.row_tokens)
     # With rates of one byte per second, seconds are bytes.
@@ -168,8 +176,15 @@ def _measured_width(make: MakeDevice, hidden_size: int, sizes: Sizes, rates: Dev
     width = dataclasses.replace(width, head_bytes_per_s=head_bytes / _rest(head_s, head_gemm_s))
     parts = Seconds.of(work, dataclasses.replace(rates, widths=(width,))).compute()
     traffic = parts.pop("elementwise") + parts.pop("embedding")
-    elementwise = traffic / _rest(step_s, sum(parts.values()))
-    return dataclasses.replace(width, elementwise_bytes_per_s=elementwise)
+    rest_s = _rest(step_s, known_s := sum(parts.values()))
+    # Products that were slower alone than in the layer would make the parts more than the whole.
+    excess_s = known_s + rest_s - step_s
+    faster = parts["gemm"] / max(parts["gemm"] - excess_s, _SMALLEST_REST * parts["gemm"])
+    return dataclasses.replace(
+        width,
+        gemm_flops_per_s=tuple((tokens, faster * rate) for tokens, rate in gemm),
+        elementwise_bytes_per_s=traffic / rest_s,
+    )
 
 
 def _rest(whole_s: float, known_s: float) -> float:
@@ -177,16 +192,16 @@ def _rest(whole_s: float, known_s: float) -> float:
     return max(whole_s - known_s, _SMALLEST_REST * whole_s)
 
 
-class _OneLayer:
-    """A llama of one layer in a store, with its trainer."""
+class _Llama:
+    """A llama of few layers in a store, with its trainer."""
 
-    def __init__(self, make: MakeDevice, hidden_size: int, sizes: Sizes) -> None:
+    def __init__(self, make: MakeDevice, hidden_size: int, sizes: Sizes, *, num_layers: int) -> None:
         num_heads = hidden_size // _HEAD_SIZE
         config = AutoConfig.for_model(
             "llama",
             hidden_size=hidden_size,
             intermediate_size=3 * hidden_size,
-            num_hidden_layers=1,
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=max(1, num_heads // 2),
             head_dim=_HEAD_SIZE,
@@ -261,12 +276,13 @@ class _Probe:
     def product(self, num_tokens: int, num_inputs: int, num_outputs: int) -> float:
         """Operations per second of a projection's three products: forward, and both of backward."""
         inputs, outputs = (_random(self.device, num_tokens, size) for size in (num_inputs, num_outputs))
-        weight = _random(self.device, num_outputs, num_inputs)
+        weight, gradient = (_random(self.device, num_outputs, num_inputs) for _ in range(2))
 
         def products() -> None:
             torch.matmul(inputs, weight.t())
             torch.matmul(outputs, weight)
-            torch.matmul(outputs.t(), inputs)
+            # As in training, not into memory that the system has to find first.
+            torch.mm(outputs.t(), inputs, out=gradient)
 
         return 6 * num_tokens * num_inputs * num_outputs / self.seconds(products)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class SlotRings:
     """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
 
     `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot has `more_layer_elements` beyond the layer.
+    Units that are `resident` have a slot of their own each, and use none of the ring.
     """
 
     def __init__(
@@ -40,13 +41,26 @@ class SlotRings:
         num_slots: int,
         edge_elements: int,
         more_layer_elements: int = 0,
+        resident: Collection[int] = (),
     ) -> None:
-        self._device, self._give_back = device, give_back
-        layer_elements = max(unit.num_elements for unit in units if unit.kind == "layer") + more_layer_elements
-        layers = deque(Slot(flat=allocate(layer_elements)) for _ in range(num_slots))
+        self._device, self._units = device, units
+        self._allocate, self._give_back = allocate, give_back
+        self._num_slots, self._edge_elements, self._more_layer_elements = num_slots, edge_elements, more_layer_elements
+        self._resident = resident
+        self.open()
+
+    def open(self) -> None:
+        """Take the memory; also after `close`, with nothing kept in it."""
+        units, resident, more = self._units, self._resident, self._more_layer_elements
+        passing = [unit.num_elements for unit in units if unit.kind == "layer" and unit.index not in resident]
+        # None where every layer has its own.
+        layer_elements = max(passing, default=0) + more
+        layers = deque(Slot(flat=self._allocate(layer_elements)) for _ in range(self._num_slots if passing else 0))
         # Only one: embedding and head can be far larger than a layer, and are needed once or twice a step.
-        edges = deque([Slot(flat=allocate(edge_elements))])
+        edges = deque([Slot(flat=self._allocate(self._edge_elements))])
         self._rings = [layers if unit.kind == "layer" else edges for unit in units]
+        for index in resident:
+            self._rings[index] = deque([Slot(flat=self._allocate(units[index].num_elements + more))])
 
     def available(self, unit_index: int) -> bool:
         """Whether the slot that `take` would give for a unit has been released."""
@@ -72,6 +86,10 @@ class SlotRings:
             self._device.poison(queue, slot.flat)
         slot.free = queue.record()
         slot.in_use = False
+
+    def forget(self, unit_index: int) -> None:
+        """Let the next user of a unit's slot write to it, although the unit was kept there. No work may use the slot meanwhile."""
+        self._slot_for(unit_index).kept_for = None
 
     def _slot_for(self, unit_index: int) -> Slot:
         ring = self._rings[unit_index]

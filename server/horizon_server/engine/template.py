@@ -176,6 +176,7 @@ class Template:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
         self._own_attention: OwnAttention | None = None
+        self._buffer_device = torch.device("cpu")
         shapes = {place.name: place.piece.shape for place in self.places[0]}
         calls = try_embedding(self._model, self._tape, self.embed, shapes, self._layers)
         groups = sorted(set(self.layer_groups))
@@ -216,6 +217,11 @@ class Template:
     def needs_masks(self) -> bool:
         """Whether the model's attention takes a mask over all pairs of a packed row's tokens, because ours is not what it means."""
         return self._own_attention is None
+
+    @property
+    def kinds(self) -> dict[int, nn.Module]:
+        """The module that runs each kind of layer, by the first of its layers. It has no storage."""
+        return {group: self._layers[group] for group in self.layer_groups}
 
     def train(self, mode: bool) -> None:
         """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
@@ -263,6 +269,7 @@ class Template:
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
+        self._buffer_device = place(torch.empty(0)).device
         for state in (self._state, *self._layer_states.values()):
             state.place(place)
 
@@ -296,15 +303,22 @@ class Template:
             calls = self._own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
 
-    def probe_calls(self, document_lengths: Sequence[int]) -> list[LayerCall]:
-        """The calls of all layers for a row of such documents."""
+    def probe_calls(self, document_lengths: Sequence[int], dtype: torch.dtype) -> list[LayerCall]:
+        """The calls of all layers for a row of such documents, in a model computed in `dtype`, which their tables have too."""
         positions_T = torch.cat([torch.arange(length) for length in document_lengths])
-        return self.calls_of(positions_T, torch.tensor([0, *itertools.accumulate(document_lengths)]))
+        boundaries = torch.tensor([0, *itertools.accumulate(document_lengths)])
+        return self.calls_of(positions_T.to(self._buffer_device), boundaries, dtype)
 
-    def calls_of(self, position_ids_T: Tensor, boundaries: Tensor | None) -> list[LayerCall]:
-        """The calls of all layers for a row of these positions, without an embedding."""
+    def calls_of(
+        self, position_ids_T: Tensor, boundaries: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> list[LayerCall]:
+        """The calls of all layers for a row of these positions, which are where the buffers are, without an embedding."""
         # One element, seen in every shape: real enough to compute with, and without memory.
-        zeros = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[0]}
+        device = position_ids_T.device
+        zeros = {
+            place.name: torch.zeros((), dtype=place.dtype_in(dtype), device=device).expand(place.piece.shape)
+            for place in self.places[0]
+        }
         with torch.no_grad():
             return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries)[1]
 
@@ -326,6 +340,10 @@ class Template:
         projection = self._skipped_projections.get(self.layer_groups[index])
         with projection.skipped() if projection else nullcontext():
             return self.layer(index, parameters, hidden_1TD, call)
+
+    def skips_projection(self, index: int) -> bool:
+        """Whether `layer_for_gradients` leaves out the layer's last projection."""
+        return self._skipped_projections.get(self.layer_groups[index]) is not None
 
     def head(self, parameters: Mapping[str, Tensor], hidden_1CD: Tensor) -> Tensor:
         """Final norm, projection and the scaling after it, for tokens that need not be neighbours. Shapes: [C, V]."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,11 +48,12 @@ class TrainConfig:
     `micro_batch_tokens` only its rounding, and what dropout draws).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
-    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Rows are
-    laid end to end up to `micro_batch_tokens` where the model keeps their documents apart; 0 computes each by itself.
-    `activation_placement` says where layer inputs wait for backward. `seed` is that of dropout, where the model's config asks for it.
-    After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
-    rounds the layers' products.
+    `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Where the
+    model keeps documents apart, they are computed up to `micro_batch_tokens` at a time, whatever row they are in; 0 computes row by row.
+    `activation_placement` says where layer inputs wait for backward. The weights of `resident_layers` stay on the device from step to
+    step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
+    dropout, where the model's config asks for it. After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns
+    that off. `matmul` does change the result: fp8 rounds the layers' products.
     """
 
     num_steps: int
@@ -73,6 +74,9 @@ class TrainConfig:
     micro_batch_tokens: int = 0
     activation_placement: ActivationPlacement = "device"
     matmul: Matmul = "bf16"
+    resident_layers: int = 0
+    product_layers: int = 0
+    max_product_bytes: int | None = None
 
 
 class Trainer:
@@ -101,7 +105,14 @@ class Trainer:
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
-        self._stream = LayerStream(template, store, device, self._optimizer, num_slots=config.num_weight_slots)
+        self._stream = LayerStream(
+            template,
+            store,
+            device,
+            self._optimizer,
+            num_slots=config.num_weight_slots,
+            resident_layers=config.resident_layers,
+        )
         self._sink = GradientSink(template, store, device, self._optimizer, num_slots=config.num_gradient_slots)
         self._forward_backward = ForwardBackward(
             template,
@@ -111,14 +122,19 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
             matmul=config.matmul,
+            product_layers=config.product_layers,
+            max_product_bytes=config.max_product_bytes,
             compiled=compiled or CompiledLayers(template),
         )
+        self._is_released = False
         # Now, so that a job that does not fit fails before its first step.
         self._forward_backward.activations.reserve(config.tokens_per_step)
         self._sink.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
             template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
         )
+        self.on_update: Callable[[StepFigures, dict[str, Any]], str] | None = None
+        """Is given what is known of a step before its update begins, and the state after it; returns the text to keep with the weights."""
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
     @cached_property
@@ -128,6 +144,7 @@ class Trainer:
         Where it is False, `train_step` and `evaluate` split packed rows into single documents; where it is True, they split rows
         beyond the template's packing limit.
         """
+        self._take_device()
         answer = supports_packing(
             self._forward_backward.hidden_states,
             vocab_size=self._template.vocab_size,
@@ -153,6 +170,7 @@ class Trainer:
             DoesNotFit: the step needs more device memory than its limit.
         """
         start_s = time.perf_counter()
+        self._take_device()
         rows = self._checked_rows(micro_batches)
         config = self.config
         learning_rate = learning_rate_at(
@@ -165,21 +183,23 @@ class Trainer:
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(self._joined(rows), StepKey(seed=config.seed, step=self.step))
-        grad_norm = global_norm(self._sink.square_sums)
-        skipped = self._update(loss, grad_norm, learning_rate)
-        use = self._device.take_use()
-        return StepFigures(
-            **vars(use),
-            step=self.step,
+        loss = self._forward_backward.gradients(self._micro_batches(rows), StepKey(seed=config.seed, step=self.step))
+        figures = StepFigures(
+            step=self.step + 1,
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=global_norm(self._sink.square_sums),
             learning_rate=learning_rate,
             num_tokens=sum(row.num_tokens for row in rows),
             duration_s=time.perf_counter() - start_s,
-            overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
-            skipped=skipped,
             model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
+        )
+        figures = self._update(figures)
+        use = self._device.take_use()
+        return replace(
+            figures,
+            **vars(use),
+            duration_s=time.perf_counter() - start_s,
+            overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
             device_memory_bytes=dict(self._device.peak_bytes()),
             host_memory_bytes={**self._store.host_bytes(), **self._device.host_peak_bytes()},
         )
@@ -193,6 +213,7 @@ class Trainer:
             InvalidData: as `train_step`.
         """
         start_s = time.perf_counter()
+        self._take_device()
         rows = self._checked_rows(micro_batches)
         total, num_targets = 0.0, 0
         # In groups no larger than a step, so that an evaluation needs no more memory than training.
@@ -202,7 +223,7 @@ class Trainer:
             group_targets = sum(row.num_targets for row in group)
             # The mean of no token is not a number.
             if group_targets:
-                total += self._forward_backward.loss(self._joined(group)) * group_targets
+                total += self._forward_backward.loss(self._micro_batches(group)) * group_targets
                 num_targets += group_targets
         use = self._device.take_use()
         return EvalFigures(
@@ -226,6 +247,13 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """What to keep, besides the store's planes, to continue exactly, as JSON values. Flushes."""
         self.flush()
+        return self._state()
+
+    def keep(self, text: str) -> None:
+        """Keep `text` in the store's memory as what belongs to the weights after the update submitted last."""
+        self._store.generations.keep(text, generation=self._optimizer.generation)
+
+    def _state(self) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
             "step": self.step,
@@ -238,11 +266,29 @@ class Trainer:
         """Continue from what `state` returned; the store must hold the planes of that moment."""
         assert state["version"] == _STATE_VERSION, f"unknown trainer state version {state['version']}"
         self.flush()
+        self._stream.forget()
         self.step = int(state["step"])
         self._num_updates = int(state["num_updates"])
         self._num_skipped = int(state["num_skipped"])
         # Absent in checkpoints of earlier versions.
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
+
+    def release_device(self) -> None:
+        """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
+
+        Between steps. No result depends on it, and the last update may still be under way: it uses host memory alone, which stays.
+        """
+        if self._is_released:
+            return
+        for queue in (self._device.h2d, self._device.compute, self._device.d2h):
+            queue.record().wait()
+        self._is_released = True
+        # What is held back for the next pass too: it may be long until then, and a worker that is killed meanwhile leaves whole weights.
+        self._optimizer.finish()
+        self._stream.close()
+        self._sink.close_slots()
+        self._forward_backward.activations.release()
+        self._device.release_memory()
 
     def close(self) -> None:
         """Finish what is under way and free the device's memory. The caller closes the device.
@@ -257,15 +303,24 @@ class Trainer:
         self._sink.close()
         self._forward_backward.activations.close()
 
-    def _update(self, loss: float, grad_norm: float, learning_rate: float) -> str:
-        """Submit the update if all is finite, and count the step. Returns why it was skipped; empty where it was not."""
+    def _take_device(self) -> None:
+        """Have the memory that `release_device` has freed."""
+        if self._is_released:
+            self._device.adopt(self._store)
+            self._stream.open()
+            self._sink.open_slots()
+            self._forward_backward.activations.open()
+            self._is_released = False
+
+    def _update(self, figures: StepFigures) -> StepFigures:
+        """Submit the update if all is finite, and count the step. Returns the figures with why it was skipped, if it was."""
         num_units, num_updated, skipped = len(self._template.layout.units), 0, ""
+        loss, grad_norm, hyper = figures.loss, figures.grad_norm, None
         if self._updates_in_backward:
             num_updated = num_updated_in_backward(loss, self._sink.square_sums)
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
-            hyper = self._adamw_step(learning_rate, grad_scale=grad_scale)
-            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
+            hyper = self._adamw_step(figures.learning_rate, grad_scale=grad_scale)
             num_updated = num_units
         if num_updated < num_units:
             skipped = "partly_non_finite_gradient" if num_updated else "non_finite_gradient"
@@ -274,6 +329,13 @@ class Trainer:
         self._num_updates += num_updated > 0
         self._num_skipped += bool(skipped)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if skipped else 0
+        figures = replace(figures, skipped=skipped)
+        generation = self._optimizer.generation + (hyper is not None)
+        if self.on_update is not None:
+            # Before the update begins: its units are of no use to a later worker without the state that they belong to.
+            self._store.generations.keep(self.on_update(figures, self._state()), generation=generation)
+        if hyper is not None:
+            self._optimizer.submit(hyper, self._sink.reached, self._sink.row_gradient)
         limit = self.config.max_skipped_steps
         if limit and self._num_skipped_in_a_row >= limit:
             raise Diverged(
@@ -281,7 +343,7 @@ class Trainer:
                 f"loss is {loss:.4g}), so training stops; continue from an earlier checkpoint with a lower train.learning_rate, or "
                 "look for bad rows in the data"
             )
-        return skipped
+        return figures
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, packed only as far as the model keeps documents independent of each other."""
@@ -295,16 +357,19 @@ class Trainer:
         limit = template.packing_limit if self.supports_packing else 0
         return [row for micro_batch in micro_batches for row in split_row(micro_batch, max_tokens=limit)]
 
-    def _joined(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        """The rows as micro-batches of up to `micro_batch_tokens`: as many products of small matrices take longer."""
+    def _micro_batches(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        """The documents of the rows in micro-batches of up to `micro_batch_tokens`, whatever row they came in: short rows are joined, as
+        many products of small matrices take longer, and long ones of short documents divided, as they would fall out of the caches."""
         template, limit = self._template, self.config.micro_batch_tokens
         if template.packing_limit is not None:
             limit = min(limit, template.packing_limit)
-        groups = grouped(rows, (row.num_tokens for row in rows), limit)
-        # A mask over all pairs would cost more than larger products save. The trial on the weights comes last, it costs a forward.
-        if len(groups) == len(rows) or template.needs_masks or not self.supports_packing:
+        # Of models with masks over all pairs, which would cost more than larger products save, rows stay as they are.
+        if not limit or template.needs_masks:
             return rows
-        return [MicroBatch.joined(group) for group in groups]
+        parts = split_row(MicroBatch.joined(rows), max_tokens=limit)
+        # The trial on the weights comes last, it costs a forward.
+        is_same = [part.num_tokens for part in parts] == [row.num_tokens for row in rows]
+        return rows if is_same or not self.supports_packing else parts
 
     def _adamw_step(self, learning_rate: float, *, grad_scale: float) -> AdamWStep:
         beta1, beta2 = self.config.betas

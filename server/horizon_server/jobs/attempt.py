@@ -1,50 +1,86 @@
-"""One attempt at a job, from its turn on the device to its end: prepare the data, lend the memory, run the worker, judge how it ended."""
+"""One attempt at a job, from when it is loaded to its end: prepare the data, lend the memory, run the worker, pass on its turns on the
+device, judge how it ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
+import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
 
-from horizon_server.children.child import CANCEL, STOP, Child, log_tail
+from horizon_server.children.child import log_tail
+from horizon_server.control_groups import WorkerGroup, worker_group
 from horizon_server.errors import (
     DatabaseUnavailable,
     DiskFull,
     DoesNotFit,
     HorizonError,
+    TurnOverrun,
     WorkerCrashed,
     WorkerDied,
     WorkerFailed,
+    WorkerSilent,
 )
-from horizon_server.events import AttemptReady, Message, StepDone, WorkerLine
+from horizon_server.events import (
+    AttemptReady,
+    CheckpointWritten,
+    MemoryReleased,
+    Message,
+    StepDone,
+    TurnEnded,
+    TurnWanted,
+    WorkerLine,
+    WorkerProgress,
+)
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal
+from horizon_server.jobs.lines import LineStore, Report
 from horizon_server.jobs.preparation import FindInputs, Preparation
-from horizon_server.planning.machine import Accelerator, Gpu, worker_environment
-from horizon_server.planning.planner import Planner, WorkerMemory
-from horizon_server.records.job import ORDERED, JobRecord, JobState, Wanted
+from horizon_server.jobs.recovery import HAD_NO_WORKER, HAD_OTHER_VERSION, Failure, Verdict, judge
+from horizon_server.jobs.turns import DeviceTurns, Seat, resident_job
+from horizon_server.jobs.usage import UsageMeter
+from horizon_server.jobs.wanted import OF_USERS, ORDERS
+from horizon_server.jobs.worker_request import worker_request
+from horizon_server.planning.machine import Accelerator, worker_environment
+from horizon_server.planning.planner import Planner
+from horizon_server.records.job import ORDERED, REQUEUED, JobRecord, JobState, Wanted
+from horizon_server.worker_link.daemon_end import Worker, last_words
+from horizon_server.worker_link.orders import GIVE_UP
+from horizon_server.worker_link.protocol import ALIVE_FILE, REQUEST_FILE, OtherVersion, WorkerGreeting
 
 log = structlog.get_logger(__name__)
 
-# What the worker is sent, and what the job says of it.
-_ORDERS = {
-    Wanted.CANCEL: (CANCEL, "cancelled by a user"),
-    Wanted.PAUSE: (STOP, "paused by a user"),
-    Wanted.DRAIN: (STOP, "the daemon shuts down"),
-}
 WORKER_MODULE = "horizon_server.worker"
 
 # Errors whose cause is in the log of the attempt.
 _UNEXPLAINED = (WorkerFailed, WorkerDied, WorkerCrashed)
 
+WAITS_FOR_MEMORY = "WAITS_FOR_MEMORY"
+"""Reason of a job that was to be loaded and is queued again, as its memory was not free."""
+
+# A job that waits longer for its next attempt gives back its memory meanwhile.
+_LONGEST_PAUSE_WITH_MEMORY_S = 60.0
+
 # A cancelled worker that is still alive after this is killed: nothing of it is wanted any more.
 CANCEL_GRACE_S = 60.0
+
+
+class _Explained(Exception):
+    """An error of a worker whose log's last lines are among the job's events already."""
+
+    def __init__(self, cause: HorizonError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,43 +99,81 @@ class Attempt:
     num_threads: int
     environment: Mapping[str, str]
     trace: bool
+    turns: DeviceTurns
+    meter: UsageMeter
+    other_bytes: Callable[[], int]
+    """Planned host memory of all other resident jobs."""
+    on_checkpoint: Callable[[CheckpointWritten], None]
     gpu: Accelerator | None = None
     numa_interleave: bool = True
+    max_restarts: int = 0
+    """Restarts in a row that the job gets without a step in between."""
+    silence_limit_s: float = 0.0
+    """How long a worker may make no progress at least before it is killed; 0: forever."""
+    stop_timeout_s: float = 120.0
+    """How long a worker of another version may take to checkpoint."""
     worker_module: str = WORKER_MODULE
-    _child: Child | None = field(init=False, default=None)
+    seat: Seat | None = field(init=False, default=None)
+    _lines: LineStore = field(init=False)
+    _overrun: str = field(init=False, default="")
+    _report: asyncio.Task[None] | None = field(init=False, default=None)
+    _worker: Worker | None = field(init=False, default=None)
     _wanted: Wanted = field(init=False, default=Wanted.NOTHING)
+    _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _over: bool = field(init=False, default=False)
+    _reached: int = field(init=False, default=-1)
+    """The last step that this attempt is known to have done, or to have continued after; -1 where none."""
     # Held while the state changes, so that a stop and the attempt's own progress never pass each other.
     _moving: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._number = self.job.attempt + 1
         self._log = self.folders.log(self.job.job_id, self._number)
+        self._lines = LineStore(self._store)
 
     async def run(self) -> None:
         """Carry the job from QUEUED to the end of this attempt. Raises WrongJobState when the job has left the queue meanwhile."""
-        begin: dict[str, Any] = {"attempt": self._number, "started_s": self.job.started_s or time.time()}
+        begin = {"attempt": self._number, "started_s": self.job.started_s or time.time(), "journal_line": 0}
         with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
-            self.job = await self.journal.patiently(lambda: self.journal.move(self.job, JobState.PREPARING, **begin))
-            try:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                await self._prepare_and_train()
-            # Whatever goes wrong in here ends the attempt with its true reason, and never the daemon.
-            except HorizonError as error:
-                if isinstance(error, _UNEXPLAINED):
-                    await self._explain()
-                await self._finish("failed", reason=error.reason, message=error.message)
-            except OSError as error:
-                await self._finish("failed", reason="IO_ERROR", message=f"the node failed: {error}")
+            await self._advance(JobState.PREPARING, always=True, **begin)
+            await self._to_the_end(self._prepare_and_train)
+
+    async def adopt(self) -> None:
+        """Continue an attempt that an earlier daemon began: with its worker where that is alive, else with what it has reported."""
+        self._number, self._reached = self.job.attempt, self.job.step if self.job.journal_line else -1
+        self._log = self.folders.log(self.job.job_id, self._number)
+        # What a user has ordered is stored; of the daemon's own orders, the reason of the state says which it was.
+        if self.job.job_state is JobState.STOPPING:
+            self._wanted = self.job.wanted or Wanted.__members__.get(self.job.reason, Wanted.DRAIN)
+        with structlog.contextvars.bound_contextvars(job_id=self.job.job_id, attempt=self._number):
+            await self._to_the_end(self._continue)
+
+    async def _to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
+        # Whatever goes wrong in here ends the attempt with its true reason, and never the daemon.
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            await work()
+        except _Explained as error:
+            await self._fail(self._judge(error.cause))
+        except (HorizonError, OSError) as error:
+            if isinstance(error, _UNEXPLAINED):
+                await self._explain()
+            await self._fail(self._judge(error))
+
+    async def _fail(self, verdict: Verdict) -> None:
+        """End the attempt by a failure: the job is queued again, or fails."""
+        outcome = "stopped" if verdict.restart else "failed"
+        await self._finish(outcome, reason=verdict.reason, message=verdict.message, fields=verdict.fields)
 
     async def stop(self, wanted: Wanted) -> None:
         """Ask it to end. Raises DiskFull or DatabaseUnavailable when a user's order cannot be stored; the attempt continues then."""
-        order, message = _ORDERS[wanted]
+        order, message = ORDERS[wanted]
         async with self._moving:
-            if self._wanted in (Wanted.CANCEL, wanted) or self._over:
+            # A user's order replaces the daemon's, and nothing replaces a cancellation. A second pause ends a wait for disk space.
+            is_weaker = self._wanted and wanted not in OF_USERS
+            if self._wanted is Wanted.CANCEL or is_weaker or self._over:
                 return
-            # The next daemon knows by itself that this one has ended, so a drain need not be stored.
-            fields = {} if wanted is Wanted.DRAIN else {"wanted": wanted}
+            fields = {"wanted": wanted} if wanted in OF_USERS else {}
             try:
                 if self.job.job_state in (JobState.PREPARING, JobState.STARTING, JobState.RUNNING):
                     self.job = await self.journal.move(
@@ -108,129 +182,283 @@ class Attempt:
                 elif fields:
                     self.job = await self.journal.store.set(self.job.job_id, **fields)
             except (DiskFull, DatabaseUnavailable) as error:
-                if wanted is not Wanted.DRAIN:
+                if wanted in OF_USERS:
                     raise
-                log.error("the drain cannot be stored", why=error.message)  # the worker is asked to stop all the same
+                log.error("the order cannot be stored", why=error.message)  # the worker is asked to stop all the same
             self._wanted = wanted
+        self._asked.set()
         self.preparation.stop()
-        if self._child is not None:
-            self._child.send_order(order)
+        if self._worker is not None:
+            self._worker.send_order(order + GIVE_UP if wanted is Wanted.PAUSE else order)
             if wanted is Wanted.CANCEL:
-                asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._child.kill)
+                asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._worker.kill)
 
     def kill(self) -> None:
         """End the worker at once; the job continues from its last checkpoint."""
+        self._asked.set()
         self.preparation.stop()
-        if self._child is not None:
-            self._child.kill()
+        if self._worker is not None:
+            self._worker.kill()
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker runs. It continues when this daemon ends without it: the caller cancels `run` or `adopt` for that."""
+        return self._worker is not None
 
     async def _prepare_and_train(self) -> None:
         model, dataset, evaluation_data = await self.journal.patiently(lambda: self.find_inputs(self.job))
-        prepare = functools.partial(
-            self.preparation.run,
-            self.job.spec,
-            model,
-            log=self._log,
-            environment=self.environment,
+        prepared = await self.preparation.run_all(
+            self.job.spec, model, dataset, evaluation_data, log=self._log, environment=self.environment,
             publish=functools.partial(self.journal.append, self.job.job_id),
-        )
-        prepared = await prepare(dataset)
-        evaluation = prepared.evaluation if prepared else None
-        if prepared and evaluation_data is not None:
-            held_out = await prepare(evaluation_data)
-            evaluation = held_out.folder if held_out else None
+        )  # fmt: skip
         if prepared is None or self._wanted:
             await self._finish("stopped")
             return
-        # Planned again: since the submission, the limits or the model's folder on the node may have changed.
-        memory = await asyncio.to_thread(self.planner.worker_memory, self.job.spec, model)
+        # Planned again: the data is known now, and the limits or the model's folder on the node may have changed since the submission.
+        memory = await asyncio.to_thread(
+            self.planner.worker_memory, self.job.spec, model,
+            longest_document=prepared.longest_document, other_bytes=self.other_bytes(), gpu=self.gpu,
+        )  # fmt: skip
         if not memory.plan.fits:
-            raise DoesNotFit(memory.plan.message)
-        known = {"plan": memory.plan, "data_report": prepared.report}
-        if not await self._advance(JobState.STARTING, message=memory.plan.summary, **known):
+            if not self.other_bytes():
+                raise DoesNotFit(memory.plan.message)
+            # Less is free than the plans of the other jobs say, or this one's plan has grown.
+            await self._finish("stopped", reason=WAITS_FOR_MEMORY, message=memory.plan.message)
+            return
+        # Of several GPUs, the one that it is on.
+        plan = dataclasses.replace(memory.plan, device=self.turns.device)
+        known: dict[str, Any] = {"plan": plan, "data_report": prepared.report}
+        if not await self._advance(JobState.STARTING, message=plan.summary, **known):
             await self._finish("stopped")
             return
-        await self._train(memory, model=model, prepared=prepared.folder, evaluation=evaluation)
-
-    async def _train(self, memory: WorkerMemory, *, model: Path, prepared: Path, evaluation: Path | None) -> None:
         with memory.lent() as planes:
-            request = self._request(memory, planes, model=model, prepared=prepared, evaluation=evaluation)
-            try:
-                outcome = await self._run_worker(request, tuple(planes.values()))
-            except HorizonError as error:
-                if not isinstance(error, _UNEXPLAINED):  # `run` does it for those
-                    await self._explain()
-                raise
-        await self._finish(outcome)
+            request = worker_request(
+                self.job, memory, self.folders, model=model, prepared=prepared.folder, evaluation=prepared.evaluation,
+                num_threads=self.num_threads, numa_interleave=self.numa_interleave, device=self.turns.device, gpu=self.gpu,
+                trace=self._log.with_name("trace.json") if self.trace else None,
+            )  # fmt: skip
+            await self._train(request, planes)
 
-    def _request(
-        self, memory: WorkerMemory, planes: dict[str, int], *, model: Path, prepared: Path, evaluation: Path | None
-    ) -> dict[str, Any]:
-        checkpoints = self.folders.checkpoints(self.job.job_id)
-        newest = checkpoints.newest()
+    async def _train(
+        self, request: dict[str, Any], planes: dict[str, int], worker: Worker | None = None, *, after: int = 0
+    ) -> None:
+        """Run a worker to its end, and another one in the same memory where it dies; finish the job.
+
+        An earlier daemon's worker brings its memory: `planes` are empty then, and `after` is what that daemon has stored of its reports.
+        """
+        answer: dict[str, Any]
+        while True:
+            try:
+                if worker is None:
+                    worker = await Worker.start(
+                        self.worker_module, {**request, "planes": planes}, folder=self._log.parent,
+                        environment=worker_environment(self.environment, request["device"], self.gpu), group=self._group(),
+                    )  # fmt: skip
+                    log.info("worker started", pid=worker.pid)
+                async with self._held(worker):
+                    answer = await self._serve(worker, planes, after=after)
+                break
+            except OtherVersion:
+                answer = {"outcome": "stopped", **HAD_OTHER_VERSION}
+                break
+            except HorizonError as error:
+                again = await self._again(request, error)
+                if again is None:
+                    return
+                request, worker, after = again, None, 0
+        await self._finish(**answer)
+
+    async def _again(self, request: dict[str, Any], error: HorizonError) -> dict[str, Any] | None:
+        """Return the request of the next worker, after a pause; None where the job was finished meanwhile.
+
+        Raises the error where this attempt cannot be continued.
+        """
+        if self._overrun:
+            error = TurnOverrun(f"{self._overrun}, and was killed")
+        await self._explain()
+        verdict = self._judge(error)
+        if self._wanted or not verdict.restart or verdict.pause_s > _LONGEST_PAUSE_WITH_MEMORY_S:
+            raise _Explained(error)
+        log.warning("the worker is replaced", why=verdict.message)
+        self._number, self._overrun, self.seat = self._number + 1, "", None
+        self._log = self.folders.log(self.job.job_id, self._number)
+        self._lines, self._reached = LineStore(self._store), -1
+        known = {**verdict.fields, "attempt": self._number, "journal_line": 0, "not_before_s": 0.0}
+        if await self._advance(JobState.STARTING, reason=verdict.reason, message=verdict.message, **known):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), verdict.pause_s)
+        if self._wanted:
+            await self._finish("stopped")
+            return None
+        newest = await asyncio.to_thread(self.folders.checkpoints(self.job.job_id).newest)
+        resume_from = None if newest is None else str(newest)
         return {
-            "job_id": self.job.job_id,
-            "attempt": self.job.attempt,
-            "spec": self.job.spec.to_mapping(),
-            "model": str(model),
-            "prepared": str(prepared),
-            "evaluation": None if evaluation is None else str(evaluation),
-            "checkpoints": str(checkpoints.path),
-            "resume_from": None if newest is None else str(newest),
-            "planes": planes,
-            "grad_dtype_bytes": memory.grad_dtype_bytes,
-            "num_threads": self.num_threads,
-            "device": memory.device_kind,
-            "compute_dtype": memory.compute_dtype,
-            "gpu": self.gpu.uuid if memory.device_kind == "cuda" and isinstance(self.gpu, Gpu) else "",
-            "numa_interleave": self.numa_interleave,
-            "device_limit_bytes": memory.plan.device_limit_bytes,
-            "activation_placement": memory.activation_placement,
-            "micro_batch_tokens": memory.micro_batch_tokens,
-            "compiled": str(self.folders.compiled),
-            "trace": str(self._log.with_name("trace.json")) if self.trace else None,
+            **request,
+            "attempt": self._number,
+            "resume_from": resume_from,
+            "resume_from_memory": verdict.trusts_memory,
         }
 
-    async def _run_worker(self, request: dict[str, Any], fds: tuple[int, ...]) -> str:
-        """Return how the worker ended. Afterwards it is gone, however that came: the planes can be given back."""
-        child = await Child.start(
-            self.worker_module, request, who="the worker",
-            environment=worker_environment(self.environment, request["device"], self.gpu),
-            request_file=self._log.with_name("request.json"), log_file=self._log, pass_fds=fds,
-        )  # fmt: skip
-        try:
-            log.info("worker started", pid=child.pid)
-            # A worker may have ended by now, on a busy machine even with success: then no next daemon has to wait for it.
-            if (started := start_time_of(child.pid)) is not None:
-                self._log.with_name("pid").write_text(f"{child.pid} {started}", "utf-8")
-            self._child = child
-            if self._wanted:  # while the worker was being started
-                child.send_order(_ORDERS[self._wanted][0])
-            return str(await child.answer(self._on_line))
-        finally:
-            self._child = None
-            child.kill()
-            await child.wait()
+    def _judge(self, error: Exception) -> Verdict:
+        failure = Failure.of(error, step=self._reached)
+        return judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time())
 
-    async def _on_line(self, line: WorkerLine) -> None:
-        job_id = self.job.job_id
+    def _group(self) -> WorkerGroup | None:
+        """The control group of this attempt's worker, where the node allows one."""
+        assert self.job.plan is not None, "STARTING sets it"
+        group, why = worker_group(f"{self.job.job_id}-{self._number}", self.job.plan.host_total_bytes)
+        if group is None:
+            log.debug("the worker has no control group of its own", why=why)
+        return group
+
+    async def _continue(self) -> None:
+        folder, after = self._log.parent, self.job.journal_line
+        group = self._group()
+        if (worker := await Worker.find(folder, group)) is not None:
+            log.info("found a worker of an earlier daemon", pid=worker.pid, after=after)
+            request = json.loads(await asyncio.to_thread((folder / REQUEST_FILE).read_bytes))
+            planes: dict[str, int] = {}
+            try:
+                await self._train(request, planes, worker, after=after)
+            finally:
+                for descriptor in planes.values():
+                    os.close(descriptor)
+            return
+        if group is not None:
+            group.remove()
+        # Not the job's failure: nothing of it ran. A RUNNING job without that file comes from a backup.
+        if self.job.job_state is not JobState.RUNNING and not (folder / ALIVE_FILE).exists():
+            await self._finish("stopped", **HAD_NO_WORKER)
+            return
+        try:
+            answer = await last_words(folder, after, self._on_line)
+        except (WorkerDied, WorkerCrashed):
+            await self._lines.flush()
+            if self._wanted:
+                await self._finish("stopped")
+                return
+            failure = Failure.of_daemon(step=self._reached)
+            await self._fail(judge(self.job, failure, max_restarts=self.max_restarts, now_s=time.time()))
+        else:
+            await self._lines.flush()
+            await self._finish(**answer)
+
+    @asynccontextmanager
+    async def _held(self, worker: Worker) -> AsyncIterator[None]:
+        """Have a worker within the block. Afterwards it is gone, and all that it has reported is stored; but where this daemon leaves, the
+        worker continues, and the next daemon reads the rest."""
+        self._worker, leaves = worker, False
+        try:
+            yield
+        except asyncio.CancelledError:
+            leaves = True
+            raise
+        finally:
+            self._worker = None
+            if not leaves:
+                worker.kill()
+                # Its turn is free once the process is gone, and not before: it may still compute.
+                await worker.wait()
+                if self.seat is not None:
+                    self.turns.leave(self.seat)
+            worker.leave()
+            with contextlib.suppress(DiskFull, DatabaseUnavailable) if leaves else contextlib.nullcontext():
+                await self._lines.flush()
+
+    async def _serve(self, worker: Worker, planes: dict[str, int], *, after: int) -> dict[str, str]:
+        """Connect, read all reports after that number, and return how the worker ended. Raises as `Worker.answer`, and OtherVersion."""
+        is_earlier = not planes
+        # One that has ended already has left its reports in the journal.
+        with contextlib.suppress(ConnectionError):
+            try:
+                greeting, found = await worker.connect(after=after, wants_planes=is_earlier)
+            except OtherVersion as error:
+                if not is_earlier:
+                    raise WorkerFailed(error.message) from error
+                log.warning("a worker is asked to checkpoint and end", why=error.message)
+                worker.ask_to_stop()
+                await worker.wait(self.stop_timeout_s)
+                # As far as this version can read them: without these reports, the steps that it has made alone would be missing.
+                with contextlib.suppress(HorizonError):
+                    await last_words(self._log.parent, after, self._on_line)
+                raise
+            planes |= found
+            self.seat = self._take_seat(worker, greeting)
+        if self._wanted:  # while the worker was being started, or by an earlier daemon
+            worker.send_order(ORDERS[self._wanted][0])
+        try:
+            answer: dict[str, str] = await worker.answer(self._on_line, self._allowed_silence_s)
+        except WorkerSilent as error:
+            log.error("the worker makes no progress and is killed", pid=worker.pid, why=error.message)
+            await self.journal.append(self.job.job_id, Message(level="warning", text=error.message))
+            raise
+        return answer
+
+    def _allowed_silence_s(self) -> float | None:
+        return None if self.seat is None else self.seat.silence_limit_s(self.silence_limit_s)
+
+    def _take_seat(self, worker: Worker, greeting: WorkerGreeting) -> Seat:
+        plan = self.job.plan
+        assert plan is not None, "STARTING sets it"
+
+        def on_overrun(message: str, is_last: bool) -> None:
+            report = self.journal.append(self.job.job_id, Message(level="warning", text=message))
+            self._report = asyncio.get_running_loop().create_task(report)
+            if is_last:
+                self._overrun = message
+                worker.kill()
+
+        seat = Seat(
+            job=resident_job(self.job, self.turns.device),
+            send=worker.send_order,
+            charge=functools.partial(self.meter.add, self.job),
+            is_storing=lambda: self._lines.is_full,
+            on_overrun=on_overrun,
+            step_s=plan.prediction.step_s if plan.prediction else 0.0,
+        )  # fmt: skip
+        self.turns.join(seat, turn=greeting.turn, holds_memory=greeting.holds_memory)
+        return seat
+
+    async def _on_line(self, line: WorkerLine, number: int) -> None:
+        """Pass on at once what is about turns: the next job waits for it. All else is stored, in its order."""
+        if isinstance(line, TurnWanted | TurnEnded | MemoryReleased):
+            assert self.seat is not None, "a worker says so on its connection only"
+            self.turns.hear(self.seat, line)
+            return
+        if isinstance(line, WorkerProgress):  # that it came is all that it says
+            return
+        if isinstance(line, AttemptReady | StepDone):
+            self._reached = line.step
+        if isinstance(line, StepDone):
+            if self.seat is not None:  # of a worker that is gone, nothing takes turns
+                self.turns.stepped(self.seat, line)
+            self.meter.add(self.job, 0.0, num_tokens=line.num_tokens)
+        await self._lines.add((line, number))
+
+    async def _store(self, report: Report) -> None:
+        job_id, (line, number) = self.job.job_id, report
+        # In the same transaction: a later daemon continues after exactly what is stored.
+        known: dict[str, Any] = {"journal_line": number}
         match line:
             case AttemptReady():
                 assert self.job.plan is not None, "STARTING sets it"
                 plan = self.job.plan.with_steps(line.num_steps)
-                known = {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
+                known |= {"plan": plan, "data_report": {**self.job.data_report, "packed_rows": line.packed_rows}}
                 await self._advance(JobState.RUNNING, step=line.step, num_steps=line.num_steps, **known)
             case StepDone():
-                await self.journal.append(job_id, line, step=line.step, num_steps=line.num_steps, last_step=line)
+                known |= {"step": line.step, "num_steps": line.num_steps, "last_step": line}
+                await self.journal.append(job_id, line, **known)
             case _:
-                await self.journal.append(job_id, line)
+                if isinstance(line, CheckpointWritten):
+                    self.on_checkpoint(line)
+                await self.journal.append(job_id, line, **known)
 
-    async def _advance(self, state: JobState, **fields: Any) -> bool:
-        """Move on, unless the attempt has been asked to stop."""
+    async def _advance(self, state: JobState, *, always: bool = False, **fields: Any) -> bool:
+        """Move on, unless the attempt has been asked to stop, or `always`."""
 
         async def move() -> bool:
             async with self._moving:  # not held while waiting for the database, so that a stop is heard then
-                if self._wanted:
+                if self._wanted and not always:
                     return False
                 self.job = await self.journal.move(self.job, state, **fields)
                 return True
@@ -242,7 +470,9 @@ class Attempt:
         if self._wanted is not Wanted.CANCEL and (tail := await asyncio.to_thread(log_tail, self._log)):
             await self.journal.append(self.job.job_id, Message(level="error", text=f"last lines of the log:\n{tail}"))
 
-    async def _finish(self, outcome: str, *, reason: str = "", message: str = "") -> None:
+    async def _finish(
+        self, outcome: str, *, reason: str = "", message: str = "", fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Move the job to where this end leads, given what was asked of it.
 
         `outcome`: succeeded, stopped (checkpointed, may be resumed), or failed.
@@ -253,35 +483,17 @@ class Attempt:
             target = JobState.SUCCEEDED
         elif self._wanted is Wanted.CANCEL:
             target, reason, message = ORDERED[Wanted.CANCEL]
-        elif outcome == "failed" and self._wanted is not Wanted.DRAIN:
+        elif outcome == "failed" and self._wanted not in REQUEUED:
             # Where the state folder is need not be known to the job's owner.
             target, message = JobState.FAILED, message.replace(f"{self.folders.state_dir}/", "")
         elif self._wanted is Wanted.PAUSE:
             target, reason, message = ORDERED[Wanted.PAUSE]
         else:
             # Also where the worker failed: at the end of the drain's time it is killed.
-            target, reason = JobState.QUEUED, "DRAINED"
-            message = "the daemon shut down; it continues when the daemon is back"
+            target, (reason, message) = JobState.QUEUED, REQUEUED.get(self._wanted, (reason, message))
+        # A displaced job makes room for those that have waited; at its old place it could be the next.
+        requeue = target is JobState.QUEUED and self._wanted is Wanted.DISPLACE
         self.job = await self.journal.patiently(
-            lambda: self.journal.move(self.job, target, reason=reason, message=message)
+            lambda: self.journal.move(self.job, target, reason=reason, message=message, requeue=requeue, **fields)
         )
         log.info("attempt ended", job_state=target.value, reason=reason, message=message)
-
-
-def start_time_of(pid: int) -> str | None:
-    """Return the kernel's start time of a living process: with the pid it names one process forever, the pid alone does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    # Z: dead, but not yet collected by its parent; in a container without an init that may never happen.
-    return None if fields[0] == "Z" else fields[19]
-
-
-def orphan_pid(folder: Path) -> int | None:
-    """Return the pid of an attempt's worker when that very process is still alive."""
-    try:
-        pid, started = (folder / "pid").read_text("utf-8").split()
-        return int(pid) if start_time_of(int(pid)) == started else None
-    except (OSError, ValueError):
-        return None

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from horizon_server.errors import NotFound
+from horizon_server.errors import InUse, InvalidModel, NotFound
 from horizon_server.records.job import CheckpointFile, CheckpointRecord
-from horizon_server.store.manifest import MANIFEST_FILE, TRAINER_FOLDER, is_complete, read_manifest
+from horizon_server.store.manifest import (
+    MANIFEST_FILE,
+    TRAINER_FOLDER,
+    Manifest,
+    is_complete,
+    read_manifest,
+    write_manifest,
+)
 
 LOG_PIECE_BYTES = 64 * 1024
 _LOG_POLL_S = 0.3
+_DELETED = ".deleted-"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class JobFolders:
     """The folders of all jobs. Knows the layout on disk and nothing of the jobs themselves."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
+    def __init__(self, state_dir: Path, *, min_free_bytes: int | None = None) -> None:
+        """`min_free_bytes` are left free on the disk by checkpoints; None takes the default for the disk."""
+        self.state_dir, self.min_free_bytes = state_dir, min_free_bytes
         self._jobs = state_dir / "jobs"
         self.compiled = state_dir / "compiled"
         """The library of compiled layers, which all jobs share."""
@@ -33,9 +46,59 @@ class JobFolders:
         """Return where an attempt logs, whether or not it has begun; its other files are next to it."""
         return self._jobs / job_id / f"attempt-{attempt}" / "worker.log"
 
+    def device_lock(self, device: str) -> Path:
+        """Return the file that the worker which uses a device locks."""
+        folder = self.state_dir / "devices"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / f"{device}.lock"
+
     def checkpoints(self, job_id: str) -> CheckpointFolder:
         """Return a job's checkpoints, whether or not there are any."""
         return CheckpointFolder(self._jobs / job_id / "checkpoints", job_id)
+
+    def of_job(self, job_id: str) -> Path:
+        """Return where all files of a job are."""
+        return self._jobs / job_id
+
+    def ids(self) -> list[str]:
+        """Return the ids of all jobs that have files. Blocking."""
+        return [path.name for path in self._jobs.iterdir() if path.name[0] != "."] if self._jobs.is_dir() else []
+
+    def attempts(self, job_id: str) -> list[int]:
+        """Return the numbers of the attempts that have files, oldest first. Blocking."""
+        names = (path.name.removeprefix("attempt-") for path in self.of_job(job_id).glob("attempt-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def remove_job(self, job_id: str) -> None:
+        """Remove all files of a job whose attempts have ended. Blocking. Raises InUse while one of its checkpoints is being downloaded."""
+        folder, gone = self.of_job(job_id), self._jobs / f"{_DELETED}{job_id}"
+        with contextlib.ExitStack() as locks:
+            for step in folder.glob("checkpoints/step-*"):
+                locks.enter_context(_locked(step, fcntl.LOCK_EX))
+            if folder.is_dir():
+                # First its name, so that a cut leaves nothing that looks whole.
+                folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def leftovers(self) -> list[Path]:
+        """Return what deletions have left that were cut short. Blocking."""
+        return [*self._jobs.glob(f"{_DELETED}*"), *self._jobs.glob(f"*/checkpoints/{_DELETED}*")]
+
+    def checkpoint_bytes(self) -> dict[str, int]:
+        """Return the bytes of the checkpoints of every job that has any, by job id. Blocking."""
+        found: dict[str, int] = {}
+        for folder in self._jobs.glob("[!.]*/checkpoints/step-*"):
+            with contextlib.suppress(InvalidModel, OSError):  # not complete, or just deleted
+                written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
+                job_id = folder.parent.parent.name
+                found[job_id] = found.get(job_id, 0) + _manifest_bytes(folder, written_ns)
+        return found
+
+
+@functools.lru_cache(maxsize=65536)
+def _manifest_bytes(folder: Path, _written_ns: int) -> int:
+    # A checkpoint never changes, and the manifests of all of them take long to read.
+    return read_manifest(folder).size_bytes
 
 
 class CheckpointFolder:
@@ -49,18 +112,32 @@ class CheckpointFolder:
         """Return the folder of a step's checkpoint, whether or not it exists."""
         return self.path / f"step-{step:08d}"
 
+    @staticmethod
+    def step_of(folder: Path) -> int:
+        """Return the step of a checkpoint's folder."""
+        match = _STEP_FOLDER.fullmatch(folder.name)
+        assert match is not None, folder
+        return int(match.group(1))
+
     def all(self) -> list[CheckpointRecord]:
         """Return the complete checkpoints, oldest first. Without evaluations the newest counts as the best."""
-        found = [self._record(step) for step in self._steps()]
+        found = [self._record(step) for step in self.steps()]
         if not found:
             return []
         judged = [record for record in found if record.eval_loss is not None]
         best = min(judged, key=lambda record: record.eval_loss or 0.0) if judged else found[-1]
         return [replace(record, last=record is found[-1], best=record is best) for record in found]
 
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, oldest first."""
+        if not self.path.is_dir():
+            return []
+        found = [(match, entry) for entry in self.path.iterdir() if (match := _STEP_FOLDER.fullmatch(entry.name))]
+        return sorted(int(match.group(1)) for match, entry in found if is_complete(entry))
+
     def newest(self) -> Path | None:
         """Return the folder to resume from."""
-        steps = self._steps()
+        steps = self.steps()
         return self.of_step(steps[-1]) if steps else None
 
     def file(self, step: int, path: str) -> Path:
@@ -72,10 +149,44 @@ class CheckpointFolder:
             )
         return self.of_step(step) / path
 
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Keep every process from removing a checkpoint until the end of the block. Raises NotFound when there is no such one."""
+        self._require(step)
+        with contextlib.ExitStack() as lock:
+            try:
+                lock.enter_context(_locked(self.of_step(step), fcntl.LOCK_SH))
+            except InUse as error:
+                raise NotFound(f"the checkpoint of step {step} of job {self._job_id} is being deleted") from error
+            yield
+
     def delete(self, step: int) -> None:
-        """Remove one checkpoint. Raises NotFound when there is no such one."""
+        """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""
         self._require(step)
         self._remove(step)
+
+    def useless_optimizer_files(self) -> dict[int, int]:
+        """Return the bytes of the trainer state of all checkpoints but the newest and the best, by step; those without are left out."""
+        found: dict[int, int] = {}
+        for record in self.all():
+            size = sum(file.size_bytes for file in record.files if _is_trainer_state(file.path))
+            if size and not (record.last or record.best):
+                found[record.step] = size
+        return found
+
+    def remove_optimizer(self, step: int) -> None:
+        """Remove the files of a checkpoint that only training needs. Raises InUse while it is being downloaded."""
+        folder = self.of_step(step)
+        with _locked(folder, fcntl.LOCK_EX):
+            manifest = read_manifest(folder)
+            kept = {name: record for name, record in manifest.files.items() if not _is_trainer_state(name)}
+            written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
+            # The manifest first: a cut leaves a whole checkpoint, and files of it that the next call removes.
+            write_manifest(folder, Manifest(files=kept, versions=manifest.versions))
+            # It is still of that age; the nanosecond makes the sizes that are kept of it in memory invalid.
+            os.utime(folder / MANIFEST_FILE, ns=(written_ns, written_ns + 1))
+            for path in (folder / TRAINER_FOLDER).glob("*.safetensors*"):
+                path.unlink()
 
     def apply_retention(self, *, keep_last: int, keep_best: bool) -> None:
         """Remove complete checkpoints that are neither among the newest `keep_last` nor the best by eval loss."""
@@ -85,15 +196,10 @@ class CheckpointFolder:
         kept |= {record.step for record in records if keep_best and record.best}
         for record in records:
             if record.step not in kept:
-                self._remove(record.step)
-        for leftover in self.path.glob(".deleted-*"):
+                with contextlib.suppress(InUse):  # it is removed after one of the next checkpoints
+                    self._remove(record.step)
+        for leftover in self.path.glob(f"{_DELETED}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-    def _steps(self) -> list[int]:
-        if not self.path.is_dir():
-            return []
-        found = [(match, entry) for entry in self.path.iterdir() if (match := _STEP_FOLDER.fullmatch(entry.name))]
-        return sorted(int(match.group(1)) for match, entry in found if is_complete(entry))
 
     def _record(self, step: int) -> CheckpointRecord:
         folder = self.of_step(step)
@@ -111,15 +217,43 @@ class CheckpointFolder:
         )
 
     def _require(self, step: int) -> None:
-        steps = self._steps()
+        steps = self.steps()
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             raise NotFound(f"job {self._job_id} has no checkpoint of step {step}; it has: {listed}")
 
     def _remove(self, step: int) -> None:
         folder = self.of_step(step)
-        # First its name, so that a cut leaves nothing that looks complete.
-        shutil.rmtree(folder.rename(folder.with_name(f".deleted-{folder.name}")))
+        with _locked(folder, fcntl.LOCK_EX):
+            # First its name, so that a cut leaves nothing that looks complete.
+            gone = folder.rename(folder.with_name(f"{_DELETED}{folder.name}"))
+        # The daemon's sweep may have removed it at the same time.
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_trainer_state(name: str) -> bool:
+    # The planes of weights and moments, not the small files that say what the checkpoint is.
+    return name.startswith(f"{TRAINER_FOLDER}/") and ".safetensors" in name
+
+
+@contextmanager
+def _locked(folder: Path, mode: int) -> Iterator[None]:
+    """Hold a checkpoint's folder, shared for a reader, exclusive for who removes it. Raises InUse when it is held the other way."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFound(f"{folder.name} does not exist any more") from error
+    try:
+        try:
+            # The kernel's lock, because the daemon reads checkpoints that workers remove; it ends with the process that holds it.
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InUse(
+                f"the checkpoint {folder.name} is being downloaded; wait for the end of the download", retry_after_s=5.0
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 async def read_log(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import structlog
 
-from horizon_server.db.jobs import JobStore
+from horizon_server.db.jobs import AdmitJob, JobStore
 from horizon_server.errors import DatabaseUnavailable, DiskFull, Draining
 from horizon_server.events import JobEvent, Payload, StateChanged
+from horizon_server.jobs.recovery import RESTARTED
 from horizon_server.records.job import ENDED, JobRecord, JobState
 from horizon_server.telemetry.metrics import Metrics
 
@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 
 # Events read at a time: a watcher that starts late costs no more memory than this.
 _BATCH = 500
+# The last events of a watched job that are at hand, up to twice as many. A watcher that is further back reads from the database.
+_AT_HAND = 100
 # How long a write of an attempt waits before it is tried again.
 RETRY_S = 5.0
 
@@ -54,6 +56,36 @@ class Lifecycle:
             await asyncio.wait_for(self._draining.wait(), seconds)
 
 
+class _Watched:
+    """A job that is watched: who waits for its events, and the last of them, without gaps, so that they are not read for each watcher."""
+
+    def __init__(self) -> None:
+        self.news: set[asyncio.Event] = set()
+        self._last: list[JobEvent] = []
+
+    def add(self, event: JobEvent) -> None:
+        """Take in an event that was stored, and wake the watchers."""
+        if self._last and event.sequence != self._last[-1].sequence + 1:
+            # Others were stored without the journal: they are in the database.
+            self._last.clear()
+        else:
+            self._last.append(event)
+            if len(self._last) > 2 * _AT_HAND:
+                del self._last[:_AT_HAND]
+        self.wake()
+
+    def after(self, sequence: int) -> list[JobEvent] | None:
+        """Return the events with a greater number, or None where those are not all at hand."""
+        if not self._last or sequence + 1 < self._last[0].sequence:
+            return None
+        return self._last[sequence + 1 - self._last[0].sequence :]
+
+    def wake(self) -> None:
+        """Let the watchers look."""
+        for news in self.news:
+            news.set()
+
+
 class Journal:
     """Stores events and wakes the watchers of their jobs. Thread: belongs to one event loop."""
 
@@ -62,11 +94,11 @@ class Journal:
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._retry_s = retry_s
-        self._watchers: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._watched: dict[str, _Watched] = {}
 
-    async def create(self, job: JobRecord, *, request_id: str) -> JobRecord:
-        """Store a new job, or return the one that the same earlier request made."""
-        record, is_new = await self.store.create(job, request_id=request_id)
+    async def create(self, job: JobRecord, *, request_id: str, admit: AdmitJob | None = None) -> JobRecord:
+        """Store a new job, or return the one that the same earlier request made. `admit` may refuse a new one."""
+        record, is_new = await self.store.create(job, request_id=request_id, admit=admit)
         if is_new:
             self._metrics.on_job_state(record, None)
         return record
@@ -77,16 +109,22 @@ class Journal:
         """Change the job's state; `fields` as for `JobStore.move`. Raises WrongJobState when the state machine does not allow it."""
         attempt = int(fields.get("attempt", job.attempt))
         change = StateChanged(job_state=state.value, reason=reason, message=message, attempt=attempt)
-        record, before = await self.store.move(job.job_id, change, **fields)
+        record, before, event = await self.store.move(job.job_id, change, **fields)
         self._metrics.on_job_state(record, before.value)
-        self._wake(job.job_id)
+        if reason == RESTARTED:
+            self._metrics.on_worker_restart(record.last_failure.partition("@")[0])
+        self._pass_on(event)
         return record
 
     async def append(self, job_id: str, payload: Payload, **fields: Any) -> None:
         """Store an event of a running attempt, however long that has to wait."""
-        record = await self.patiently(lambda: self.store.append(job_id, payload, **fields))
+        await self.patiently(lambda: self.append_now(job_id, payload, **fields))
+
+    async def append_now(self, job_id: str, payload: Payload, **fields: Any) -> None:
+        """Store an event. Raises DiskFull or DatabaseUnavailable."""
+        record, event = await self.store.append(job_id, payload, **fields)
         self._metrics.on_payload(record, payload)
-        self._wake(job_id)
+        self._pass_on(event)
 
     async def patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat `call` while the database cannot be used. Raises DiskFull or DatabaseUnavailable when draining begins."""
@@ -104,35 +142,46 @@ class Journal:
     async def follow(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
         """Yield events with a greater number as they come, to the last one of an ended job. Raises Draining on shutdown."""
         news = asyncio.Event()
-        self._watchers[job_id].add(news)
+        watched = self._watched.setdefault(job_id, _Watched())
+        watched.news.add(news)
         may_have_ended = True
         try:
             while True:
-                news.clear()  # before the read, so that what is stored during it is read in the next turn
-                events = await self.store.events_after(job_id, after, _BATCH)
+                # Both before the read, so that what is stored during it is read in the next turn.
+                news.clear()
+                is_closed = self._lifecycle.closed
+                events = watched.after(after)
+                if events is None:
+                    events = await self.store.events_after(job_id, after, _BATCH)
                 for event in events:
                     yield event
                     after = event.sequence
-                    may_have_ended = isinstance(event.payload, StateChanged) and event.payload.job_state in ENDED
+                    # Not only the last one: an ended job gets messages too, such as of the deletion of its checkpoints.
+                    may_have_ended |= isinstance(event.payload, StateChanged) and event.payload.job_state in ENDED
                 if may_have_ended:  # the job itself is read only then: hundreds may watch every step
                     job = await self.store.get(job_id)
                     if job is None or (job.job_state in ENDED and after >= job.last_sequence):
                         return
                     may_have_ended = False
-                if self._lifecycle.closed:
+                if events:
+                    continue
+                if is_closed:
                     raise Draining("the daemon is shutting down; the job continues when it is back", retry_after_s=2.0)
-                if not events:
-                    await news.wait()
+                await news.wait()
         finally:
-            self._watchers[job_id].discard(news)
-            if not self._watchers[job_id]:
-                del self._watchers[job_id]
+            watched.news.discard(news)
+            if not watched.news:
+                del self._watched[job_id]
+
+    def forget(self, counts: Mapping[str, int]) -> None:
+        """Show the number of jobs by state after some were deleted."""
+        self._metrics.set_jobs(counts)
 
     def end_watches(self) -> None:
         """End every watch with Draining, once each has what is stored. Call it after `Lifecycle.close`."""
-        for job_id in list(self._watchers):
-            self._wake(job_id)
+        for watched in self._watched.values():
+            watched.wake()
 
-    def _wake(self, job_id: str) -> None:
-        for news in self._watchers.get(job_id, ()):
-            news.set()
+    def _pass_on(self, event: JobEvent) -> None:
+        if (watched := self._watched.get(event.job_id)) is not None:
+            watched.add(event)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from horizon_formats.formats import DatasetFormat
+from horizon_server.blobs.space import Space
 from horizon_server.children.child import Child, Limits
 from horizon_server.datasets.reading import StoredFile
 from horizon_server.datasets.recipe import (
@@ -56,13 +59,49 @@ class PreparedData:
     report: dict[str, int]
 
 
-class Preparation:
-    """Prepares one dataset at a time, below `root`. `stop` may be called at any time. Thread: belongs to one event loop."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedJob:
+    """What was prepared for a job: the tokens to train on and those to evaluate on, the counts, and the longest document of both."""
 
-    def __init__(self, root: Path) -> None:
+    folder: Path
+    evaluation: Path | None
+    report: dict[str, int]
+    longest_document: int
+
+
+class Preparation:
+    """Prepares the data of one attempt, below `root`. `stop` may be called at any time. Thread: belongs to one event loop.
+
+    Args:
+        turn: held while a child prepares. All attempts share it: a preparation uses all cores, and two of the same data would write into
+            the same folder.
+        space: what the disk has for it; without one it is not limited.
+    """
+
+    def __init__(self, root: Path, turn: asyncio.Lock, space: Space | None = None) -> None:
         self._root = root
+        self._space = space
+        self._turn = turn
+        self._waiting: asyncio.Task[bool] | None = None
         self._child: Child | None = None
         self._stopped = False
+
+    async def run_all(
+        self, spec: JobSpec, model: Path, dataset: DatasetFiles, evaluation_data: DatasetFiles | None, **how: Any
+    ) -> PreparedJob | None:
+        """Prepare the data to train on, and the data to evaluate on where the job has some of its own. `how` and errors as `run`."""
+        prepared = await self.run(spec, model, dataset, **how)
+        if prepared is None:
+            return None
+        evaluation, longest = prepared.evaluation, prepared.report["longest_document"]
+        if evaluation_data is not None:
+            held_out = await self.run(spec, model, evaluation_data, **how)
+            if held_out is None:
+                return None
+            evaluation, longest = held_out.folder, max(longest, held_out.report["longest_document"])
+        return PreparedJob(
+            folder=prepared.folder, evaluation=evaluation, report=prepared.report, longest_document=longest
+        )
 
     async def run(
         self,
@@ -94,17 +133,23 @@ class Preparation:
         tokenizer = await asyncio.to_thread(tokenizer_digest, model)
         target = prepared_folder(self._root, record.digest, tokenizer, options)
         # A folder that is there is whole, as it was renamed into place, and is used again.
-        if not is_prepared(target, options) and not self._stopped:
-            request = PrepareRequest(
-                dataset_files=dataset.files,
-                model_dir=model,
-                output_dir=target,
-                options=options,
-                num_rows=record.num_rows,
-            )
-            await self._prepare(request, log, environment, publish)
+        if not is_prepared(target, options) and await self._take_turn():
+            try:
+                if not is_prepared(target, options):  # by another attempt meanwhile
+                    self._require_space(record, 1.0)
+                    request = PrepareRequest(
+                        dataset_files=dataset.files,
+                        model_dir=model,
+                        output_dir=target,
+                        options=options,
+                        num_rows=record.num_rows,
+                    )
+                    await self._prepare(request, record, log, environment, publish)
+            finally:
+                self._turn.release()
         if self._stopped:
             return None
+        await asyncio.to_thread(os.utime, target)  # the sweep removes what is not used for long
         report = json.loads(await asyncio.to_thread((target / REPORT_FILE).read_text, "utf-8"))
         counts = {name: value for name, value in report.items() if isinstance(value, int)}
         await publish(PrepareProgress(done_rows=report["rows"], total_rows=report["rows"], report=counts))
@@ -118,14 +163,42 @@ class Preparation:
     def stop(self) -> None:
         """End it; `run` removes what it has written so far."""
         self._stopped = True
+        if self._waiting is not None:
+            self._waiting.cancel()
         if self._child is not None:
             self._child.kill()
 
+    async def _take_turn(self) -> bool:
+        """Wait until no other attempt prepares. Returns False when `stop` came first."""
+        if self._stopped:
+            return False
+        self._waiting = asyncio.create_task(self._turn.acquire())
+        try:
+            return await self._waiting
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+            return False
+        finally:
+            self._waiting = None
+
+    def _require_space(self, record: DatasetRecord, part: float) -> None:
+        # Tokens with their masks take about as much as the text, and twice that while the file is being put together.
+        if self._space is not None:
+            self._space.require(round(part * record.size_bytes), f"preparing dataset {record.name}")
+
     async def _prepare(
-        self, request: PrepareRequest, log: Path, environment: Mapping[str, str], publish: Publish
+        self,
+        request: PrepareRequest,
+        record: DatasetRecord,
+        log: Path,
+        environment: Mapping[str, str],
+        publish: Publish,
     ) -> None:
         async def on_event(event: WorkerLine) -> None:
             if isinstance(event, PrepareProgress):
+                # Ended before the disk is full: the database and the running jobs need what is left.
+                self._require_space(record, 1.0 - event.done_rows / event.total_rows if event.total_rows else 0.0)
                 await publish(event)
 
         # A folder that is there but not whole has lost files.

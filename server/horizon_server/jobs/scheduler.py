@@ -1,156 +1,291 @@
-"""The queue: one job at a time on the device, first come, first served, from the daemon's start to its drain. Also settles what the last
-daemon left."""
+"""The scheduler: loads as many jobs as fit into memory, from the daemon's start to its drain, and lets them take turns on the devices. Also
+settles what the last daemon left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
 from horizon_server.errors import DatabaseUnavailable, DiskFull, HorizonError, WrongJobState
-from horizon_server.events import StateChanged, StepDone
-from horizon_server.jobs.attempt import Attempt, orphan_pid
+from horizon_server.events import Message
+from horizon_server.jobs.attempt import WAITS_FOR_MEMORY, Attempt
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.journal import Journal, Lifecycle
-from horizon_server.records.job import ON_DEVICE, ORDERED, JobRecord, JobState, Wanted
+from horizon_server.jobs.queue_view import QueueView, Residence, Situation
+from horizon_server.jobs.turns import DeviceTurns
+from horizon_server.jobs.usage import UsageMeter
+from horizon_server.records.job import RESIDENT, JobRecord, JobState, Wanted
+from horizon_server.records.sharing import Outlook
+from horizon_server.scheduling.admission import decide
+from horizon_server.scheduling.state import Decision
 from horizon_server.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
-DAEMON_DIED = "DAEMON_DIED"
 RESUMED = "RESUMED"
+
+# Between two looks at the queue where nothing happens: allowances, the node's condition and waits change with time too.
+LOOK_EVERY_S = 5.0
+
+SHOW_EVERY_S = 30.0
+"""How old a job's outlook becomes where nothing happens."""
+
+_HELD_BACK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Running:
+    """A resident job: its attempt, the task that carries it out, and where and since when."""
+
+    attempt: Attempt
+    task: asyncio.Task[None]
+    residence: Residence
 
 
 @dataclass(kw_only=True, eq=False)
 class Scheduler:
-    """Runs queued jobs one after the other. Thread: belongs to one event loop."""
+    """Runs queued jobs, several at the same time. Thread: belongs to one event loop.
+
+    Args:
+        turns: of each device of the node, by its name.
+        make_attempt: takes a job, the turns on its device, and what tells the planned host memory of all other resident jobs.
+        when_idle: done while no job waits and none is resident.
+    """
 
     journal: Journal
     metrics: Metrics
     lifecycle: Lifecycle
     folders: JobFolders
-    make_attempt: Callable[[JobRecord], Attempt]
-    max_attempts: int
-    orphan_grace_s: float
+    turns: Mapping[str, DeviceTurns]
+    meter: UsageMeter
+    view: QueueView
+    make_attempt: Callable[[JobRecord, DeviceTurns, Callable[[], int]], Attempt]
     when_idle: Callable[[], Coroutine[Any, Any, None]]
-    current: Attempt | None = field(init=False, default=None)
+    look_every_s: float = LOOK_EVERY_S
+    _running: dict[str, _Running] = field(init=False, default_factory=dict)
+    _held_back: dict[str, float] = field(init=False, default_factory=dict)
+    """Jobs whose memory was not free when it should have been: until when they are not tried again, while nothing else ends."""
+    _shown_s: float = field(init=False, default=0.0)
+    """When outlooks were last worked out; 0 where they are to be."""
+    _showing: asyncio.Task[None] | None = field(init=False, default=None)
     _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _chore: asyncio.Task[None] | None = field(init=False, default=None)
 
     def wake(self) -> None:
         """Look at the queue again."""
         self._news.set()
 
+    def attempt(self, job_id: str) -> Attempt | None:
+        """Return the attempt of a resident job."""
+        running = self._running.get(job_id)
+        return running.attempt if running else None
+
+    def outlook(self, job_id: str) -> Outlook | None:
+        """Return where a job stands that has not ended, as of the last look at the queue."""
+        return self.view.outlooks.get(job_id)
+
+    async def simulate(self, job: JobRecord) -> Outlook:
+        """Return when a job would start and end if it were submitted now."""
+        return await self.view.outlook_of(job, self._residences())
+
     async def run(self) -> None:
         """Serve the queue until `drain`. An attempt that breaks fails its job, never the queue."""
-        while True:
-            self._news.clear()
-            try:
-                first = await self.journal.patiently(lambda: self.journal.store.queued(1))
-            except (DiskFull, DatabaseUnavailable):
-                return  # draining has begun while the database could not be used
-            if self.lifecycle.draining:
-                return
-            if not first:
-                # What is only done when no job waits for the device; a new job ends it at once.
-                chore = asyncio.create_task(self.when_idle(), name="idle")
-                try:
-                    await self._news.wait()
-                finally:
-                    chore.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await chore
-                continue
-            self.current = self.make_attempt(first[0])
-            self._idle.clear()
-            try:
-                await self.current.run()
-            except WrongJobState:
-                log.info("the job left the queue before its turn", job_id=first[0].job_id)
-            except HorizonError as error:
-                log.error("attempt failed", job_id=first[0].job_id, why=error.message)
-                await self._fail(first[0].job_id, error)
-            except Exception as error:  # a defect in one attempt must not block the queue of all users
-                log.exception("attempt failed", job_id=first[0].job_id)
-                await self._fail(first[0].job_id, error)
-            finally:
-                self.current = None
-                self._idle.set()
+        try:
+            while not self.lifecycle.draining:
+                # Where jobs stand takes the longest to work out, and changes little while nothing happens.
+                if self._news.is_set() or time.monotonic() - self._shown_s > SHOW_EVERY_S:
+                    self._shown_s = 0.0
+                self._news.clear()
+                await self.journal.patiently(self._look)
+                # `wait_for` would lose a cancellation that comes together with news.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.look_every_s):
+                        await self._news.wait()
+        except (DiskFull, DatabaseUnavailable):
+            pass  # draining has begun while the database could not be used
+        except BaseException:
+            # Cancelled, or a defect: the attempts end with the queue, and the next daemon takes their workers over.
+            for running in self._running.values():
+                running.task.cancel()
+            raise
+        finally:
+            await self._end_chore()
+            tasks = [running.task for running in self._running.values()]
+            await asyncio.gather(*tasks, *([self._showing] if self._showing else []), return_exceptions=True)
+        with contextlib.suppress(DiskFull, DatabaseUnavailable):
+            await self.meter.store()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more jobs, ask the running one to checkpoint, and kill it when it takes too long."""
+        """Take no more jobs, ask the resident ones to checkpoint, and kill those that take too long."""
         self.lifecycle.drain()
-        attempt = self.current
         self.wake()
-        if attempt is None:
+        running = list(self._running.values())
+        if not running:
             return
-        await attempt.stop(Wanted.DRAIN)
+        await asyncio.gather(*(one.attempt.stop(Wanted.DRAIN) for one in running))
+        _, late = await asyncio.wait([one.task for one in running], timeout=timeout_s)
+        if late:
+            log.warning("workers did not stop in time and are killed", number=len(late), timeout_s=timeout_s)
+            for job_id, one in list(self._running.items()):
+                if one.task in late:
+                    await self._report_killed(job_id, timeout_s)
+                    one.attempt.kill()
+            await asyncio.wait(late)
+
+    async def _report_killed(self, job_id: str, timeout_s: float) -> None:
+        """Store why a job will repeat steps; the daemon that continues it cannot know."""
+        with contextlib.suppress(DiskFull, DatabaseUnavailable):
+            job = await self.journal.store.get(job_id)
+            newest = await asyncio.to_thread(self.folders.checkpoints(job_id).newest)
+            start = f"the checkpoint {newest.name}" if newest else "its beginning"
+            text = (
+                f"the daemon stopped and killed the worker at step {job.step if job else 0}: its checkpoint was not complete after "
+                f"{timeout_s:g} s; the job continues from {start}. An admin can set a longer drain_timeout_s"
+            )
+            await self.journal.append(job_id, Message(level="warning", text=text))
+
+    async def leave(self, timeout_s: float) -> None:
+        """Take no more jobs, and end with the workers running: the next daemon takes them over. Jobs without a worker are queued again."""
+        self.lifecycle.drain()
+        self.wake()
+        running = list(self._running.values())
+        starting = [one for one in running if not one.attempt.has_worker]
+        for one in running:
+            if one.attempt.has_worker:
+                one.task.cancel()
+        await asyncio.gather(*(one.attempt.stop(Wanted.DRAIN) for one in starting))
+        if starting:
+            await asyncio.wait([one.task for one in starting], timeout=timeout_s)
+            for one in starting:
+                one.task.cancel()
+        if running:
+            await asyncio.wait([one.task for one in running])
+
+    async def until_empty(self) -> None:
+        """Wait until no job is resident."""
+        if self._running:
+            await asyncio.wait([one.task for one in self._running.values()])
+
+    async def _look(self) -> None:
+        """Load what fits, take out what has to make room, and work out where every job stands."""
+        for turns in self.turns.values():
+            turns.charge()
+        await self.meter.store()
+        situation, queued = await self.view.situation(self._residences(), self._held_back)
+        if self.lifecycle.draining:
+            return
+        if not queued and not self._running:
+            self._begin_chore()
+        decision = decide(
+            situation.waiting,
+            situation.residents,
+            situation.node,
+            self.view.shares,
+            self.view.rules,
+            situation.now_s,
+            situation.held,
+        )
+        await self._act(situation, decision, queued)
+        self.metrics.set_node_open(situation.node.is_open)
+        self.metrics.set_residents(
+            {name: len(turns.seats) for name, turns in self.turns.items()}, self._promised_bytes()
+        )
+        self.metrics.set_share_uses(self.view.shares.uses(situation.now_s), self.view.shares.weight_of)
+        if decision.start:
+            self.wake()  # where they stand is worked out from what is so then
+        elif not self._shown_s and (self._showing is None or self._showing.done()):
+            # Not waited for: it takes up to a second, and a job that ends meanwhile makes room for another.
+            self._showing = asyncio.create_task(self._show(situation), name="outlooks")
+
+    async def _show(self, situation: Situation) -> None:
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            log.warning("the worker did not stop in time and is killed", timeout_s=timeout_s)
-            attempt.kill()
-            await self._idle.wait()
+            await self.view.find_outlooks(situation)
+        except Exception:  # a defect in an estimate must not end the queue
+            log.exception("where jobs stand could not be worked out")
+        self._shown_s = time.monotonic()
+        self.metrics.set_job_shares({job_id: one.share for job_id, one in self.view.outlooks.items() if one.share})
+
+    async def _act(self, situation: Situation, decision: Decision, queued: Mapping[str, JobRecord]) -> None:
+        # Those that have not ended while all this was read.
+        attempts = {job_id: running.attempt for job_id, running in self._running.items()}
+        for resident in situation.residents:
+            attempt = attempts.get(resident.job_id)
+            if attempt is not None and attempt.seat is not None:
+                attempt.seat.job = replace(attempt.seat.job, priority=resident.priority)
+        is_drained = situation.condition.at(situation.now_s) == "drained"
+        for job_id in attempts if is_drained else decision.displace:
+            if job_id in attempts:
+                await attempts[job_id].stop(Wanted.UNLOAD if is_drained else Wanted.DISPLACE)
+        for job_id, device in decision.start:
+            await self._end_chore()
+            if self.lifecycle.draining:  # meanwhile: the drain would not know of this job
+                return
+            self._start(queued[job_id], device)
+
+    def _start(self, job: JobRecord, device: str, *, adopt: bool = False) -> None:
+        attempt = self.make_attempt(job, self.turns[device], lambda: self._promised_bytes(but=job.job_id))
+        residence = Residence(device=device, since_s=time.time())
+        task = asyncio.create_task(self._carry_out(attempt, adopt=adopt), name=f"attempt {job.job_id}")
+        self._running[job.job_id] = _Running(attempt=attempt, task=task, residence=residence)
+
+    async def _carry_out(self, attempt: Attempt, *, adopt: bool) -> None:
+        job_id = attempt.job.job_id
+        try:
+            if adopt:
+                await attempt.adopt()
+            else:
+                await attempt.run()
+        except WrongJobState:
+            log.info("the job left the queue before its turn", job_id=job_id)
+        except HorizonError as error:
+            log.error("attempt failed", job_id=job_id, why=error.message)
+            await self._fail(job_id, error)
+        except Exception as error:  # a defect in one attempt must not end those of all users
+            log.exception("attempt failed", job_id=job_id)
+            await self._fail(job_id, error)
+        finally:
+            del self._running[job_id]
+            if attempt.job.reason == WAITS_FOR_MEMORY:
+                self._held_back[job_id] = time.time() + _HELD_BACK_S
+            else:  # its memory is free; two jobs that wait would otherwise wake each other all the time
+                self._held_back.clear()
+            self.wake()
+
+    def _residences(self) -> dict[str, Residence]:
+        return {job_id: running.residence for job_id, running in self._running.items()}
+
+    def _promised_bytes(self, *, but: str = "") -> int:
+        """Return the planned host memory of all resident jobs, of all but one where that is named."""
+        plans = (one.attempt.job.plan for job_id, one in self._running.items() if job_id != but)
+        return sum(plan.host_total_bytes for plan in plans if plan is not None)
+
+    def _begin_chore(self) -> None:
+        """Do what is only done when no job needs the node."""
+        if self._chore is None:
+            self._chore = asyncio.create_task(self.when_idle(), name="idle")
+
+    async def _end_chore(self) -> None:
+        if self._chore is not None:
+            self._chore.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._chore
+            self._chore = None
 
     async def recover(self) -> None:
-        """Settle jobs that were on the device when the daemon died: wait for their workers, then queue, pause or cancel them."""
+        """Take over the jobs that were resident when the last daemon ended: their workers, or what these have left."""
         try:
-            for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(ON_DEVICE))):
-                folder = self.folders.log(job.job_id, job.attempt).parent
-                # A worker whose daemon died sees the end of its order pipe, checkpoints and stops; only when it takes too long is it
-                # killed. So a job is never run twice at the same time, and continues from its newest checkpoint.
-                deadline = time.monotonic() + self.orphan_grace_s
-                while (pid := orphan_pid(folder)) is not None:
-                    if time.monotonic() >= deadline:
-                        log.warning(
-                            "a worker of the last daemon did not stop and is killed", job_id=job.job_id, pid=pid
-                        )
-                        os.kill(pid, signal.SIGKILL)
-                    await asyncio.sleep(0.1)
-                await self.journal.patiently(lambda job_id=job.job_id: self._settle(job_id))  # type: ignore[misc]
+            for job in await self.journal.patiently(lambda: self.journal.store.in_states(sorted(RESIDENT))):
+                name = job.plan.device if job.plan is not None else ""
+                turns = self.turns.get(name) or next(iter(self.turns.values()))
+                self._start(job, turns.device, adopt=True)
         except (DiskFull, DatabaseUnavailable):
-            log.error("jobs of the last daemon are not settled; the next daemon does it")
-
-    async def _settle(self, job_id: str) -> None:
-        job = await self.journal.store.get(job_id)  # again: a user may have asked for a stop since
-        assert job is not None, job_id
-        log.info("found a job whose daemon died", job_id=job_id, job_state=job.job_state.value)
-        if job.job_state is JobState.STOPPING and job.wanted in ORDERED:
-            target, reason, message = ORDERED[job.wanted]
-        elif await self._deaths(job_id) + 1 >= self.max_attempts:  # a job that kills its daemon must not do so forever
-            target, reason = JobState.FAILED, DAEMON_DIED
-            times = f"{self.max_attempts} times in a row" if self.max_attempts > 1 else "once"
-            message = f"the daemon died {times} under this job without progress; look at its log, then run: horizon job resume"
-        else:
-            target, reason = JobState.QUEUED, DAEMON_DIED
-            message = "the daemon died and is back; the job continues from its newest checkpoint"
-        await self.journal.move(job, target, reason=reason, message=message)
-        if target is JobState.QUEUED:
-            self.metrics.on_worker_restart(DAEMON_DIED)
-
-    async def _deaths(self, job_id: str) -> int:
-        """Return how many times in a row the daemon died under this job: since a user last queued it, and since it last made progress."""
-        # A step that is only done again is no progress: a job that kills its daemon at the same step each time must not do so forever.
-        deaths, after, furthest, furthest_at_death = 0, 0, 0, 0
-        while events := await self.journal.store.events_after(job_id, after, 1000):
-            after = events[-1].sequence
-            for payload in (event.payload for event in events):
-                if isinstance(payload, StepDone):
-                    furthest = max(furthest, payload.step)
-                    if furthest > furthest_at_death:
-                        deaths = 0
-                elif isinstance(payload, StateChanged) and payload.reason == DAEMON_DIED:
-                    deaths, furthest_at_death = deaths + 1, furthest
-                elif isinstance(payload, StateChanged) and payload.reason == RESUMED:
-                    deaths = 0
-        return deaths
+            log.error("jobs of the last daemon are not taken over; the next daemon does it")
 
     async def _fail(self, job_id: str, error: Exception) -> None:
         """Fail a job whose attempt broke. While draining, a database that cannot be written leaves that to the next daemon."""
@@ -161,7 +296,7 @@ class Scheduler:
 
         async def move() -> None:
             job = await self.journal.store.get(job_id)
-            if job is not None and job.job_state in ON_DEVICE:
+            if job is not None and job.job_state in RESIDENT:
                 await self.journal.move(job, JobState.FAILED, reason=reason, message=message)
 
         try:

@@ -28,6 +28,12 @@ _GATHER, _SCATTER, _ZERO = 10e9, 5e9, 20e9
 _FORWARD_LAUNCH_S, _BACKWARD_LAUNCH_S, _SUBMIT_S = 0.5e-3, 1.7e-3, 25e-6
 _WIDTH = 4096
 
+_RESERVE_BYTES = 1 << 30
+# What the CUDA context and fragmentation take of an accelerator is not planned with.
+_USABLE = 0.96
+PROCESS_BYTES = 700 << 20
+"""What each further process that uses a GPU takes for its context, code and libraries, with or without tensors. Not measured yet."""
+
 PCIE_4, PCIE_5 = 31.5e9, 63e9
 """Bytes per second of 16 lanes in one direction."""
 
@@ -88,6 +94,11 @@ def gpu_named(name: str) -> Gpu:
     if found is None:
         raise InvalidSpec.of("machine.gpu", f"gpu is {name!r:.40}, which is not known; known GPUs: {', '.join(GPUS)}")
     return found
+
+
+def usable_device_bytes(memory_bytes: int) -> int:
+    """What a job may take of a GPU's memory."""
+    return max(0, int(memory_bytes * _USABLE) - _RESERVE_BYTES)
 
 
 def estimated_rates(

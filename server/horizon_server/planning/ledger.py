@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, product_bytes, resident_units
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
@@ -147,24 +148,31 @@ def plan_memory(
     layer: LayerMemory | None = None,
     in_fp8: bool = False,
     micro_batch_tokens: int = 0,
+    longest_document: int | None = None,
+    kept: KeptOnDevice = NOTHING_KEPT,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
-    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. Rows are
-    joined up to `micro_batch_tokens`, but for models with masks and recurrent ones.
+    Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. But for
+    models with masks and recurrent ones, documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the
+    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device.
     """
-    joins_rows = layer is None and not model.needs_masks
-    row_tokens = min(max(sequence_length, micro_batch_tokens if joins_rows else 0), tokens_per_step)
+    if layer is None and not model.needs_masks:
+        row_tokens = max(min(sequence_length, longest_document or sequence_length), micro_batch_tokens)
+    else:
+        row_tokens = sequence_length
+    row_tokens = min(row_tokens, tokens_per_step)
     element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
     on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
     device = {
-        "weights": _slot_elements(layout) * element_bytes
-        + (_exact_bytes(layout, model) if element_bytes == _BF16 else 0),
+        "weights": _weight_slot_elements(layout, kept) * element_bytes
+        + (_exact_bytes(layout, model, kept) if element_bytes == _BF16 else 0),
         "gradients": _slot_elements(layout) * _FP32,
-        "activations": on_device * element_bytes,
+        "activations": on_device * element_bytes
+        + kept.product_layers * product_bytes(layout, model, num_tokens=tokens_per_step, element_bytes=element_bytes),
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
     if in_fp8:
@@ -233,17 +241,27 @@ def _slot_elements(layout: StoreLayout) -> int:
     return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
 
 
-def _exact_bytes(layout: StoreLayout, model: ModelShape) -> int:
+def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
+    """The ring of layer_stream, of the layers that pass through it, and a slot for each layer that stays."""
+    resident = {unit.index: unit.num_elements for unit in resident_units(layout, kept.resident_layers)}
+    passing = [unit.num_elements for unit in layout.units if unit.kind == "layer" and unit.index not in resident]
+    edge_elements = _slot_elements(layout) - NUM_SLOTS * _largest_layer_elements(layout)
+    return NUM_SLOTS * max(passing, default=0) + sum(resident.values()) + edge_elements
+
+
+def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> int:
     """What is at the end of those slots for parameters that stay in fp32 where the others are in bf16."""
     if not model.kept_in_fp32:
         return 0
-    kept = re.compile("|".join(model.kept_in_fp32))
+    exact = re.compile("|".join(model.kept_in_fp32))
     largest = {"layer": 0, "embedding": 0, "head": 0}
     for unit in layout.units:
-        sizes = [tensor.num_elements for tensor in unit.tensors if kept.search(tensor.name)]
+        sizes = [tensor.num_elements for tensor in unit.tensors if exact.search(tensor.name)]
         elements = sum(-(-size // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS for size in sizes)
         largest[unit.kind] = max(largest[unit.kind], elements)
-    return (NUM_SLOTS * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
+    num_layers = sum(unit.kind == "layer" for unit in layout.units)
+    num_slots = kept.resident_layers + (NUM_SLOTS if kept.resident_layers < num_layers else 0)
+    return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
 def _largest_layer_elements(layout: StoreLayout) -> int:

@@ -148,7 +148,7 @@ async def usable_accelerators(
     found: Sequence[Gpu], environment: Mapping[str, str], *, wanted: str | None = None
 ) -> tuple[Gpu, ...]:
     """Return those of `found` that a worker started with `environment` can compute on, in the order in which its torch finds them: none
-    if it finds no CUDA device. The first is the one that jobs use; with `wanted`, an index or a UUID, it is the only one.
+    if it finds no CUDA device. With `wanted`, an index or a UUID, that one only.
 
     Raises:
         BadSetting: when the wanted one is not among them.

@@ -17,7 +17,8 @@ import structlog
 
 from horizon_server.children.child import Limits, run_child
 from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
-from horizon_server.planning.gpus import gpu_named, rates_of_machine
+from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
+from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.ledger import (
     DEFAULT_COMPUTE_DTYPE,
     ELEMENT_BYTES,
@@ -41,10 +42,11 @@ from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
-from horizon_server.records.plan import JobPlan, PlannedMachine, StepPrediction, size_text
+from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
-from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.generations import lent_planes
+from horizon_server.store.layout import StoreLayout
 from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.planes import create_memory_file
 
@@ -57,10 +59,6 @@ _LEAST_GAIN = 1.2
 
 # Sizes travel as 64-bit numbers.
 _MAX_PLAN_BYTES = 1 << 60
-
-_CUDA_RESERVE_BYTES = 1 << 30
-# What the CUDA context and fragmentation take of an accelerator is not planned with.
-_CUDA_USABLE = 0.96
 
 _GIGA = 1e9
 _MAX_REMEMBERED = 256
@@ -123,7 +121,9 @@ class WorkerMemory:
     compute_dtype: ComputeDtype
     activation_placement: ActivationPlacement
     micro_batch_tokens: int
-    """Rows are laid end to end up to this."""
+    """Documents are computed together up to this."""
+    kept: KeptMemory
+    """What stays on the device because there is room."""
 
     @contextmanager
     def lent(self) -> Iterator[dict[str, int]]:
@@ -151,14 +151,18 @@ class _Choice:
     grad_bytes: int
     activation_placement: ActivationPlacement = "device"
     micro_batch_tokens: int = 0
+    longest_document: int | None = None
+    """Where the data is prepared."""
     layer: LayerMemory | None = None
     """What a layer keeps, where it was counted on the model."""
     rates: DeviceRates | None = None
     """How fast the device is, where that is known."""
+    kept: KeptOnDevice = NOTHING_KEPT
+    """What stays on the device because there is room."""
 
 
 class Planner:
-    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which jobs use the first;
+    """Plans jobs against the limits of this node. `accelerators` are those that a worker's torch can use, of which a job may use any;
     `rates` says how fast it is, where that is known; `layer_memory` what a model's layers keep, where no formula says it; `has_bf16`
     whether its CPU has instructions for bf16."""
 
@@ -176,7 +180,7 @@ class Planner:
         has_bf16: bool = True,
     ) -> None:
         self._memory = memory
-        self._accelerators = tuple(accelerators)
+        self._accelerators = tuple(sorted(accelerators, key=lambda gpu: -gpu.memory_bytes))
         self._rates = rates
         self._layer_memory = layer_memory
         self._has_bf16 = has_bf16
@@ -207,7 +211,7 @@ class Planner:
             InvalidModel: when the folder's config or safetensors cannot be read.
             InvalidSpec: when the spec asks for what the model or this node cannot do.
         """
-        return self._against(self._limit(), spec, folder, self._choice(spec))[0]
+        return self._against(self.host_limit_bytes, spec, folder, self._choice(spec))[0]
 
     def plan_elsewhere(self, spec: JobSpec, folder: Path, machine: PlannedMachine) -> JobPlan:
         """Return the ledger and the predicted step on a machine that is asked about. What this node has measured on the same GPU counts.
@@ -230,31 +234,50 @@ class Planner:
         choice = _Choice(
             device_kind="cuda",
             compute_dtype=DEFAULT_COMPUTE_DTYPE["cuda"],
-            device_limit_bytes=_usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
+            device_limit_bytes=usable_device_bytes(gpu_named(machine.gpu).memory_bytes),
             grad_bytes=_grad_bytes(spec, DEFAULT_COMPUTE_DTYPE["cuda"]),
             rates=rates,
         )
         limit_bytes = _MAX_PLAN_BYTES if machine.host_memory_bytes is None else machine.host_memory_bytes
         return self._against(limit_bytes, spec, folder, choice)[0]
 
-    def worker_memory(self, spec: JobSpec, folder: Path) -> WorkerMemory:
-        """Return the ledger against what is free now, with the planes to lend."""
-        free = max(0, self._memory().available_bytes - self._reserve_bytes)
-        plan, layout, choice = self._against(min(self._limit(), free), spec, folder, self._choice(spec))
+    @property
+    def host_limit_bytes(self) -> int:
+        """Host memory that all resident jobs may have together: the limit that holds for this process, less the reserve."""
+        machine = self._memory().limit_bytes
+        limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
+        return max(0, limit - self._reserve_bytes)
+
+    def worker_memory(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        *,
+        longest_document: int | None = None,
+        other_bytes: int = 0,
+        gpu: Accelerator | None = None,
+    ) -> WorkerMemory:
+        """Return the ledger against what is free now, with the planes to lend.
+
+        Args:
+            longest_document: that of the data, once prepared.
+            other_bytes: planned for the other resident jobs, whether they have taken it yet or not.
+            gpu: the one that the job is to use; None means the first.
+        """
+        free = self._memory().available_bytes - self._reserve_bytes
+        limit = max(0, min(self.host_limit_bytes - other_bytes, free))
+        wanted = dataclasses.replace(self._choice(spec, gpu), longest_document=longest_document)
+        plan, layout, choice = self._against(limit, spec, folder, wanted)
         return WorkerMemory(
             plan=plan,
-            plane_bytes=plane_sizes(layout, grad_dtype_bytes=choice.grad_bytes),
+            plane_bytes=lent_planes(layout, grad_dtype_bytes=choice.grad_bytes),
             grad_dtype_bytes=choice.grad_bytes,
             device_kind=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             activation_placement=choice.activation_placement,
             micro_batch_tokens=choice.micro_batch_tokens,
+            kept=plan.kept or KeptMemory(),
         )
-
-    def _limit(self) -> int:
-        machine = self._memory().limit_bytes
-        limit = machine if self._limit_bytes is None else min(machine, self._limit_bytes)
-        return max(0, limit - self._reserve_bytes)
 
     def _against(
         self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
@@ -275,6 +298,12 @@ class Planner:
             raise InvalidModel(
                 "the sizes in config.json ask for more than an exbibyte (2**60 bytes) of memory; correct its widths, heads or experts"
             )
+        prediction = self._prediction(spec, found, choice)
+        kept = None
+        if prediction is not None:
+            choice, kept = self._with_kept(spec, found, choice, ledger, prediction)
+        if kept is not None:
+            ledger, prediction = self._ledger(spec, found, choice), self._prediction(spec, found, choice)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
             device_bytes=dict(ledger.device),
@@ -284,7 +313,8 @@ class Planner:
             device=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, choice),
-            prediction=self._prediction(spec, found, choice),
+            prediction=prediction,
+            kept=kept,
         )
         plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
         return plan, found.layout, choice
@@ -301,11 +331,12 @@ class Planner:
             activation_placement=choice.activation_placement,
             compute_dtype=choice.compute_dtype,
             facts=dataclasses.replace(TODAY, micro_batch_tokens=choice.micro_batch_tokens),
+            kept=choice.kept,
         )
         shares = choice.device_kind == "host"
-        return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.train.max_steps)
+        return predict_step(work, choice.rates, shares_processors=shares, max_steps=spec.most_steps)
 
-    def _choice(self, spec: JobSpec) -> _Choice:
+    def _choice(self, spec: JobSpec, gpu: Accelerator | None = None) -> _Choice:
         if spec.device == "cuda" and not self._accelerators:
             raise InvalidSpec(
                 "device: cuda needs a CUDA device, and this node has none that a worker's torch can use; use device: host or auto"
@@ -314,8 +345,7 @@ class Planner:
         device_kind: DeviceKind = "cuda" if spec.device == "cuda" else "host"
         limit_bytes = self._arena_limit_bytes
         if device_kind == "cuda":
-            # The first is the one that the worker is given.
-            limit_bytes = _usable_device_bytes(self._accelerators[0].memory_bytes)
+            limit_bytes = usable_device_bytes((gpu or self._accelerators[0]).memory_bytes)
         asked = spec.train.compute_dtype
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
@@ -347,6 +377,49 @@ class Planner:
         fits = offloaded.device_total_bytes <= choice.device_limit_bytes and offloaded.host_total_bytes <= limit_bytes
         return (offloaded, elsewhere) if fits else (kept, choice)
 
+    def _with_kept(
+        self, spec: JobSpec, found: ModelFolder, choice: _Choice, ledger: MemoryPlan, plain: StepPrediction
+    ) -> tuple[_Choice, KeptMemory | None]:
+        """Use what is left of a GPU's memory, where that makes steps faster. On the host nothing crosses a link."""
+        room_bytes = int(SPARE_USABLE * choice.device_limit_bytes) - ledger.device_total_bytes
+        if choice.device_kind == "host" or choice.activation_placement == "host" or room_bytes <= 0:
+            return choice, None
+
+        def keeping(kept: KeptOnDevice) -> _Choice:
+            return dataclasses.replace(choice, kept=kept)
+
+        def step_s(kept: KeptOnDevice) -> float:
+            prediction = self._prediction(spec, found, keeping(kept))
+            assert prediction is not None, "there was one without"
+            return prediction.step_s
+
+        def resident_bytes(num_layers: int) -> int:
+            weights = self._ledger(spec, found, keeping(KeptOnDevice(resident_layers=num_layers))).device["weights"]
+            return weights - ledger.device["weights"]
+
+        # Compiled layers recompute inside one function, and take nothing that was kept.
+        is_eager = spec.train.compile == "off" or spec.train.matmul == "fp8"
+        element_bytes, num_tokens = ELEMENT_BYTES[choice.compute_dtype], spec.train.tokens_per_step
+        products = 0
+        if is_eager and choice.layer is None:
+            products = product_bytes(found.layout, found.shape, num_tokens=num_tokens, element_bytes=element_bytes)
+        kept = choose_kept(
+            step_s,
+            room_bytes=room_bytes,
+            num_layers=found.shape.num_hidden_layers,
+            resident_bytes=resident_bytes,
+            layer_product_bytes=products,
+        )
+        if kept == NOTHING_KEPT:
+            return choice, None
+        return keeping(kept), KeptMemory(
+            resident_layers=kept.resident_layers,
+            resident_bytes=resident_bytes(kept.resident_layers),
+            product_layers=kept.product_layers,
+            product_bytes=kept.product_layers * products,
+            saved_share=1 - step_s(kept) / plain.step_s,
+        )
+
     def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
         return plan_memory(
             found.layout,
@@ -361,6 +434,8 @@ class Planner:
             layer=choice.layer,
             in_fp8=spec.train.matmul == "fp8",
             micro_batch_tokens=choice.micro_batch_tokens,
+            longest_document=choice.longest_document,
+            kept=choice.kept,
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
@@ -417,10 +492,6 @@ class Planner:
                 shorter = f" and train.sequence_length: {length}" if length < spec.train.sequence_length else ""
                 return f"it would fit with train.tokens_per_step: {tokens}{shorter}"
         return "no smaller train.tokens_per_step makes it fit; use a smaller model or a node with more memory"
-
-
-def _usable_device_bytes(memory_bytes: int) -> int:
-    return max(0, int(memory_bytes * _CUDA_USABLE) - _CUDA_RESERVE_BYTES)
 
 
 def _grad_bytes(spec: JobSpec, compute_dtype: ComputeDtype) -> int:

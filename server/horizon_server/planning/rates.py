@@ -48,8 +48,8 @@ class DeviceRates:
     Copies are those of the engine: on the host, h2d merges the two halves of a master weight and d2h sums a gradient's squares too.
     `gather` and `scatter` are embedding rows on their way to the device and back into the table, `zero` clears that table's gradient.
     `adamw_bytes_per_s` is what the optimizer's kernel moves through host memory. `*_launch_s` is what the host needs to start one layer
-    on one micro-batch; a device of its own hides it under its work, but where `launches_add`, the processors that start a layer compute it
-    too. `submit_s` is to queue one piece of work.
+    on one micro-batch, `ends_launch_s` to start embedding and head; a device of its own hides it under its work, but where `launches_add`,
+    the processors that start a layer compute it too. `submit_s` is to queue one piece of work.
     """
 
     name: str
@@ -69,6 +69,7 @@ class DeviceRates:
     launches_add: bool = False
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
+    ends_launch_s: float = 0.0
     submit_s: float = 0.0
 
     @classmethod

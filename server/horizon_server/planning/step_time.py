@@ -35,7 +35,7 @@ Parts = Mapping[str, float]
 @dataclass(frozen=True, kw_only=True)
 class Visit:
     """One unit's turn in a pass. `download_s` is what d2h does after it; `gradient` says that this is the unit's gradient. `unit` counts
-    from the embedding (0) to the head."""
+    from the embedding (0) to the head. A `resident` unit has a slot of its own in the ring's place."""
 
     unit: int
     ring: Ring
@@ -43,6 +43,7 @@ class Visit:
     compute_s: float
     download_s: float = 0.0
     gradient: bool = False
+    resident: bool = False
 
 
 @dataclass(kw_only=True)
@@ -99,7 +100,8 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
     timeline, has_ramp = Timeline(), False
     for visit in visits:
         # Uploads keep their order, so one that waits for its update holds up all later ones.
-        h2d = max(h2d, slots[visit.ring].popleft(), queues.updated.get(visit.unit, 0.0)) + visit.upload_s
+        slot_s = start if visit.resident else slots[visit.ring].popleft()
+        h2d = max(h2d, slot_s, queues.updated.get(visit.unit, 0.0)) + visit.upload_s
         begin = max(compute, h2d)
         if visit.gradient:
             begin = max(begin, gradients[visit.ring].popleft())
@@ -107,7 +109,8 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
             timeline.ramp_s, has_ramp = begin - start - timeline.compute_s, True
         compute = begin + visit.compute_s
         timeline.compute_s += visit.compute_s
-        slots[visit.ring].append(compute)
+        if not visit.resident:
+            slots[visit.ring].append(compute)
         if visit.download_s or visit.gradient:
             updates = visit.gradient and visit.unit in in_backward
             # A gradient that no plane keeps lands in a slot, which is free after the update from it.
@@ -126,10 +129,13 @@ def _play_step(visits: Sequence[Visit], in_backward: Mapping[int, float], queues
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     """What each queue has to do in a step, had it the machine to itself. `layer_forward` and `layer_backward` are one layer's compute by
-    part, `head` and `embedding` likewise; the rest is by unit."""
+    part, `head` and `embedding` likewise; the rest is by unit. The last `product_layers`, whose products stay, take `layer_kept` in
+    backward."""
 
     layer_forward: Parts
     layer_backward: Parts
+    layer_kept: Parts
+    product_layers: int
     head: Parts
     embedding: Parts
     visits: tuple[Visit, ...]
@@ -154,11 +160,7 @@ class Seconds:
             "accumulation": layer.accumulate_bytes / rates.accumulate_bytes_per_s,
             "clearing": sum(unit.clear_bytes for unit in work.layers) / len(work.layers) / clear,
         }
-        for parts, launch_s in ((forward, rates.forward_launch_s), (backward, rates.backward_launch_s)):
-            launches_s = launch_s * work.num_micro_batches
-            # A device of its own works while the host starts what comes next.
-            hidden_s = 0.0 if rates.launches_add else sum(parts.values())
-            parts["launches"] = max(0.0, launches_s - hidden_s)
+        kept = {**backward, "gemm": layer.backward_flops / gemm, "attention": backward["attention"] - attend_s}
         head = {
             "gemm": work.head.flops / gemm,
             "head": work.head.elementwise_bytes / width.head_bytes_per_s
@@ -166,11 +168,21 @@ class Seconds:
             "clearing": work.head_traffic.clear_bytes / clear,
         }
         embedding = {"embedding": work.embedding.gradient_bytes / width.elementwise_bytes_per_s}
-        computed = [sum(parts.values()) for parts in (forward, backward, head, embedding)]
+        for parts, launch_s in (
+            (forward, rates.forward_launch_s), (backward, rates.backward_launch_s), (kept, rates.backward_launch_s),
+            (embedding, rates.ends_launch_s),
+        ):  # fmt: skip
+            launches_s = launch_s * work.num_micro_batches
+            # A device of its own works while the host starts what comes next.
+            hidden_s = 0.0 if rates.launches_add else sum(parts.values())
+            parts["launches"] = max(0.0, launches_s - hidden_s)
+        computed = [sum(parts.values()) for parts in (forward, backward, kept, head, embedding)]
         visits, updates = _visits(work, rates, computed), _updates(work, rates)
         return cls(
             layer_forward=forward,
             layer_backward=backward,
+            layer_kept=kept,
+            product_layers=work.product_layers,
             head=head,
             embedding=embedding,
             visits=visits,
@@ -182,7 +194,8 @@ class Seconds:
         total: dict[str, float] = {}
         num_layers = sum(visit.ring == "layer" and visit.gradient for visit in self.visits)
         for parts, times in (
-            (self.layer_forward, num_layers), (self.layer_backward, num_layers), (self.head, 1), (self.embedding, 1),
+            (self.layer_forward, num_layers), (self.layer_backward, num_layers - self.product_layers),
+            (self.layer_kept, self.product_layers), (self.head, 1), (self.embedding, 1),
         ):  # fmt: skip
             for name, seconds in parts.items():
                 total[name] = total.get(name, 0.0) + times * seconds
@@ -200,20 +213,21 @@ class Seconds:
 
 def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tuple[Visit, ...]:
     """The program of a step: embedding, layers, head, layers again, embedding again."""
-    forward_s, backward_s, head_s, embedding_s = computed
+    forward_s, backward_s, kept_s, head_s, embedding_s = computed
     rows, up, down = work.embedding, rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
     head = len(work.layers) + 1
     rows_up_s = rows.rows_up_bytes / rates.gather_bytes_per_s
     rows_down_s = rows.rows_down_bytes / rates.scatter_bytes_per_s + rows.table_down_bytes / down
     numbered = list(enumerate(work.layers, 1))
-    # Backward finds the last layers of forward in their slots.
-    reused = head - NUM_SLOTS
+    # Backward finds the last layers of forward in their slots, and those that have one of their own.
+    reused = [index for index, unit in numbered if not unit.resident][-NUM_SLOTS:]
+    first_kept = head - work.product_layers
     return (
         Visit(unit=0, ring="edge", upload_s=rows_up_s, compute_s=0.0),
         *(
             Visit(
                 unit=index, ring="layer", upload_s=unit.upload_bytes / up, compute_s=forward_s,
-                download_s=unit.offload_bytes / down,
+                download_s=unit.offload_bytes / down, resident=unit.resident,
             )
             for index, unit in numbered
         ),
@@ -223,9 +237,10 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
         ),
         *(
             Visit(
-                unit=index, ring="layer", upload_s=((unit.upload_bytes if index < reused else 0) + unit.offload_bytes) / up,
-                compute_s=backward_s,
-                download_s=unit.download_bytes / down, gradient=True,
+                unit=index, ring="layer",
+                upload_s=((0 if unit.resident or index in reused else unit.upload_bytes) + unit.offload_bytes) / up,
+                compute_s=kept_s if index >= first_kept else backward_s,
+                download_s=unit.download_bytes / down, gradient=True, resident=unit.resident,
             )
             for index, unit in reversed(numbered)
         ),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
+from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units
 from horizon_server.planning.ledger import (
     DEFAULT_COMPUTE_DTYPE,
     ELEMENT_BYTES,
@@ -41,7 +42,7 @@ class EngineFacts:
     """How the engine carries out a step. The defaults are the plain schedule, each field is one change to it, and
     `TODAY` has those that are made.
 
-    `micro_batch_tokens` lays rows end to end up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
+    `micro_batch_tokens` computes rows together up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
     read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
     themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel as rows.
     `keeps_embedding`: table, moments and gradient of the embedding are on the device. `skips_projection`: the recompute leaves out
@@ -87,13 +88,15 @@ class HeadWork:
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
     """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes` is the device
-    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory."""
+    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. The weights of
+    a `resident` unit go up once a step."""
 
     upload_bytes: float
     download_bytes: float
     clear_bytes: float
     update_bytes: float
     offload_bytes: float = 0.0
+    resident: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,8 @@ class EmbeddingTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an average layer."""
+    """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an average layer. The last
+    `product_layers` recompute no products."""
 
     num_tokens: int
     hidden_size: int
@@ -127,6 +131,7 @@ class StepWork:
     head: HeadWork
     head_traffic: UnitTraffic
     embedding: EmbeddingTraffic
+    product_layers: int = 0
 
 
 def work_of_step(
@@ -139,10 +144,11 @@ def work_of_step(
     activation_placement: ActivationPlacement,
     compute_dtype: ComputeDtype | None = None,
     facts: EngineFacts = TODAY,
+    kept: KeptOnDevice = NOTHING_KEPT,
 ) -> StepWork:
     """Count a step. `grad_bytes` is the size of one stored gradient; 0 updates each unit in backward, as its gradient lands.
 
-    Without a `compute_dtype`, the device's default.
+    `kept` is what stays on the device. Without a `compute_dtype`, the device's default.
     """
     element = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
     document = min(sequence_length, tokens_per_step)
@@ -158,6 +164,7 @@ def work_of_step(
         updates_in_backward=grad_bytes == 0,
         offloads=activation_placement == "host",
         facts=facts,
+        kept=kept,
     )
     return StepWork(
         num_tokens=tokens_per_step,
@@ -172,6 +179,7 @@ def work_of_step(
         head=counter.head(),
         head_traffic=counter.head_traffic(),
         embedding=counter.embedding(),
+        product_layers=kept.product_layers,
     )
 
 
@@ -188,6 +196,7 @@ class _Counter:
     updates_in_backward: bool
     offloads: bool
     facts: EngineFacts
+    kept: KeptOnDevice
 
     @property
     def update_bytes(self) -> int:
@@ -241,6 +250,7 @@ class _Counter:
 
     def layers(self) -> tuple[UnitTraffic, ...]:
         units = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+        resident = {unit.index for unit in resident_units(self.folder.layout, self.kept.resident_layers)}
         offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
         return tuple(
             UnitTraffic(
@@ -250,6 +260,7 @@ class _Counter:
                 update_bytes=unit.num_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
+                resident=unit.index in resident,
             )
             for unit in units
         )

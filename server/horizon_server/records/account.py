@@ -1,10 +1,15 @@
-"""Users, their tokens, and an authenticated caller."""
+"""Users, their tokens and projects, and an authenticated caller."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 ROLES = ("user", "admin", "viewer")
+SCOPES = ("full", "read", "metrics")
+PROJECT_ROLES = ("viewer", "member", "admin")
+EVERYONE = "*"
+"""In place of a project: a dataset or model is shared with all users. Not a possible name of a project."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +19,11 @@ class Principal:
     name: str
     role: str
     project: str
+    scope: str = "full"
+    """What the token that was presented allows: full, read (no changes) or metrics (only /metrics)."""
+    token_id: str = ""
+    memberships: Mapping[str, str] = field(default_factory=dict)
+    """The caller's role (viewer, member or admin) by project."""
 
     @property
     def sees_all(self) -> bool:
@@ -29,6 +39,8 @@ class User:
     role: str
     project: str
     created_s: float
+    disabled_s: float | None = None
+    """Since when no token of theirs is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,5 +50,35 @@ class Token:
     token_id: str
     user: str
     created_s: float
-    expires_s: float | None
-    revoked_s: float | None
+    expires_s: float | None = None
+    revoked_s: float | None = None
+    scope: str = "full"
+    label: str = ""
+    created_by: str = ""
+    """The user who created it; for commands on the node, the system account."""
+    last_used_s: float | None = None
+    """To the minute."""
+
+    def has_ended(self, now_s: float) -> bool:
+        """Whether it is not accepted any more: revoked, or expired."""
+        return self.revoked_s is not None or (self.expires_s is not None and self.expires_s <= now_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectMember:
+    """A user in a project, and what they may do there: viewer, member or admin."""
+
+    project: str
+    user: str
+    role: str
+    added_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """A project as a caller sees it."""
+
+    name: str
+    role: str
+    """The caller's own; empty where they are not a member."""
+    members: tuple[ProjectMember, ...]

@@ -153,6 +153,8 @@ class PushedRecord(ABC):
     digest: str = ""
     """sha256 over the files' paths and contents, and over what else decides how they are read."""
     created_s: float = 0.0
+    shared_with: tuple[str, ...] = ()
+    """Projects whose members may use it; `*` is everyone. What the caller may not see of it is left out."""
 
     @property
     def id(self) -> str:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from horizon_server.events import StepDone
 from horizon_server.records.plan import JobPlan
+from horizon_server.records.sharing import Outlook
 from horizon_server.spec import JobSpec
 
 
@@ -30,8 +31,10 @@ class Wanted(StrEnum):
     NOTHING = ""
     CANCEL = "cancel"
     PAUSE = "pause"
-    # Checkpoint, and queue again when the daemon is back. Never stored: the next daemon knows that this one has ended.
+    # The daemon's own, never stored: each checkpoints the job and queues it again.
     DRAIN = "drain"
+    DISPLACE = "displace"
+    UNLOAD = "unload"
 
 
 # Where a user's order leads a job, whether or not an attempt was running: state, reason and message.
@@ -39,18 +42,38 @@ ORDERED = {
     Wanted.CANCEL: (JobState.CANCELLED, "CANCELLED", "cancelled by a user"),
     Wanted.PAUSE: (JobState.PAUSED, "PAUSED", "paused by a user; resume it with: horizon job resume JOB"),
 }
+# Where the daemon's own orders leave a job: queued, for this reason and with this message.
+REQUEUED = {
+    Wanted.DRAIN: ("DRAINED", "the daemon shut down; it continues when the daemon is back"),
+    Wanted.DISPLACE: (
+        "DISPLACED",
+        "checkpointed, as a job of a user below their share needs its memory; it continues later",
+    ),
+    Wanted.UNLOAD: (
+        "NODE_DRAINED",
+        "checkpointed, as an admin drained the node; it continues when the node is open again",
+    ),
+}
+
+BEING_DELETED = -1.0
+"""As `deletion_s`: the job is being deleted. A deletion that a killed daemon has begun is finished by the next one."""
+CHECKPOINTS_BEING_DELETED = -2.0
+"""As `deletion_s`: the job's checkpoints are being deleted."""
 
 ENDED = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
-ON_DEVICE = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
-"""States in which an attempt holds the device's turn."""
+RESIDENT = frozenset({JobState.PREPARING, JobState.STARTING, JobState.RUNNING, JobState.STOPPING})
+"""States in which a job has an attempt, and with it its planned host memory."""
 
 MOVES: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.PREPARING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
     JobState.PREPARING: frozenset({JobState.STARTING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED}),
+    # STARTING again: its worker died and is replaced.
     JobState.STARTING: frozenset(
-        {JobState.RUNNING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED, JobState.SUCCEEDED}
+        {JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.FAILED, JobState.QUEUED, JobState.SUCCEEDED}
     ),
-    JobState.RUNNING: frozenset({JobState.STOPPING, JobState.SUCCEEDED, JobState.FAILED, JobState.QUEUED}),
+    JobState.RUNNING: frozenset(
+        {JobState.STARTING, JobState.STOPPING, JobState.SUCCEEDED, JobState.FAILED, JobState.QUEUED}
+    ),
     JobState.STOPPING: frozenset(
         {JobState.CANCELLED, JobState.PAUSED, JobState.QUEUED, JobState.FAILED, JobState.SUCCEEDED}
     ),
@@ -67,7 +90,11 @@ class JobRecord:
 
     job_id: str
     owner: str
+    project: str = ""
+    """What its device time is charged to: its spec's project, or the owner's own."""
     spec: JobSpec
+    priority: int = 0
+    """Its spec's at first. Above 100, which only admins can set, it is served before all shares."""
     model_id: str
     dataset_id: str
     eval_dataset_id: str
@@ -81,15 +108,37 @@ class JobRecord:
     num_steps: int = 0
     attempt: int = 0
     created_s: float = 0.0
+    queued_s: float = 0.0
+    """When it last came into the queue."""
     started_s: float = 0.0
     ended_s: float = 0.0
+    device_s: float = 0.0
+    """Seconds of a device's time that it has used so far, over all attempts."""
+    num_tokens: int = 0
+    """Tokens it was trained on so far, steps that were done again included."""
     last_step: StepDone | None = None
     plan: JobPlan | None = None
     data_report: dict[str, int] = field(default_factory=dict)
     """Counts of the data preparation, and `packed_rows` once a worker has packed them; empty until prepared."""
     last_sequence: int = 0
+    num_restarts: int = 0
+    """Automatic restarts since it last made progress."""
+    failed_step: int = -1
+    """The furthest step that it had reached when it was restarted; -1 where it never was."""
+    last_failure: str = ""
+    """Reason and step of the failure that it was last restarted after; empty where it never was."""
+    not_before_s: float = 0.0
+    """It stays in the queue until then: the pause after a failure."""
+    journal_line: int = 0
+    """Lines of the journal of this attempt's worker that are stored."""
+    deletion_s: float | None = None
+    """When its checkpoints are deleted; None where nothing is to be. Negative while it is being deleted."""
+    keep_files: bool = False
+    """Whether its owner keeps its checkpoints: they are not deleted automatically."""
     queue_position: int = 0
     """From 1 while queued; 0 otherwise. Counted when it is read, not stored."""
+    outlook: Outlook | None = None
+    """Why it is where it is, and until when. Set by the service that reads it, not stored; None once it has ended."""
 
     @property
     def progress(self) -> float:
@@ -99,11 +148,14 @@ class JobRecord:
     @property
     def eta_s(self) -> float | None:
         """Seconds to the end of a job on the device: from its last steps' pace, before the first step from the plan's prediction."""
-        if self.job_state not in ON_DEVICE:
-            return None
+        return self.remaining_device_s if self.job_state in RESIDENT else None
+
+    @property
+    def remaining_device_s(self) -> float | None:
+        """Seconds of a device's time that the job still needs; None while nothing is known of its steps' number or time."""
         if self.last_step is not None:
             return self.last_step.eta_s
-        num_steps = self.num_steps or self.spec.train.max_steps
+        num_steps = self.num_steps or self.spec.most_steps
         prediction = self.plan.prediction if self.plan else None
         return num_steps * prediction.step_s if num_steps and prediction else None
 

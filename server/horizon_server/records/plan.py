@@ -47,6 +47,34 @@ class StepPrediction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptMemory:
+    """What stays on a device that has memory to spare, and what that buys.
+
+    The weights of `resident_layers` stay from step to step, and the last `product_layers` keep the products of their forward for their
+    backward. `saved_share` is the predicted part of a step's time that it saves.
+    """
+
+    resident_layers: int = 0
+    resident_bytes: int = 0
+    product_layers: int = 0
+    product_bytes: int = 0
+    saved_share: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """In one line, for people."""
+        parts = [
+            f"{what} of {num_layers} layer{'' if num_layers == 1 else 's'} ({size_text(num_bytes)})"
+            for what, num_layers, num_bytes in (
+                ("weights", self.resident_layers, self.resident_bytes),
+                ("activations", self.product_layers, self.product_bytes),
+            )
+            if num_layers
+        ]
+        return f"{', '.join(parts)}; saves about {self.saved_share:.0%} of a step"
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """The memory ledger of a job against the node's limits. Units: bytes; components as in INTERFACES (weights, moments, ...)."""
 
@@ -64,6 +92,8 @@ class JobPlan:
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
+    kept: KeptMemory | None = None
+    """None where the device has nothing to spare, or it would save nothing."""
 
     @property
     def host_total_bytes(self) -> int:

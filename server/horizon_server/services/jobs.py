@@ -7,26 +7,44 @@ import base64
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import Figures
-from horizon_server.errors import DoesNotFit, Draining, InvalidSpec, NotAllowed, NotFound, WrongJobState
-from horizon_server.events import JobEvent
+from horizon_server.errors import DoesNotFit, Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
+from horizon_server.events import JobEvent, Message
 from horizon_server.jobs.folders import JobFolders, read_log
 from horizon_server.jobs.journal import Journal, Lifecycle
+from horizon_server.jobs.leases import ReadLeases
+from horizon_server.jobs.recovery import FORGOTTEN
 from horizon_server.jobs.scheduler import RESUMED, Scheduler
 from horizon_server.planning.planner import Planner
 from horizon_server.records.account import Principal
-from horizon_server.records.job import ENDED, ON_DEVICE, ORDERED, CheckpointRecord, JobRecord, JobState, Wanted
+from horizon_server.records.job import (
+    BEING_DELETED,
+    ENDED,
+    ORDERED,
+    RESIDENT,
+    CheckpointRecord,
+    JobRecord,
+    JobState,
+    Wanted,
+)
 from horizon_server.records.plan import JobPlan, PlannedMachine
-from horizon_server.services.accounts import UserTurns, require_change, require_create, require_visible
-from horizon_server.services.pushed import MAX_PAGE_SIZE, NodeResources, page_limit
+from horizon_server.services.access import require_change, require_project, require_submit, require_visible
+from horizon_server.services.accounts import UserTurns
+from horizon_server.services.inputs import NodeResources
+from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
+from horizon_server.services.quotas import Quotas
 from horizon_server.spec import JobSpec
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
+MAX_PRIORITY = 100  # the largest that a spec may have
+MAX_URGENT_PRIORITY = 1000
 _MAX_OFFSET = 2**62  # no file is as long
 # Spelled here, as `list` is a method of the service.
 Jobs = list[JobRecord]
@@ -44,6 +62,8 @@ class JobService:
     planner: Planner
     folders: JobFolders
     turns: UserTurns
+    quotas: Quotas
+    leases: ReadLeases = field(default_factory=ReadLeases)
 
     async def submit(self, principal: Principal, *, request_id: str, spec: JobSpec) -> JobRecord:
         """Queue a job, or return the one that the same earlier request made.
@@ -51,15 +71,16 @@ class JobService:
         Raises:
             NotFound: when model or dataset do not exist for the caller.
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
+            QuotaExceeded: when the user or the project has as many queued jobs as an admin allows, or the job needs more memory.
             RequestIdReused: when the id came with another spec.
             Draining: when the daemon is shutting down.
         """
-        require_create(principal)
+        spec = self._owned(principal, spec)
+        require_submit(principal, spec.project)
         if self.lifecycle.draining:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
-        spec = self._owned(principal, spec)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
             dataset = await self.resources.dataset(principal, spec.dataset)
@@ -67,18 +88,23 @@ class JobService:
             plan = await asyncio.to_thread(self.planner.plan, spec, folder)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
+            admit = await self.quotas.admit_job(principal.name, spec.project, plan)
+            now_s = time.time()
             job = JobRecord(
                 job_id=_ID_PREFIX + secrets.token_hex(6),
                 owner=principal.name,
+                project=spec.project,
                 spec=spec,
+                priority=spec.priority,
                 model_id=model_id,
                 dataset_id=dataset.record.dataset_id,
                 eval_dataset_id=evaluation.record.dataset_id if evaluation else "",
                 job_state=JobState.QUEUED,
-                created_s=time.time(),
+                created_s=now_s,
+                queued_s=now_s,
                 plan=plan,
             )
-            stored = await self.journal.create(job, request_id=request_id)
+            stored = await self.journal.create(job, request_id=request_id, admit=admit)
         self.scheduler.wake()
         return stored
 
@@ -91,6 +117,7 @@ class JobService:
             NotFound: when the caller has no such model.
         """
         spec = self._owned(principal, spec)
+        require_project(principal, spec.project)
         async with self.turns.of(principal.name):
             _, folder = await self.resources.model(principal, spec.model)
             if machine is None:
@@ -106,16 +133,19 @@ class JobService:
         async with self.turns.of(principal.name):
             job = await store.get(key)
             if job is not None:
-                require_visible(principal, job.owner, f"job {key}")
-                return job
+                require_visible(principal, job.owner, f"job {key}", project=job.project)
+                return self._with_outlook(job)
             named = await store.find(principal.name, name=key)
-            if not named and principal.sees_all:
-                named = await store.find(None, name=key)
+            everyone = None if principal.sees_all else principal.name
+            if not named and (principal.sees_all or principal.memberships):
+                named = await store.find(everyone, projects=principal.memberships, name=key)
             if named:
-                return named[0]  # of several runs of one spec the newest is meant; the answer carries its id
+                return self._with_outlook(
+                    named[0]
+                )  # of several runs of one spec the newest is meant; the answer carries its id
             if not key.startswith(_ID_PREFIX) or key == _ID_PREFIX:
                 raise absent
-            found = await store.find(None if principal.sees_all else principal.name, prefix=key)
+            found = await store.find(everyone, projects=principal.memberships, prefix=key)
             if not found:
                 raise absent
             if len(found) > 1:
@@ -123,12 +153,12 @@ class JobService:
                 raise InvalidSpec.of(
                     "job_id", f"several jobs have an id that starts with {key}; give more of it: {ids}"
                 )
-            return found[0]
+            return self._with_outlook(found[0])
 
     async def list(
         self, principal: Principal, *, page_size: int = 100, page_token: str = "", states: Collection[JobState] = ()
     ) -> tuple[Jobs, str]:
-        """Return a page of the caller's jobs, newest first, and the token of the next page (empty on the last)."""
+        """Return a page of the jobs that the caller may see, newest first, and the token of the next page (empty on the last)."""
         size = page_limit(page_size)
         owner = None if principal.sees_all else principal.name
         before = 0
@@ -140,16 +170,19 @@ class JobService:
                     "page_token", "page_token must be one that an earlier answer gave as next_page_token"
                 )
         async with self.turns.of(principal.name):
-            rows = await self.journal.store.page(owner=owner, states=sorted(states), before=before, limit=size + 1)
+            rows = await self.journal.store.page(
+                owner=owner, projects=principal.memberships, states=sorted(states), before=before, limit=size + 1
+            )
         more = len(rows) > size
         token = base64.urlsafe_b64encode(str(rows[size - 1][0]).encode()).decode() if more else ""
-        return [job for _, job in rows[:size]], token
+        return [self._with_outlook(job) for _, job in rows[:size]], token
 
     async def queue(self) -> Jobs:
         """Return the jobs on the device and then the first of the queue in their order, of all users."""
         # Others' places show how long one's own job has to wait; what their jobs are about, the caller hides.
         store = self.journal.store
-        return await store.in_states(sorted(ON_DEVICE)) + await store.queued(MAX_PAGE_SIZE)
+        jobs = await store.in_states(sorted(RESIDENT)) + await store.queued(MAX_PAGE_SIZE)
+        return [self._with_outlook(job) for job in jobs]
 
     async def cancel(self, principal: Principal, key: str) -> JobRecord:
         """End a job; one that has ended already stays as it is. Raises NotFound, or NotAllowed for the job of another user."""
@@ -168,14 +201,46 @@ class JobService:
         return await self._stop(job, Wanted.PAUSE)
 
     async def resume(self, principal: Principal, key: str) -> JobRecord:
-        """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint. Raises WrongJobState."""
+        """Put a paused or failed job at the end of the queue; it continues from its newest checkpoint.
+
+        Raises WrongJobState for others, and QuotaExceeded when the user or the project has as many queued jobs as an admin allows.
+        """
         job = await self._change(principal, key)
         if job.job_state not in (JobState.PAUSED, JobState.FAILED):
             raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a PAUSED or FAILED job can be resumed")
+        await self.quotas.admit_resume(job)
         # At its old place it would overtake all who have waited meanwhile; parking cheap jobs would reserve the head of the queue.
-        job = await self.journal.move(job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True)
+        job = await self.journal.move(
+            job, JobState.QUEUED, reason=RESUMED, message="resumed by a user", requeue=True, **FORGOTTEN
+        )
         self.scheduler.wake()
         return job
+
+    async def update(self, principal: Principal, key: str, *, priority: int) -> JobRecord:
+        """Set the priority of a job that has not ended: it orders the jobs of one user.
+
+        An admin may set it above 100, for a job of anybody: such a job is served before all shares.
+
+        Raises InvalidSpec when it is out of range, NotAllowed when only an admin may set it, WrongJobState when the job has ended.
+        """
+        job = await self._change(principal, key)
+        if not -MAX_PRIORITY <= priority <= MAX_URGENT_PRIORITY:
+            raise InvalidSpec.of(
+                "priority",
+                f"priority is {priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, or up to {MAX_URGENT_PRIORITY} for admins",
+            )
+        if priority > MAX_PRIORITY and principal.role != "admin":
+            raise NotAllowed(
+                f"only an admin may set a priority above {MAX_PRIORITY}, which passes the jobs of all users"
+            )
+        if job.job_state in ENDED:
+            raise WrongJobState(f"job {job.job_id} is {job.job_state}; only a job that has not ended has a priority")
+        if priority == job.priority:
+            return job
+        text = f"priority is now {priority}, set by {principal.name}"
+        await self.journal.append(job.job_id, Message(level="info", text=text), priority=priority)
+        self.scheduler.wake()
+        return await self.get(principal, job.job_id)
 
     async def watch(self, principal: Principal, key: str, after_sequence: int = 0) -> AsyncGenerator[JobEvent, None]:
         """Yield a job's events from a number on, to the last one of an ended job. Raises Draining when the daemon shuts down."""
@@ -198,7 +263,7 @@ class JobService:
         async def grows() -> bool:
             now = await self.journal.store.get(job.job_id)
             same = now is not None and attempt in (0, now.attempt)
-            return same and now is not None and now.job_state in ON_DEVICE and not self.lifecycle.draining
+            return same and now is not None and now.job_state in RESIDENT and not self.lifecycle.draining
 
         path = self.folders.log(job.job_id, attempt or job.attempt)
         async for piece in read_log(path, offset=offset, grows=grows if follow else None):
@@ -209,46 +274,108 @@ class JobService:
         job = await self.get(principal, key)
         return await asyncio.to_thread(self.folders.checkpoints(job.job_id).all)
 
-    async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> Path:
-        """Return the path of one file of a checkpoint. Raises NotFound when the checkpoint or the file does not exist."""
+    @asynccontextmanager
+    async def checkpoint_file(self, principal: Principal, key: str, step: int, path: str) -> AsyncIterator[Path]:
+        """Give the path of one file of a checkpoint, which is not removed until the end of the block, nor soon after it.
+
+        Raises NotFound when the checkpoint or the file does not exist.
+        """
         job = await self.get(principal, key)
-        return await asyncio.to_thread(self.folders.checkpoints(job.job_id).file, step, path)
+        checkpoints = self.folders.checkpoints(job.job_id)
+        with await self.leases.take(checkpoints, step):
+            yield await asyncio.to_thread(checkpoints.file, step, path)
 
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
-        """Remove one checkpoint. Raises WrongJobState when a job that has not ended would resume from it."""
-        job = await self._change(principal, key)
+        """Remove one checkpoint. Raises as `require_checkpoint_deletable` does, and NotFound when there is none of that step."""
+        job = await self.get(principal, key)
+        checkpoints = self.folders.checkpoints(job.job_id)
+        await self.require_checkpoint_deletable(principal, job, step)
+        self.leases.drop_idle(checkpoints, step)
+        await asyncio.to_thread(checkpoints.delete, step)
+
+    async def require_checkpoint_deletable(self, principal: Principal, job: JobRecord, step: int) -> None:
+        """Let pass a checkpoint that the caller may delete now.
+
+        Raises:
+            NotAllowed: when the job is another user's.
+            WrongJobState: when a job that has not ended would resume from it.
+            InUse: while it is being downloaded.
+        """
+        await self._change(principal, job.job_id)
         checkpoints = self.folders.checkpoints(job.job_id)
         newest = await asyncio.to_thread(checkpoints.newest)
         if job.job_state not in ENDED and newest is not None and newest == checkpoints.of_step(step):
             raise WrongJobState(f"job {job.job_id} has not ended and would continue from step {step}; cancel it first")
-        await asyncio.to_thread(checkpoints.delete, step)
+        self.leases.require_unread(checkpoints, [step])
+
+    async def require_deletable(self, principal: Principal, job: JobRecord) -> None:
+        """Let pass a job that the caller may delete now.
+
+        Raises:
+            NotAllowed: when it is another user's.
+            InUse: when it has not ended, or one of its checkpoints is being downloaded.
+        """
+        await self._change(principal, job.job_id)
+        if job.job_state not in ENDED:
+            raise InUse(
+                f"job {job.job_id} is {job.job_state}; only a job that has ended can be deleted: horizon job cancel {job.job_id}"
+            )
+        checkpoints = self.folders.checkpoints(job.job_id)
+        self.leases.require_unread(checkpoints, await asyncio.to_thread(checkpoints.steps))
+
+    async def delete(self, principal: Principal, key: str) -> None:
+        """Remove an ended job with its checkpoints, logs and events. Raises as `require_deletable` does."""
+        job = await self.get(principal, key)
+        await self.require_deletable(principal, job)
+        try:
+            await self.journal.store.begin_deletion(job.job_id, BEING_DELETED)
+        except WrongJobState as error:  # resumed meanwhile
+            raise InUse(f"{error.message}; cancel it first") from error
+        await self.finish_deletion(job.job_id)
+
+    async def finish_deletion(self, job_id: str) -> None:
+        """Remove what is left of a job that is marked as being deleted. Raises InUse, and takes the mark off, when it is read again."""
+        checkpoints = self.folders.checkpoints(job_id)
+        for step in await asyncio.to_thread(checkpoints.steps):
+            self.leases.drop_idle(checkpoints, step)
+        try:
+            await in_thread(lambda: self.folders.remove_job(job_id))
+        except InUse:
+            await self.journal.store.end_deletion(job_id)
+            raise
+        await self.journal.store.delete(job_id)
+        self.journal.forget(await self.journal.store.counts())
 
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
         """Return the spec with its project."""
-        # Refused rather than ignored: this version does not carry it out.
-        if spec.priority != 0:
-            raise InvalidSpec.of(
-                "priority", "priority must be 0: the queue is first come, first served in this version"
-            )
-        if spec.project not in ("", principal.project) and principal.role != "admin":
-            raise NotAllowed(f"project {spec.project} is not yours; leave project out or set it to {principal.project}")
-        return spec.model_copy(update={"project": spec.project or principal.project})
+        return spec if spec.project else spec.in_project(principal.project)
+
+    def _with_outlook(self, job: JobRecord) -> JobRecord:
+        """Return the job with why it is where it is; a job that has ended since the scheduler last looked has no outlook."""
+        stays = job.job_state is JobState.QUEUED or job.job_state in RESIDENT
+        return replace(job, outlook=self.scheduler.outlook(job.job_id)) if stays else job
 
     async def _change(self, principal: Principal, key: str) -> JobRecord:
         job = await self.get(principal, key)
-        require_change(principal, job.owner, f"job {job.job_id}")
+        require_change(principal, job.owner, f"job {job.job_id}", project=job.project)
         return job
 
     async def _stop(self, job: JobRecord, wanted: Wanted) -> JobRecord:
         """Carry out a user's order at once, or ask the attempt of a job on the device for it."""
-        if job.job_state not in ON_DEVICE:
+        if job.job_state not in RESIDENT:
             state, reason, message = ORDERED[wanted]
-            return await self.journal.move(job, state, reason=reason, message=message)
+            try:
+                return await self.journal.move(job, state, reason=reason, message=message)
+            except WrongJobState:
+                now = await self.journal.store.get(job.job_id)
+                if now is None or now.job_state not in RESIDENT:
+                    raise
+                job = now  # it was loaded while this call was on its way
         # Without an attempt the daemon that ran it has died and the job is not settled yet: the recovery then carries out what is
         # stored here.
-        attempt = self.scheduler.current
+        attempt = self.scheduler.attempt(job.job_id)
         with contextlib.suppress(WrongJobState):  # it may end while this call is on its way
-            if attempt is not None and attempt.job.job_id == job.job_id:
+            if attempt is not None:
                 await attempt.stop(wanted)
             elif job.job_state is JobState.STOPPING:
                 await self.journal.store.set(job.job_id, wanted=wanted)

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import shutil
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.db.jobs import JobStore
 from horizon_server.jobs.journal import Lifecycle
-from horizon_server.planning.machine import Accelerator, host_memory
+from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.planning.machine import Accelerator, HostMemory, host_memory
 from horizon_server.records.account import Principal
+from horizon_server.records.job import RESIDENT
+from horizon_server.records.sharing import NodeCondition, NodeMode, ShareUse
 from horizon_server.store.cpus import available_cpus
 from horizon_server.version import VERSION
+
+_FIGURES_HOLD_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStatus:
+    """How one device is shared now."""
+
+    name: str
+    """host, cuda:0 and so on."""
+    holder: str
+    """Id of the job whose turn it is; empty while no job uses it."""
+    num_residents: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +47,81 @@ class NodeStatus:
     draining: bool
     user: str
     role: str
+    condition: NodeCondition
+    mode: NodeMode
+    """What holds now, the maintenance window included."""
+    time_slice_s: float
+    share_half_life_s: float
+    devices: tuple[DeviceStatus, ...]
+    share_uses: tuple[ShareUse, ...]
+    host_memory_promised_bytes: int
+    """Planned host memory of all resident jobs together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MachineFigures:
+    read_s: float
+    memory: HostMemory
+    num_cpus: int
+    disk_free_bytes: int
 
 
 class NodeFacts:
     """Answers what the node is and how busy it is."""
 
     def __init__(
-        self, store: JobStore, lifecycle: Lifecycle, *, state_dir: Path, accelerators: tuple[Accelerator, ...]
-    ) -> None:
+        self, store: JobStore, lifecycle: Lifecycle, scheduler: Scheduler, *, state_dir: Path,
+        accelerators: tuple[Accelerator, ...], share_half_life_s: float,
+    ) -> None:  # fmt: skip
         self._store = store
         self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._share_half_life_s = share_half_life_s
         self._state_dir = state_dir
         self._accelerators = accelerators
+        self._machine: _MachineFigures | None = None
 
     async def describe(self, principal: Principal) -> NodeStatus:
         """Return the node as it is now, and who asks."""
-        memory = host_memory()
+        now_s, scheduler, machine = time.time(), self._scheduler, self._machine_figures()
+        condition = await scheduler.view.sharing.condition()
+        residents = await self._store.in_states(sorted(RESIDENT))
         return NodeStatus(
             hostname=socket.gethostname(),
             version=VERSION,
-            host_memory_limit_bytes=memory.limit_bytes,
-            host_memory_available_bytes=memory.available_bytes,
-            num_cpus=available_cpus(),
+            host_memory_limit_bytes=machine.memory.limit_bytes,
+            host_memory_available_bytes=machine.memory.available_bytes,
+            num_cpus=machine.num_cpus,
             accelerators=self._accelerators,
-            disk_free_bytes=shutil.disk_usage(self._state_dir).free,
+            disk_free_bytes=machine.disk_free_bytes,
             num_jobs=await self._store.counts(),
             draining=self._lifecycle.draining,
             user=principal.name,
             role=principal.role,
+            condition=condition,
+            mode=condition.at(now_s),
+            time_slice_s=scheduler.view.rules.time_slice_s,
+            share_half_life_s=self._share_half_life_s,
+            devices=tuple(
+                DeviceStatus(
+                    name=name,
+                    holder=turns.holder.job.job_id if turns.holder else "",
+                    num_residents=len(turns.seats),
+                )
+                for name, turns in scheduler.turns.items()
+            ),
+            share_uses=tuple(scheduler.view.shares.uses(now_s)),
+            host_memory_promised_bytes=sum(job.plan.host_total_bytes for job in residents if job.plan),
         )
+
+    def _machine_figures(self) -> _MachineFigures:
+        """Return the figures of at most a second ago: each takes reading a dozen files, and pages of status ask all the time."""
+        now_s = time.monotonic()
+        if self._machine is None or now_s - self._machine.read_s > _FIGURES_HOLD_S:
+            self._machine = _MachineFigures(
+                read_s=now_s,
+                memory=host_memory(),
+                num_cpus=available_cpus(),
+                disk_free_bytes=shutil.disk_usage(self._state_dir).free,
+            )
+        return self._machine

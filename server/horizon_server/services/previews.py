@@ -14,9 +14,9 @@ from horizon_server.datasets.preview import (
     PreviewRow,
     rows_from_answer,
 )
-from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled
+from horizon_server.errors import InvalidModel, InvalidSpec, OutOfMemory, Stalled, WorkerCrashed
 from horizon_server.records.account import Principal
-from horizon_server.services.pushed import NodeResources
+from horizon_server.services.inputs import NodeResources
 
 _AT_ONCE = 2
 _MEMORY_BYTES = 4 * 2**30
@@ -47,14 +47,14 @@ class Previews:
             NotFound: when the caller has no such dataset or model.
             InvalidData, InvalidModel: when the dataset cannot be rendered for the model.
             Stalled: when it takes longer than `limit_s`.
-            WorkerDied: when the child was killed, or crashed.
+            WorkerDied: when the child was killed.
         """
         options.check()
         if not model:
             problem = "model is empty; name the pushed model whose chat template and tokenizer render the rows"
             raise InvalidSpec.of("model", problem)
         files = await self._resources.dataset(principal, dataset)
-        _, model_dir = await self._resources.model(principal, model)
+        model_id, model_dir = await self._resources.model(principal, model)
         record = files.record
         # Of a text the offset counts the documents that the model's tokens split it into, which are not known here.
         if options.offset >= record.num_rows > 0 and record.format != "text":
@@ -69,7 +69,8 @@ class Previews:
         )
         # First the user's own turn: what waits for it must not hold one of the slots.
         async with self._of_user[principal.name], self._slots:
-            rows = await self._render(request)
+            with self._resources.reading(record.dataset_id, model_id):
+                rows = await self._render(request)
         return DatasetPreview(rows=rows, num_rows=record.num_rows, format=record.format, options=options)
 
     async def _render(self, request: PreviewRequest) -> tuple[PreviewRow, ...]:
@@ -86,8 +87,11 @@ class Previews:
                 f"the rows were not rendered within {self._limits.wall_s:g} s; ask for fewer rows, or for earlier ones; "
                 "if that does not help, the model's chat template may never end"
             ) from error
+        except WorkerCrashed as error:
+            raise InvalidModel("rendering these rows crashes; is the chat template right?") from error
         except OutOfMemory as error:
             raise InvalidModel(
-                f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; is the chat template right?"
+                f"rendering these rows takes more than {_MEMORY_BYTES // 2**30} GiB of memory; ask for fewer rows, or correct the "
+                "model's chat template"
             ) from error
         return rows_from_answer(answer)

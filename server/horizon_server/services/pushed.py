@@ -6,12 +6,14 @@ hold, how its files are checked, and what else there is to remove.
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +23,7 @@ from horizon_formats.formats import check_field_map, parse_format
 from horizon_server.blobs.concurrency import SharedCalls, in_thread
 from horizon_server.blobs.parts import disk_full_reported
 from horizon_server.blobs.store import link_folder, remove_folder, remove_unreferenced
-from horizon_server.children.child import Limits, run_child
+from horizon_server.blobs.trash import size_of
 from horizon_server.datasets.checking import check_dataset
 from horizon_server.datasets.reading import StoredFile, server_errors
 from horizon_server.datasets.recipe import remove_prepared
@@ -30,39 +32,28 @@ from horizon_server.errors import (
     InUse,
     InvalidModel,
     InvalidSpec,
-    NotAllowed,
     NotFound,
-    OutOfMemory,
-    Stalled,
-    WorkerCrashed,
 )
-from horizon_server.jobs.preparation import DatasetFiles
-from horizon_server.records.account import Principal
+from horizon_server.records.account import EVERYONE, Principal
 from horizon_server.records.blob import BlobFile, DatasetRecord, ModelRecord, PushedRecord, check_files, digest
-from horizon_server.records.job import JobRecord
-from horizon_server.services.accounts import may_see, require_change, require_create
-from horizon_server.services.model_check import ModelFacts, check_config, check_names
+from horizon_server.services.access import may_see, require_change, require_create
+from horizon_server.services.model_check import check_config, check_names
+from horizon_server.services.model_child import check_model
+from horizon_server.services.quotas import Quotas
 from horizon_server.services.uploads import Uploads
-from horizon_server.settings import child_environment
 from horizon_server.spec import NAME_PATTERN, NAME_RULE
 from horizon_server.store.model_files import CONFIG_FILE, parse_config
 
 log = structlog.get_logger(__name__)
 
 RecordT = TypeVar("RecordT", bound=PushedRecord)
-# Returns the id of a job that has not ended and refers to the resource, or None.
-FindUser = Callable[[str], Awaitable[str | None]]
+# Returns id and owner of jobs that have not ended and refer to the resource.
+FindUsers = Callable[[str], Awaitable[Sequence[tuple[str, str]]]]
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
 MAX_ANNOUNCED_CONFIG_BYTES = 2**20
-# The largest folder that the header's own limits allow, 200,000 tensors in 64 MiB of headers, takes a quarter of each.
-LIMITS = Limits(memory_bytes=2 * 2**30, cpu_s=60, file_bytes=2**20, wall_s=300.0, oom_score_adj=1000)
-_TOO_MUCH = (
-    "config.json and the headers of its weights take more {what} to read than those of any model; "
-    "push a folder written by save_pretrained"
-)
 
 
 def page_limit(page_size: int) -> int:
@@ -72,16 +63,34 @@ def page_limit(page_size: int) -> int:
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
+def _as_seen(principal: Principal, record: RecordT) -> RecordT:
+    """Return a record without the projects that it is shared with and the caller is not in."""
+    if not record.shared_with or principal.sees_all or principal.name == record.owner:
+        return record
+    known = (EVERYONE, *principal.memberships)
+    return dataclasses.replace(record, shared_with=tuple(name for name in record.shared_with if name in known))
+
+
 class PushedService(ABC, Generic[RecordT]):
     """What callers may do with the resources of one kind."""
 
-    def __init__(self, store: PushedStore[Any, RecordT], uploads: Uploads, *, max_bytes: int, in_use: FindUser) -> None:
+    def __init__(
+        self,
+        store: PushedStore[Any, RecordT],
+        uploads: Uploads,
+        *,
+        max_bytes: int,
+        users_of: FindUsers,
+        quotas: Quotas,
+    ) -> None:
         self._store = store
         self._uploads = uploads
         self._max_bytes = max_bytes
-        self._in_use = in_use
+        self._users_of = users_of
+        self._quotas = quotas
         self._kind = store.record_type.kind
         self._finalizing = SharedCalls[RecordT]()
+        self._readers = Counter[str]()
 
     @abstractmethod
     async def _check(self, record: RecordT) -> dict[str, Any]:
@@ -98,11 +107,10 @@ class PushedService(ABC, Generic[RecordT]):
             InvalidData, InvalidModel: with file, line or field of what is wrong.
             WorkerDied: when the check was killed; the same call may be repeated.
         """
-        record = await self.get(principal, resource_id)
-        require_change(principal, record.owner, f"{self._kind} {resource_id}")
+        record = await self.get_for_change(principal, resource_id)
         if record.ready:
             return record
-        return await self._finalizing.join(record.id, lambda: self._finalize(record))
+        return await self._finalizing.join(record.id, lambda: self._finalize(record), user=record.owner)
 
     async def get(self, principal: Principal, key: str) -> RecordT:
         """Return what `key` means to the caller: by id, else their own of that name, else the only one they may see.
@@ -110,7 +118,11 @@ class PushedService(ABC, Generic[RecordT]):
         Raises NotFound when there is none that they may see; InvalidSpec when several users have one of that name.
         """
         # Names of other users are left out before anything is counted: an answer must not depend on what the caller may not see.
-        visible = [record for record in await self._store.find(key) if may_see(principal, record.owner)]
+        visible = [
+            _as_seen(principal, record)
+            for record in await self._store.find(key)
+            if may_see(principal, record.owner, shared_with=record.shared_with)
+        ]
         by_id = [record for record in visible if record.id == key]
         own = [record for record in visible if record.owner == principal.name]
         found = by_id or own or visible
@@ -128,6 +140,22 @@ class PushedService(ABC, Generic[RecordT]):
             raise NotFound(f"{self._kind} {key} is not ready: its upload was not finished; push it again")
         return record
 
+    async def get_for_change(self, principal: Principal, key: str) -> RecordT:
+        """Return what `key` means to the caller, as `get` does. Raises NotAllowed when they may only use it."""
+        record = await self.get(principal, key)
+        require_change(principal, record.owner, f"{self._kind} {key}", shared_with=record.shared_with)
+        return record
+
+    async def share(self, principal: Principal, key: str, project: str) -> RecordT:
+        """Let all members of a project, or `EVERYONE`, use a resource; return it. Raises NotFound, NotAllowed."""
+        record = await self.get_for_change(principal, key)
+        return await self._store.share(record.id, project, granted_by=principal.name, now_s=time.time())
+
+    async def unshare(self, principal: Principal, key: str, project: str) -> RecordT:
+        """Take back what `share` allowed; return the resource. Jobs that were submitted with it keep it. Raises NotFound, NotAllowed."""
+        record = await self.get_for_change(principal, key)
+        return await self._store.unshare(record.id, project)
+
     async def by_id(self, resource_id: str) -> RecordT:
         """Return one resource by id for a job, which was allowed to use it when it was submitted. Raises NotFound."""
         found = [record for record in await self._store.find(resource_id) if record.id == resource_id]
@@ -135,30 +163,60 @@ class PushedService(ABC, Generic[RecordT]):
             raise NotFound(f"{self._kind} {resource_id} does not exist any more")
         return found[0]
 
-    async def list(
-        self, principal: Principal, *, page_size: int = 0, page_token: str = ""
-    ) -> tuple[list[RecordT], str]:
-        """Return a page of what the caller may see, newest first, and the token of the next; empty on the last."""
-        owner = None if principal.sees_all else principal.name
-        return await self._store.page(owner=owner, limit=page_limit(page_size), token=page_token)
-
     async def delete(self, principal: Principal, key: str) -> None:
-        """Remove a resource and the contents that nothing else is made of. Raises InUse when a job that has not ended refers to it."""
+        """Remove a resource and the contents that nothing else is made of. Raises as `require_deletable` does."""
         record = await self.get(principal, key)
-        require_change(principal, record.owner, f"{self._kind} {key}")
-        job_id = await self._in_use(record.id)
-        if job_id is not None:
-            raise InUse(f"{self._kind} {record.name} is needed by job {job_id}; cancel the job or wait for its end")
+        await self.require_deletable(principal, record)
+        await self._remove(record)
+
+    async def require_deletable(self, principal: Principal, record: RecordT) -> None:
+        """Let pass what the caller may delete now.
+
+        Raises:
+            NotAllowed: when it is another user's.
+            InUse: when a job that has not ended refers to it, a preview reads it, or it is being checked.
+        """
+        require_change(principal, record.owner, f"{self._kind} {record.name}", shared_with=record.shared_with)
+        if users := await self._users_of(record.id):
+            seen = [f"{job_id} of {owner}" for job_id, owner in users if may_see(principal, owner)]
+            # Of others' jobs, which the caller may not see, the number only.
+            hidden = len(users) - len(seen)
+            named = [*seen, *([f"{hidden} of other users"] if hidden else [])]
+            what = "job" if len(users) == 1 else "jobs"
+            raise InUse(
+                f"{self._kind} {record.name} is needed by {what} {', '.join(named)}; cancel {what} or wait for the end"
+            )
         if self._finalizing.runs(record.id):
             raise InUse(
                 f"{self._kind} {record.name} is being checked right now; try again in a moment", retry_after_s=5.0
             )
-        await self._remove(record)
+        if self._readers[record.id]:
+            raise InUse(
+                f"{self._kind} {record.name} is being read by a preview; try again in a moment", retry_after_s=5.0
+            )
+
+    async def freed_bytes(self, record: RecordT) -> int:
+        """Return the bytes that deleting a resource frees: of the contents that nothing else is made of."""
+        sole = await self._uploads.only_of(record.id)
+        return sum({file.sha256: file.size_bytes for file in record.files if file.sha256 in sole}.values())
+
+    @contextmanager
+    def reading(self, resource_id: str) -> Iterator[None]:
+        """Keep a resource from being deleted until the end of the block."""
+        self._readers[resource_id] += 1
+        try:
+            yield
+        finally:
+            self._readers[resource_id] -= 1
+
+    async def unfinished(self, max_age_s: float) -> list[RecordT]:
+        """Return announcements older than that which were never finalized and are not being checked now."""
+        unfinished = await self._store.unfinished(time.time() - max_age_s)
+        return [record for record in unfinished if not self._finalizing.runs(record.id)]
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized; return how many."""
-        unfinished = await self._store.unfinished(time.time() - max_age_s)
-        idle = [record for record in unfinished if not self._finalizing.runs(record.id)]
+        idle = await self.unfinished(max_age_s)
         for record in idle:
             await self._remove(record)
         return len(idle)
@@ -172,9 +230,10 @@ class PushedService(ABC, Generic[RecordT]):
         if not NAME_PATTERN.fullmatch(name):
             raise InvalidSpec.of("name", f"name is {name!r:.80}; it must be {NAME_RULE}")
 
-    async def _announce(self, announced: RecordT, *, request_id: str) -> RecordT:
+    async def _announce(self, principal: Principal, announced: RecordT, *, request_id: str) -> RecordT:
         check_files(announced.files, what=self._kind, max_bytes=self._max_bytes)
-        record, replaced = await self._store.create(announced, request_id=request_id)
+        admit, members = await self._quotas.admit_push(principal, announced.size_bytes)
+        record, replaced = await self._store.create(announced, request_id=request_id, admit=admit, members=members)
         if replaced is not None:
             await self._drop_contents(replaced, keep=record.files)
         return record
@@ -202,6 +261,16 @@ class PushedService(ABC, Generic[RecordT]):
         await self._uploads.release(record.owner, dropped)
         await self._uploads.collect(dropped)
 
+    async def list(
+        self, principal: Principal, *, page_size: int = 0, page_token: str = ""
+    ) -> tuple[list[RecordT], str]:
+        """Return a page of what the caller may see, newest first, and the token of the next; empty on the last."""
+        owner = None if principal.sees_all else principal.name
+        records, following = await self._store.page(
+            owner=owner, projects=principal.memberships, limit=page_limit(page_size), token=page_token
+        )
+        return [_as_seen(principal, record) for record in records], following
+
 
 class DatasetService(PushedService[DatasetRecord]):
     """What callers may do with datasets. A dataset has no files of its own: its rows are read from the blob store."""
@@ -212,12 +281,13 @@ class DatasetService(PushedService[DatasetRecord]):
         uploads: Uploads,
         *,
         max_bytes: int,
-        in_use: FindUser,
+        users_of: FindUsers,
+        quotas: Quotas,
         prepared_root: Path,
     ) -> None:
         """`prepared_root` holds the tokens of datasets, in one folder per digest."""
-        super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use)
-        self._prepared_root = prepared_root
+        super().__init__(store, uploads, max_bytes=max_bytes, users_of=users_of, quotas=quotas)
+        self.prepared_root = prepared_root
 
     async def create(
         self,
@@ -234,6 +304,7 @@ class DatasetService(PushedService[DatasetRecord]):
         Raises:
             InvalidSpec, TooLarge: for an announcement that cannot be fulfilled.
             AlreadyExists: when the name is taken by other content.
+            QuotaExceeded: when the user or the project would store more than an admin allows.
         """
         self._require_announcement(principal, name)
         with server_errors():
@@ -248,19 +319,30 @@ class DatasetService(PushedService[DatasetRecord]):
             digest=digest(files, format, dict(field_map)),
             created_s=time.time(),
         )
-        return await self._announce(announced, request_id=request_id)
+        return await self._announce(principal, announced, request_id=request_id)
 
     def data_files(self, record: DatasetRecord) -> tuple[StoredFile, ...]:
         """Return where the files of a dataset are, with the names their owner gave them."""
         store = self._uploads.store
         return tuple(StoredFile(path=store.path(file.sha256), name=file.path) for file in record.files)
 
+    async def freed_bytes(self, record: DatasetRecord) -> int:
+        """Return the bytes that deleting a dataset frees, those of its tokens included."""
+        freed = await super().freed_bytes(record)
+        if not record.ready or await self._store.has_ready(record.digest, but=record.id):
+            return freed
+        return freed + await in_thread(lambda: size_of(self.prepared_root / record.digest))
+
+    async def orphaned_tokens(self) -> list[Path]:
+        """Return the folders of tokens without a dataset: a daemon that was killed while it deleted a dataset has left them."""
+        root = self.prepared_root
+        folders = await in_thread(lambda: list(root.iterdir()) if root.is_dir() else [])
+        return [folder for folder in folders if not await self._store.has_ready(folder.name)]
+
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized, and tokens without a dataset; return how many of the first."""
         removed = await super().sweep(max_age_s)
-        # A daemon that was killed between the end of a dataset and that of its tokens has left them.
-        root = self._prepared_root
-        for folder in await in_thread(lambda: list(root.iterdir()) if root.is_dir() else []):
+        for folder in await self.orphaned_tokens():
             await self._remove_prepared(folder.name)
         return removed
 
@@ -272,7 +354,7 @@ class DatasetService(PushedService[DatasetRecord]):
     async def _remove_prepared(self, content: str) -> None:
         # Datasets of equal content share their tokens, of all users. No job can be using them: a dataset that one needs stays.
         if not await self._store.has_ready(content):
-            await in_thread(lambda: remove_prepared(self._prepared_root, content))
+            await in_thread(lambda: remove_prepared(self.prepared_root, content))
 
     async def _check(self, record: DatasetRecord) -> dict[str, Any]:
         found = await check_dataset(
@@ -289,8 +371,10 @@ class DatasetService(PushedService[DatasetRecord]):
 class ModelService(PushedService[ModelRecord]):
     """What callers may do with models. `root` holds one folder of hard links per READY model."""
 
-    def __init__(self, store: ModelStore, uploads: Uploads, *, root: Path, max_bytes: int, in_use: FindUser) -> None:
-        super().__init__(store, uploads, max_bytes=max_bytes, in_use=in_use)
+    def __init__(
+        self, store: ModelStore, uploads: Uploads, *, root: Path, max_bytes: int, users_of: FindUsers, quotas: Quotas
+    ) -> None:
+        super().__init__(store, uploads, max_bytes=max_bytes, users_of=users_of, quotas=quotas)
         self._root = root
 
     async def create(
@@ -304,6 +388,7 @@ class ModelService(PushedService[ModelRecord]):
             InvalidSpec, TooLarge: for an announcement that cannot be fulfilled.
             InvalidModel: for a folder that its names or its config already rule out: pickles, code, no weights, an encoder.
             AlreadyExists: when the name is taken by other content.
+            QuotaExceeded: when the user or the project would store more than an admin allows.
         """
         self._require_announcement(principal, name)
         check_names(files)
@@ -324,11 +409,18 @@ class ModelService(PushedService[ModelRecord]):
             digest=digest(sorted(files, key=lambda file: file.path)),
             created_s=time.time(),
         )
-        return await self._announce(announced, request_id=request_id)
+        return await self._announce(principal, announced, request_id=request_id)
 
     def folder(self, model_id: str) -> Path:
         """Return where the folder of a READY model is."""
         return self._root / model_id
+
+    async def orphaned_folders(self) -> list[Path]:
+        """Return the folders without a record."""
+        known, root = await self._store.ids(), self._root
+        return await in_thread(
+            lambda: [path for path in root.iterdir() if path.name not in known] if root.is_dir() else []
+        )
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove announcements older than that which were never finalized; move folders without a record to the trash. Return how many."""
@@ -344,73 +436,3 @@ class ModelService(PushedService[ModelRecord]):
 
     async def _clean_up(self, record: ModelRecord) -> None:
         await in_thread(lambda: remove_folder(self.folder(record.model_id)))
-
-
-class NodeResources:
-    """Finds the files that names mean, as the dataset and model services let the caller see them."""
-
-    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
-        self._datasets = datasets
-        self._models = models
-        self._model_roots = [root.resolve() for root in model_roots]
-
-    async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
-        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
-        return self._files(await self._datasets.get_ready(principal, name))
-
-    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
-        """Return model, data and evaluation data of a job. Raises NotFound when a dataset was deleted meanwhile."""
-        dataset = await self._datasets.by_id(job.dataset_id)
-        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
-        # `model` gives the path of a folder of the node as its id.
-        model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
-        return model, self._files(dataset), self._files(evaluation) if evaluation else None
-
-    async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
-        """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
-
-        Raises:
-            NotFound: when there is none for the caller, or its upload is not finished.
-            NotAllowed: when a folder is not below one of the setting's `model_roots`.
-        """
-        if name.startswith("/"):
-            folder = await asyncio.to_thread(self._allowed_folder, name)
-            return str(folder), folder
-        record = await self._models.get_ready(principal, name)
-        return record.model_id, self._models.folder(record.model_id)
-
-    def _allowed_folder(self, name: str) -> Path:
-        folder = Path(name).resolve()  # a link must not lead out of the allowed root
-        if not any(folder.is_relative_to(root) for root in self._model_roots):
-            roots = ", ".join(map(str, self._model_roots)) or "none"
-            raise NotAllowed(
-                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
-            )
-        if not (folder / CONFIG_FILE).is_file():
-            raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")
-        return folder
-
-    def _files(self, record: DatasetRecord) -> DatasetFiles:
-        return DatasetFiles(record=record, files=self._datasets.data_files(record))
-
-
-async def check_model(folder: Path, *, limits: Limits = LIMITS) -> ModelFacts:
-    """Return what `model_check.check_folder` returns, from a process of its own; cancelling ends it.
-
-    Raises: InvalidModel as `check_folder`, and where the folder crashes its reader or takes too much time or memory; WorkerDied where
-    the child was killed, which says nothing about the folder.
-    """
-    try:
-        found: ModelFacts = await run_child(
-            "horizon_server.services.model_check", {"folder": str(folder)}, who="the model check",
-            environment=child_environment(), limits=limits,
-        )  # fmt: skip
-    except Stalled as error:
-        raise InvalidModel(_TOO_MUCH.format(what="time")) from error
-    except OutOfMemory as error:
-        raise InvalidModel(_TOO_MUCH.format(what="memory")) from error
-    except WorkerCrashed as error:
-        raise InvalidModel(
-            "the model folder crashes the program that reads it; its files are damaged, so write them again"
-        ) from error
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
 
 from horizon_server.blobs.store import BlobStore
 from horizon_server.db.pushed import BlobReferences
@@ -102,6 +103,17 @@ class Uploads:
         async with self._collecting:
             candidates = {file.sha256 for file in files}
             return await self.store.remove_unreferenced(await self._references.of_any(candidates), candidates)
+
+    async def only_of(self, resource_id: str) -> frozenset[str]:
+        """Return the contents that one resource and no other is made of."""
+        return await self._references.only_of(resource_id)
+
+    async def garbage(self, max_age_s: float) -> tuple[list[Path], list[Path]]:
+        """Return what `sweep` would remove: partial uploads, and contents that nothing refers to."""
+        async with self._collecting:
+            referenced = await self._references.of_all()
+            expired = await self.store.expired(max_age_s)
+            return expired, await self.store.unreferenced(referenced, expired=expired)
 
     async def sweep(self, max_age_s: float) -> int:
         """Remove partial uploads older than that, then move every content that nothing refers to to the trash; return how many files."""

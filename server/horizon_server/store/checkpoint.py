@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from horizon_formats.model_files import companion_files
+from horizon_server import progress
 from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
 from horizon_server.store.host_store import HostStore, merge_master, split_master
@@ -83,11 +84,12 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any],
     dtype: ExportDtype = "source",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    min_free_bytes: int | None = None,
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
     Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
-    store meanwhile.
+    store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk.
 
     Raises:
         AlreadyExists: `target` is there already.
@@ -100,7 +102,7 @@ def save_checkpoint(
     needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
     needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
     files: dict[str, FileRecord] = {}
-    with durable_folder(target, needed_bytes=needed_bytes) as folder:
+    with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=min_free_bytes) as folder:
 
         def write_group(stem: str) -> dict[str, FileRecord]:
             prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
@@ -295,6 +297,7 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
 
 
 def _read_into(stream: FileIO, piece: memoryview) -> None:
+    progress.advance()
     done = 0
     # One raw read may return fewer bytes than were asked for.
     while done < len(piece):

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from horizon_server.errors import InvalidModel
+from horizon_server.store import generations as generations_plane
 from horizon_server.store import native, planes, reference
 from horizon_server.store.cpus import available_cpus
+from horizon_server.store.generations import Generations
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
 _PLANE_DTYPES = {"hi": torch.bfloat16, "lo": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -26,6 +28,7 @@ class HostStore:
     """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), and `grad` where updates are deferred.
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold zeros only.
+    `generations` says which updates the units have.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class HostStore:
         self.grad_dtype = grad_dtype
         self.fds = dict(fds)
         self._owns_fds = owns_fds
+        self.generations = Generations(layout, fds.get(generations_plane.PLANE))
         self._planes: dict[str, torch.Tensor] = {}
         sizes = _sizes(layout, grad_dtype)
         # A memory file that has no block yet was never written, so its plane is zero without anybody writing zeros.

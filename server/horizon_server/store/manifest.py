@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server.durable import replace_file
 from horizon_server.errors import InvalidModel
 
 TRAINER_FOLDER = "trainer"
@@ -46,7 +47,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint folder; it comes last, after every file it names."""
     files = {name: asdict(record) for name, record in manifest.files.items()}
     document = {"format_version": FORMAT_VERSION, "versions": dict(manifest.versions), "files": files}
-    (folder / MANIFEST_FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    replace_file(folder / MANIFEST_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from horizon_server import progress
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
@@ -23,6 +24,7 @@ STAGING_ELEMENTS = 1 << 21
 MAX_THREADS = 4
 # Small enough that a piece is still in the cache when it is checked.
 _IN_PLACE_BYTES = 1 << 20
+_ZEROED_ELEMENTS = 1 << 26
 
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -42,8 +44,13 @@ def load_model(store: HostStore, folder: Path) -> None:
     staging = _Staging()
     # A plane that was never touched is zero already: each byte of the store is written once.
     to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if plane not in store.blank]
+    parts = [
+        plane[start : start + _ZEROED_ELEMENTS]
+        for plane in map(store.plane, to_zero)
+        for start in range(0, len(plane), _ZEROED_ELEMENTS)
+    ]
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
-        list(pool.map(lambda plane: store.plane(plane).zero_(), to_zero))
+        list(pool.map(_zero, parts))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
 
 
@@ -82,6 +89,11 @@ def _check(layout: StoreLayout, headers: Mapping[str, TensorHeader], folder: Pat
         )
 
 
+def _zero(part: torch.Tensor) -> None:
+    part.zero_()
+    progress.advance()
+
+
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:
     hi = store.flat(header.name, "hi")
     dtype = _DTYPES[header.dtype]
@@ -111,6 +123,7 @@ def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
 
 
 def _read_fully(descriptor: int, view: memoryview, position: int, file: Path) -> None:
+    progress.advance()
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], position + done)

@@ -8,6 +8,7 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from horizon_server import progress
 from horizon_server.errors import DoesNotFit
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; the mmap module has no name for it
@@ -68,6 +69,7 @@ def touch(mapping: mmap.mmap, *, num_threads: int) -> None:
 
 
 def _touch_piece(mapping: mmap.mmap, base: int, start: int, size_bytes: int) -> None:
+    progress.advance()
     libc = ctypes.CDLL(None, use_errno=True)
     # Called through ctypes because mmap.madvise holds the GIL, which would make the touch serial.
     if libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE) == 0:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizon_server import progress
 from horizon_server.errors import InvalidModel
 from horizon_server.store.manifest import FileRecord
 
@@ -318,6 +319,7 @@ def _write_file(file: Path, tensors: Sequence[TensorBytes]) -> FileRecord:
             written = 0
             for view in tensor.pieces():
                 for start in range(0, view.nbytes, PIECE_BYTES):
+                    progress.advance()
                     piece = view[start : start + PIECE_BYTES]
                     stream.write(piece)
                     digest.update(piece)

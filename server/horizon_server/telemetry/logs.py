@@ -9,7 +9,9 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import structlog
@@ -19,6 +21,17 @@ HIDDEN = "[hidden]"
 
 _CHATTY = ("alembic", "uvicorn", "asyncio")
 """Libraries whose info lines do not help an operator: only their warnings are logged, unless the level is debug."""
+
+# Lines of one kind: a burst, then on average.
+LINES_BURST = 300
+LINES_PER_S = 1.0
+# All lines together: a burst, then on average, which is 86 MB a day.
+LOG_BURST_BYTES = 16 * 2**20
+LOG_BYTES_PER_S = 1000.0
+# A traceback with its causes fits.
+MAX_LINE_CHARS = 32 * 1024
+_KIND_CHARS = 40
+_MAX_KINDS = 2000
 
 _GRPC_CORE = "grpc._cython.cygrpc"
 
@@ -54,7 +67,8 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
             else structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
         ],
     )
-    handler = logging.StreamHandler(stream or sys.stderr)
+    # Who sets the level debug wants to see all.
+    handler = logging.StreamHandler(stream or sys.stderr) if level == "debug" else BoundedHandler(stream or sys.stderr)
     handler.setFormatter(formatter)
     logging.getLogger(_GRPC_CORE).addFilter(_is_not_a_cut_call)
     root = logging.getLogger()
@@ -68,6 +82,63 @@ def configure_logging(level: str, json: bool, stream: TextIO | None = None) -> N
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+class BoundedHandler(logging.StreamHandler[TextIO]):
+    """Limits the lines of each kind and the bytes in all, as callers could fill the disk with what they cause."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._room_bytes = float(LOG_BURST_BYTES)
+        self._room_at_s = clock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Refuse lines of a kind that has been written too often; the next one that is written says how many were left out."""
+        if not super().filter(record):
+            return False
+        now_s = self._clock()
+        # Not the whole text, which may hold what a caller has sent.
+        text = record.msg.get("event", "") if isinstance(record.msg, dict) else record.msg
+        key = record.name, str(text)[:_KIND_CHARS]
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) >= _MAX_KINDS:
+                self._kinds.pop(next(iter(self._kinds)))
+            kind = self._kinds[key] = _Kind(at_s=now_s)
+        kind.room = min(LINES_BURST, kind.room + (now_s - kind.at_s) * LINES_PER_S)
+        kind.at_s = now_s
+        self._room_bytes = min(LOG_BURST_BYTES, self._room_bytes + (now_s - self._room_at_s) * LOG_BYTES_PER_S)
+        self._room_at_s = now_s
+        if kind.room < 1 or self._room_bytes < 0:
+            kind.num_left_out += 1
+            return False
+        kind.room -= 1
+        if kind.num_left_out:
+            if isinstance(record.msg, dict):
+                record.msg = {**record.msg, "left_out": kind.num_left_out}
+            else:
+                record.left_out = kind.num_left_out
+            kind.num_left_out = 0
+        return True
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, cut where it is too long."""
+        text = super().format(record)
+        if len(text) > MAX_LINE_CHARS:
+            text = f"{text[:MAX_LINE_CHARS]} ... ({len(text) - MAX_LINE_CHARS} more characters)"
+        self._room_bytes -= len(text)
+        return text
+
+
+@dataclass
+class _Kind:
+    """Lines of one logger that begin alike."""
+
+    at_s: float
+    room: float = LINES_BURST
+    num_left_out: int = 0
 
 
 def _is_not_a_cut_call(record: logging.LogRecord) -> bool:

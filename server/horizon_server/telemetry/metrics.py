@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
 from prometheus_client import (
@@ -22,17 +22,26 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric as Family
 
 from horizon_server.events import CheckpointWritten, EvalDone, Payload, StepDone
 from horizon_server.figures import Metric, QueueFigures, TransferFigures, overlap_ratio
-from horizon_server.records.job import ON_DEVICE, JobRecord, JobState
+from horizon_server.records.job import RESIDENT, JobRecord, JobState
+from horizon_server.records.sharing import Allowance, Holder, ShareUse
 from horizon_server.version import VERSION
 
+Shows = Callable[[Mapping[str, str], Mapping[str, tuple[str, str]]], bool]
+"""Whether a series is shown: gets its labels, and owner and project of the resident jobs by id."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OVERLAP_WINDOW_STEPS = 20
 """The overlap ratio is taken over a job's last steps, at most this number."""
+DISPLACED = "DISPLACED"
+"""Reason of a job that was unloaded to make room for another, and queued again."""
 
 _WAIT_BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86400.0, 3 * 86400.0)
+# A turn lasts a time slice, or one step where a job leaves the device idle; the ageing bound is ten slices for each job that shares it.
+_TURN_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 1800.0, 3600.0)
+_HANDOVER_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _CALL_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
 _FAMILIES = (
     Metric("horizon_build_info", "1; the label says which version runs.", ("version",)),
@@ -71,6 +80,35 @@ _FAMILIES = (
         "Unix time of the job's newest complete checkpoint.",
         ("job_id",),
     ),
+    Metric(
+        "horizon_device_seconds_total", "Seconds of turns on a device, by who used them.", ("project", "user", "device")
+    ),
+    Metric("horizon_device_turns_total", "Turns that ended.", ("device",)),
+    Metric(
+        "horizon_device_turn_wait_seconds",
+        "Time from a job's request for the device to its turn.",
+        ("device",),
+        _TURN_BUCKETS_S,
+    ),
+    Metric(
+        "horizon_device_handover_seconds",
+        "Time from the end of one job's work on the device to the start of the next job's.",
+        ("device",),
+        _HANDOVER_BUCKETS_S,
+    ),
+    Metric("horizon_resident_jobs", "Jobs in host memory that share a device.", ("device",)),
+    Metric("horizon_job_share_ratio", "Part of its device's time that a resident job has, 0 to 1.", ("job_id",)),
+    Metric("horizon_share_use_seconds", "Decayed device seconds that decide whose turn is next.", ("project", "user")),
+    Metric("horizon_project_weight", "Weight of a project that has used the device lately.", ("project",)),
+    Metric("horizon_user_weight", "Weight of a user who has used the device lately.", ("user",)),
+    Metric("horizon_turn_overruns_total", "Turns that a worker did not give back in time."),
+    Metric("horizon_jobs_displaced_total", "Resident jobs that were unloaded to make room for a waiting one."),
+    Metric(
+        "horizon_oldest_queued_timestamp_seconds",
+        "Unix time since which the job that has waited longest is queued; 0 while none is.",
+    ),
+    Metric("horizon_node_open", "1 while jobs may start; 0 while an admin has cordoned or drained the node."),
+    Metric("horizon_host_memory_promised_bytes", "Planned host memory of all resident jobs together."),
     Metric("horizon_gpu_seconds_total", "Seconds of steps and evaluations that ran on a GPU.", ("project", "user")),
     Metric("horizon_host_memory_limit_bytes", "Host memory of the machine, or of the control group where lower."),
     Metric("horizon_host_memory_available_bytes", "Host memory that is free for jobs now."),
@@ -108,7 +146,7 @@ _HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPT
 
 
 class Metrics:
-    """Everything `/metrics` shows. Series with a job_id exist only while that job has its turn on the device.
+    """Everything `/metrics` shows. Series with a job_id exist only while that job is resident.
 
     Args:
         version: shown in horizon_build_info.
@@ -132,17 +170,22 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._clock = clock
         self._queued_s: dict[str, float] = {}
+        self._owners: dict[str, tuple[str, str]] = {}
         self._last_steps: dict[str, deque[StepDone]] = {}
         self._series("horizon_build_info", version=version).set(1)
         for result in ("stored", "partial", "refused", "cut"):
             # A rate sees the first bytes only when the series was there before them.
             self._series("horizon_upload_bytes_total", result=result)
+        self._series("horizon_oldest_queued_timestamp_seconds").set_function(
+            lambda: min(self._queued_s.values(), default=0.0)
+        )
         self.set_jobs({})
+        self.set_node_open(True)
 
     def on_payload(self, job: JobRecord, payload: Payload) -> None:
         """Take one stored event of a job in; `job` as it is after the event."""
         # An attempt's last events may be stored after the job has left the device: they count, but bring no series back.
-        shown = job.job_state in ON_DEVICE
+        shown = job.job_state in RESIDENT
         device, project = _device_of(job), _project_of(job)
         self._take(payload, {"device": device, "project": project} | ({"job_id": job.job_id} if shown else {}))
         if isinstance(payload, StepDone | EvalDone):
@@ -162,15 +205,17 @@ class Metrics:
             self._series("horizon_jobs", state=old).dec()
         self._series("horizon_jobs", state=state.value).inc()
         if state is JobState.QUEUED:
-            self._queued_s[job.job_id] = self._clock()
+            self._queued_s[job.job_id] = job.queued_s
+            if job.reason == DISPLACED:
+                self._series("horizon_jobs_displaced_total").inc()
         elif old == JobState.QUEUED:
-            # After a restart of the daemon only a first attempt's wait is known.
-            queued_s = self._queued_s.pop(job.job_id, job.created_s if job.attempt <= 1 else 0.0)
-            if state in ON_DEVICE and queued_s > 0.0:
-                self._series("horizon_job_queue_wait_seconds").observe(max(0.0, self._clock() - queued_s))
-        if state in ON_DEVICE:
+            self._queued_s.pop(job.job_id, None)
+            if state in RESIDENT:
+                self._series("horizon_job_queue_wait_seconds").observe(max(0.0, self._clock() - job.queued_s))
+        if state in RESIDENT:
             names = {"name": job.spec.name, "model": job.spec.model, "dataset": job.spec.dataset}
             project = _project_of(job)
+            self._owners[job.job_id] = (job.owner, project)
             self._series("horizon_job_info", job_id=job.job_id, owner=job.owner, project=project, **names).set(1)
             self._show_progress(job, job.step, job.num_steps)
         else:
@@ -179,11 +224,60 @@ class Metrics:
                 if "job_id" in metric.labels:
                     self._collectors[metric.name].remove_by_labels({"job_id": job.job_id})
             self._last_steps.pop(job.job_id, None)
+            self._owners.pop(job.job_id, None)
 
     def set_jobs(self, counts: Mapping[str, int]) -> None:
         """Show the number of jobs in each state, from which `on_job_state` counts on; states that are not named have none."""
         for state in JobState:
             self._series("horizon_jobs", state=state.value).set(counts.get(state.value, 0))
+
+    def set_queued(self, since_s: Mapping[str, float]) -> None:
+        """Take over the jobs that are queued when the daemon starts: job_id to when each was queued."""
+        self._queued_s.update(since_s)
+
+    def on_device_use(self, device: str, *, project: str, user: str, device_s: float) -> None:
+        """Count seconds of a turn, which may not have ended."""
+        self._series("horizon_device_seconds_total", project=project, user=user, device=device).inc(max(0.0, device_s))
+
+    def on_turn(self, device: str) -> None:
+        """Count a turn that ended."""
+        self._series("horizon_device_turns_total", device=device).inc()
+
+    def on_turn_wait(self, device: str, seconds: float) -> None:
+        """Take in how long a job waited for its turn."""
+        self._series("horizon_device_turn_wait_seconds", device=device).observe(max(0.0, seconds))
+
+    def on_handover(self, device: str, seconds: float) -> None:
+        """Take in how long the device was idle between two jobs while one waited for it."""
+        self._series("horizon_device_handover_seconds", device=device).observe(max(0.0, seconds))
+
+    def on_turn_overrun(self) -> None:
+        """Count a worker that has not given the device back in time."""
+        self._series("horizon_turn_overruns_total").inc()
+
+    def set_residents(self, counts: Mapping[str, int], promised_bytes: int) -> None:
+        """Show how many jobs share each device, and the host memory that is planned for all of them together."""
+        self._replace("horizon_resident_jobs", {(device,): count for device, count in counts.items()})
+        self._series("horizon_host_memory_promised_bytes").set(promised_bytes)
+
+    def set_node_open(self, is_open: bool) -> None:
+        """Show whether jobs may start."""
+        self._series("horizon_node_open").set(is_open)
+
+    def set_share_uses(
+        self,
+        uses: Iterable[ShareUse],
+        weight_of: Callable[[Holder, str], float] = lambda _holder, _name: Allowance.weight,
+    ) -> None:
+        """Show what every user has used, decayed, and the weights that it is divided by."""
+        uses = list(uses)
+        self._replace("horizon_share_use_seconds", {(use.project, use.user): use.device_s for use in uses})
+        self._replace("horizon_project_weight", {(use.project,): weight_of("project", use.project) for use in uses})
+        self._replace("horizon_user_weight", {(use.user,): weight_of("user", use.user) for use in uses})
+
+    def set_job_shares(self, shares: Mapping[str, float]) -> None:
+        """Show the part of its device's time that each resident job has."""
+        self._replace("horizon_job_share_ratio", {(job_id,): share for job_id, share in shares.items()})
 
     def set_disk(self, total_bytes: int, free_bytes: int) -> None:
         """Show the disk of the state folder."""
@@ -219,9 +313,9 @@ class Metrics:
         known = method if method in _HTTP_METHODS else "other"
         self._series("http_request_duration_seconds", method=known, route=route, code=str(code)).observe(seconds)
 
-    def render(self) -> tuple[bytes, str]:
-        """Return the exposition and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE
+    def render(self, shows: Shows = lambda _labels, _owners: True) -> tuple[bytes, str]:
+        """Return the exposition of the series that `shows` is true for, and its content type."""
+        return generate_latest(_Shown(self.registry, lambda labels: shows(labels, self._owners))), CONTENT_TYPE
 
     def _take(self, figures: Any, labels: Mapping[str, str]) -> None:
         """Count or show every figure that declares a metric; without a job_id in `labels`, only those that need none."""
@@ -267,6 +361,12 @@ class Metrics:
             own["device"] = _device_of(job)
             self._set_components("horizon_device_memory_planned_bytes", job.plan.device_bytes, own)
 
+    def _replace(self, name: str, values: Mapping[tuple[str, ...], float]) -> None:
+        """Make `values`, by label values, the only series of a gauge."""
+        self._collectors[name].clear()
+        for labels, value in values.items():
+            self._collectors[name].labels(*labels).set(value)
+
     def _set_components(self, name: str, values: Mapping[str, float], labels: dict[str, str]) -> None:
         """Set one series for each component; components that are gone from `values` lose theirs."""
         self._collectors[name].remove_by_labels(labels)
@@ -276,6 +376,21 @@ class Metrics:
     def _series(self, metric: str, /, **labels: str) -> Any:
         collector = self._collectors[metric]
         return collector.labels(**labels) if labels else collector
+
+
+class _Shown:
+    """A registry of which some series are left out."""
+
+    def __init__(self, registry: CollectorRegistry, shows: Callable[[Mapping[str, str]], bool]) -> None:
+        self._registry = registry
+        self._shows = shows
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the families; one without series still has its help."""
+        for family in self._registry.collect():
+            shown = Family(family.name, family.documentation, family.type, family.unit)
+            shown.samples = [sample for sample in family.samples if self._shows(sample.labels)]
+            yield shown
 
 
 def _device_of(job: JobRecord) -> str:

@@ -1,29 +1,24 @@
-"""The worker's entry: `python -m horizon_server.worker REQUEST --events-fd N`, see `children.entry`.
-
-Nothing here is meant to be typed by hand, but it can be: the request file next to an attempt's log holds all it needs but the descriptors.
-"""
+"""The worker's entry: `python -m horizon_server.worker REQUEST`, see `worker_link.worker_end`."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
-from horizon_server.children.entry import EventWriter, Orders, serve
 from horizon_server.worker import let_launchers_run
+from horizon_server.worker_link.worker_end import WorkerEnd, serve_worker
 
 
-def work(request: Any, events: EventWriter) -> str:
-    """Run one attempt; returns `succeeded`, or `stopped` where an order came first."""
+def work(request: Any, link: WorkerEnd) -> dict[str, str]:
+    """Run one attempt; returns its outcome with a reason and a message, as `Outcome` has them."""
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    orders = Orders()
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
     from horizon_server.worker.training import Training, WorkerRequest
 
-    training = Training(WorkerRequest.from_mapping(request), events=events, orders=orders)
+    training = Training(WorkerRequest.from_mapping(request), events=link, orders=link.orders)
     try:
-        finished = training.run()
+        outcome = training.run()
     except BaseException:
         try:
             training.close()
@@ -31,8 +26,8 @@ def work(request: Any, events: EventWriter) -> str:
             logging.exception("closing failed too")
         raise
     training.close()
-    return "succeeded" if finished else "stopped"
+    return dict(vars(outcome))
 
 
 if __name__ == "__main__":
-    sys.exit(serve(work, who="the worker", outlives_daemon=True))
+    serve_worker(work, who="the worker")

@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from horizon_server.children.entry import Answer, EventWriter, Failure, Order, Orders, decode_line, serve
+from horizon_server import progress
+from horizon_server.children.entry import Answer, EventWriter, Failure, decode_line, serve
 from horizon_server.engine.compiled.layers import CompiledLayers, is_complete
 from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
@@ -30,6 +32,7 @@ from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.ledger import DeviceKind
 from horizon_server.settings import child_environment
+from horizon_server.worker_link.orders import Order, Orders
 
 Choice = Literal["auto", "on", "off"]
 
@@ -37,6 +40,8 @@ Choice = Literal["auto", "on", "off"]
 WORTH_COMPILING_FLOPS: dict[DeviceKind, float] = {"host": 1e14, "cuda": 5e16}
 _MAX_COMPILE_S = 900.0
 _POLL_S = 0.5
+# A job is not to wait forever on a node that has no memory for the compiler.
+_MOST_KILLS = 3
 # TorchInductor calls it, for every kind of device.
 _COMPILER = "g++"
 
@@ -73,8 +78,10 @@ class Compilation:
         self._events, self._orders = events, orders
         self._library = CodeLibrary(Path(request.library))
 
-    def layers(self, *, model_flops: float, before: list[str] | None) -> CompiledLayers:
-        """The layers to train with.
+    def layers(
+        self, *, model_flops: float, before: list[str] | None, take_device: Callable[[], bool] = lambda: True
+    ) -> CompiledLayers:
+        """The layers to train with. They are compiled first, then tried on the device; `take_device` False: the attempt ends before that.
 
         Raises:
             InvalidSpec: `train.compile` is `on` and some layer cannot be compiled.
@@ -84,7 +91,7 @@ class Compilation:
         if not is_wanted:
             return eager
         failures = self._compile()
-        if self._orders.current is not Order.CONTINUE:
+        if self._orders.current is not Order.CONTINUE or not take_device():
             return eager  # the attempt ends before its first step
         # A resumed job takes what it had, whatever a trial on a busy machine says now.
         only_faster = self._choice == "auto" and before is None
@@ -118,6 +125,15 @@ class Compilation:
             return []
         if shutil.which(_COMPILER) is None:
             return [f"there is no C++ compiler ({_COMPILER}) on this node"]
+        for _ in range(_MOST_KILLS):
+            failures = self._run_child()
+            if failures is not None:
+                return failures
+            self._warn("the compiling process was killed by SIGKILL: by hand, or by the kernel for lack of memory")
+        return ["the compiling process was killed every time"]
+
+    def _run_child(self) -> list[str] | None:
+        """Run the child once; returns why it could not make what the library lacks, None where it was killed."""
         scratch = self._library.make_scratch()
         with tempfile.TemporaryDirectory(prefix="horizon-compile-") as folder, contextlib.ExitStack() as stack:
             file = Path(folder) / "request.json"
@@ -131,7 +147,7 @@ class Compilation:
             stack.callback(_end, child)
             return self._answer_of(child)
 
-    def _answer_of(self, child: subprocess.Popen[bytes]) -> list[str]:
+    def _answer_of(self, child: subprocess.Popen[bytes]) -> list[str] | None:
         assert child.stdout is not None
         deadline_s = time.monotonic() + _MAX_COMPILE_S
         pending = b""
@@ -141,13 +157,16 @@ class Compilation:
         while self._orders.current is Order.CONTINUE:
             if time.monotonic() > deadline_s:
                 return [f"compiling took more than {_MAX_COMPILE_S:.0f} s"]
+            progress.advance()  # it has a limit of its own
             if not poll.poll(1000 * _POLL_S):
                 continue
             data = os.read(child.stdout.fileno(), 1 << 16)
             if not data:
-                return [
-                    f"the compiling process ended with status {child.wait()}; the log of the attempt has its last lines"
-                ]
+                status = child.wait()
+                # A kill says nothing about the model, while a job with other layers than the last time would get other bits.
+                if status == -signal.SIGKILL:
+                    return None
+                return [f"the compiling process ended with status {status}; the log of the attempt has its last lines"]
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 match decode_line(line):

@@ -5,7 +5,7 @@ Every number it reports comes from the engine.
 
 from __future__ import annotations
 
-import time
+import json
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from horizon_server.children.entry import EventWriter, Order, Orders
+from horizon_server.children.entry import EventWriter
 from horizon_server.durable import remove_unfinished
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.data import PreparedDataset, StepPlan
@@ -24,7 +24,7 @@ from horizon_server.engine.device.timeline import Trace
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Message, StepDone
+from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
@@ -32,17 +32,24 @@ from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlac
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store import numa
-from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import with_decay
-from horizon_server.store.model_load import load_model
+from horizon_server.worker import continuation
 from horizon_server.worker.compilation import Compilation, CompileRequest
+from horizon_server.worker.device_turn import DeviceTurn
+from horizon_server.worker.ending import Ending, Outcome, RunLimits
+from horizon_server.worker.host_use import host_components, process_bytes
+from horizon_server.worker.saving import CheckpointWriter
+from horizon_server.worker_link.orders import Order, Orders
 
 _ETA_STEPS = 20
 """The time to the end is estimated from the pace of this many last steps."""
 
-_STATUS = Path("/proc/self/status")
+_KEPT_FIGURES = (
+    "step", "loss", "grad_norm", "learning_rate", "num_tokens", "duration_s", "skipped", "model_flops",
+)  # fmt: skip
+"""Figures of a step that a later worker can report where this one is killed before it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,7 @@ class WorkerRequest:
     evaluation: Path | None
     checkpoints: Path
     resume_from: Path | None
+    """The newest checkpoint, None where there is none."""
     planes: dict[str, int]
     """Descriptors that the daemon created and lends; the worker only maps them."""
     grad_dtype_bytes: int
@@ -69,22 +77,37 @@ class WorkerRequest:
     """UUID of the GPU that `device: cuda` means; empty where it is the first that torch finds."""
     numa_interleave: bool = True
     micro_batch_tokens: int = 0
-    """Rows are laid end to end up to this; 0 computes each by itself."""
+    """Documents are computed together up to this; 0 computes row by row."""
+    resident_layers: int = 0
+    """Layers whose weights stay on the device from step to step."""
+    product_layers: int = 0
+    """The last layers, which keep the products of forward for backward, within `max_product_bytes`."""
+    max_product_bytes: int = 0
     compiled: Path | None = None
     """The library of compiled layers."""
     trace: Path | None = None
     """Where to write what ran when on the device's queues."""
+    resume_from_memory: bool = False
+    """Whether the planes hold what a killed worker of this job left; where that cannot be continued, `resume_from` is."""
+    turns: bool = False
+    """Whether the daemon grants turns on the device; without, it is this worker's all the time."""
+    device_lock: Path | None = None
+    """Locked by the worker that uses the device."""
+    limits: RunLimits = RunLimits()
+    min_free_bytes: int | None = None
+    """Bytes that checkpoints leave free on their disk; None takes the default for the disk."""
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "compiled", "trace")
+        paths = ("model", "prepared", "evaluation", "checkpoints", "resume_from", "compiled", "trace", "device_lock")
         return cls(
             **{
                 **plain,
-                **{name: Path(plain[name]) if plain[name] else None for name in paths},
+                **{name: Path(plain[name]) if plain.get(name) else None for name in paths},
                 "spec": parse_job_spec(plain["spec"]),
                 "planes": {str(name): int(fd) for name, fd in plain["planes"].items()},
+                "limits": RunLimits(**plain.get("limits", {})),
             }
         )
 
@@ -96,7 +119,25 @@ class Training:
         self._request = request
         self._spec, self._events, self._orders = request.spec, events, orders
         self._num_input_tokens_seen = 0
+        self._turn = DeviceTurn(
+            orders=orders,
+            events=events,
+            shared=request.turns,
+            deadline_s=request.limits.deadline_s,
+            release=self._release_device,
+            lock=request.device_lock,
+            is_host=request.device == "host",
+        )
+        self._made_trainer: Trainer | None = None
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            self._spec.checkpoint,
+            source=request.model,
+            events=events,
+            orders=orders,
+            min_free_bytes=request.min_free_bytes,
+        )
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
@@ -105,7 +146,7 @@ class Training:
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
-        template = Template.from_folder(request.model, layout=layout)
+        template = self._template = Template.from_folder(request.model, layout=layout)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -118,9 +159,17 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._resumed = load_checkpoint(self._store, request.resume_from) if request.resume_from else None
-        if self._resumed is None:
-            load_model(self._store, request.model)
+        self._continued = continuation.load(
+            self._store,
+            model=request.model,
+            resume_from=request.resume_from,
+            from_memory=request.resume_from_memory,
+        )
+        if self._continued.refusal:
+            text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
+            self._events.send(Message(level="warning", text=text))
+        if self._continued.state is not None and request.resume_from is not None:
+            self._writer.saved = CheckpointFolder.step_of(request.resume_from)
         self._trace = Trace() if request.trace else None
         limit_bytes, num_threads = request.device_limit_bytes, request.num_threads
         self._device = device_for(
@@ -131,50 +180,81 @@ class Training:
             trace=self._trace,
             gpu=request.gpu,
         )
-        dataset, train = PreparedDataset.open(request.prepared), self._spec.train
+        self._dataset, train = PreparedDataset.open(request.prepared), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
-            dataset, packing=train.packing != "false", seed=train.seed, epochs=train.epochs, max_steps=train.max_steps
+            self._dataset,
+            packing=train.packing != "false",
+            seed=train.seed,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
         )
-        self._compiled = self._compiled_layers(template)
-        config = _train_config(request, self._plan.num_steps)
-        self._trainer = Trainer(template, self._store, self._device, config, self._compiled)
-        for refusal in self._device.refusals:
-            self._events.send(Message(level="warning", text=refusal))
-        self._report_data(dataset)
+        self._ending = Ending(num_steps=self._plan.num_steps, limits=request.limits, evaluation=self._spec.eval)
         self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
 
-    def run(self) -> bool:
-        """Train to the end. Returns False when an order stopped it before."""
+    def run(self) -> Outcome:
+        """Train until the job is at its end, or an order stops it before."""
+        if not self._set_up():
+            return self._stop_before_the_first_turn()
         step = self._restore()
-        num_steps, num_rows = self._plan.num_steps, self._plan.num_rows
-        self._events.send(AttemptReady(step=step, num_steps=num_steps, device=self._device.name, packed_rows=num_rows))
-        if step == 0 and self._evaluation is not None:
-            self._evaluate(0)
-        saved = step
-        save_every, evaluate_every = self._spec.checkpoint.every_steps, self._spec.eval_every_steps
-        while step < num_steps:
+        last_step, num_rows = self._ending.last_step, self._plan.num_rows
+        self._events.send(AttemptReady(step=step, num_steps=last_step, device=self._device.name, packed_rows=num_rows))
+        if (unreported := self._continued.unreported) is not None:
+            self._report(StepFigures(**unreported))
+        evaluate_every = self._spec.eval_every_steps
+        while True:
+            # First, so that a checkpoint of the same step carries its loss and can be kept as the best. A step that the attempt before
+            # this one was stopped in the evaluation of is evaluated here.
+            if step == 0 or (evaluate_every and step % evaluate_every == 0):
+                self._evaluate(step)
+            if outcome := self._ending.at(step):
+                break
             if self._orders.current is not Order.CONTINUE:
-                # A cancelled job is not resumed, so nothing is written for it.
-                if self._orders.current is Order.STOP and step > saved:
-                    self._save(step)
-                return False
-            figures = self._trainer.train_step(self._plan.step(step))
+                outcome = Outcome(outcome="stopped")
+                break
+            # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
+            if self._writer.is_due(step):
+                self._give_back_device()
+                self._writer.try_to_write(step, self._store, self._state(), self._eval_loss_of(step))
+            # Before the turn: the device waits for none of it.
+            rows = self._plan.step(step)
+            # At once where it has kept its turn.
+            if not self._turn.take():
+                continue
+            figures = self._trainer.train_step(rows)
+            # Before anything is reported: the next job's first kernel must not wait for a pipe.
+            self._turn.boundary()
             step = figures.step
             self._num_input_tokens_seen += figures.num_tokens
-            self._events.send(self._step_done(figures))
-            # First, so that a checkpoint of the same step carries its loss and can be kept as the best.
-            if self._evaluation is not None and evaluate_every and step % evaluate_every == 0:
-                self._evaluate(step)
-            # The last step's checkpoint comes after the last evaluation, so that it carries its loss.
-            if save_every and step % save_every == 0 and step < num_steps:
-                self._save(step)
-                saved = step
-        if self._evaluation is not None and (self._last_eval is None or self._last_eval[0] != step):
-            self._evaluate(step)
-        if step > saved or not self._checkpoints.of_step(step).is_dir():
-            self._save(step)
-        return True
+            self._report(figures)
+        return self._finish(step, outcome)
+
+    def _finish(self, step: int, outcome: Outcome) -> Outcome:
+        """Do the last evaluation and the last checkpoint, as far as this outcome has them."""
+        # Not where the time is over: an evaluation may take long, and would wait for the device.
+        wants_evaluation = outcome.outcome == "succeeded" and outcome.reason != "WALL_CLOCK_LIMIT"
+        if wants_evaluation and not self._evaluate(step) and self._orders.current is Order.STOP:
+            # The next attempt evaluates this step, and is at the end then.
+            outcome = Outcome(outcome="stopped")
+        is_stopped = outcome.outcome == "stopped"
+        is_saved = step <= self._writer.saved and (is_stopped or self._checkpoints.of_step(step).is_dir())
+        # A cancelled job is not resumed, so nothing is written for it.
+        if not is_saved and not (is_stopped and self._orders.current is Order.CANCEL):
+            self._give_back_device()
+            if not self._writer.write(step, self._store, self._state(), self._eval_loss_of(step)):
+                outcome = Outcome(outcome="stopped")
+        self._turn.give_back(release=True)
+        return outcome
+
+    def _stop_before_the_first_turn(self) -> Outcome:
+        step, continued = self._continued.step, self._continued
+        # Else nothing has changed since the checkpoint that it would have continued from.
+        if continued.from_memory and step > self._writer.saved and self._orders.current is not Order.CANCEL:
+            assert continued.state is not None, "what is in memory has a state"
+            last_eval = continued.state["last_eval"]
+            eval_loss = last_eval[1] if last_eval and last_eval[0] == step else None
+            self._writer.write(step, self._store, {**continued.state, "spec": self._spec.to_mapping()}, eval_loss)
+        return self._ending.at(step) or Outcome(outcome="stopped")
 
     def close(self) -> None:
         """Free everything; the planes' memory stays with the daemon. Writes the trace, where one was asked for."""
@@ -184,7 +264,34 @@ class Training:
                 parts.callback(self._trace.write, self._request.trace)
             parts.callback(self._store.close)
             parts.callback(self._device.close)
-            parts.callback(self._trainer.close)
+            if self._made_trainer is not None:
+                parts.callback(self._made_trainer.close)
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self._made_trainer is not None, "set up comes first"
+        return self._made_trainer
+
+    def _set_up(self) -> bool:
+        """Have the device for the first time, and make the trainer on it. False: an order or the deadline came first."""
+        request, store, device = self._request, self._store, self._device
+        # All that takes long comes before the first turn: the model is loaded, its layers are compiled in a process of their own, and
+        # what the device copies from is registered with it.
+        device.adopt(store)
+        device.release_memory()
+        self._compiled = self._compiled_layers(self._template)
+        if not self._turn.take():
+            return False
+        config = _train_config(request, self._plan.num_steps)
+        self._made_trainer = Trainer(self._template, store, device, config, self._compiled)
+        for refusal in device.refusals:
+            self._events.send(Message(level="warning", text=refusal))
+        self._report_data(self._dataset)
+        return True
+
+    def _release_device(self) -> None:
+        if self._made_trainer is not None:
+            self._made_trainer.release_device()
 
     def _compiled_layers(self, template: Template) -> CompiledLayers:
         train, request = self._spec.train, self._request
@@ -194,7 +301,7 @@ class Training:
             model=str(request.model),
             library=str(request.compiled),
             dtype=request.compute_dtype,
-            device="cpu" if self._device.name == "host" else "cuda",
+            device="cpu" if request.device == "host" else "cuda",
             num_threads=request.num_threads,
             num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
         )
@@ -202,85 +309,100 @@ class Training:
         choice = "off" if train.matmul == "fp8" else train.compile
         compilation = Compilation(template, wanted, choice=choice, events=self._events, orders=self._orders)
         # A checkpoint of a version that compiled nothing was made with eager layers.
-        before = None if self._resumed is None else list(self._resumed.get("compiled", ()))
+        kept = self._continued.state
+        before = None if kept is None else list(kept.get("compiled", ()))
         flops = FlopsCount.of_folder(open_model_folder(request.model)).of([train.sequence_length])
         total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
-        return compilation.layers(model_flops=total, before=before)
+        # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
+        return compilation.layers(model_flops=total, before=before, take_device=self._turn.take)
 
     def _restore(self) -> int:
-        """Continue where the checkpoint ended; returns the last finished step."""
-        kept = self._resumed
-        if kept is None:
-            return 0
-        # Other data would train too, without an error, but to another result than a run that was never stopped. A checkpoint of a
-        # version that had no packing limit was made without one.
-        if {"packing_limit": None, **kept["data"]} != self._data_identity():
-            raise InvalidSpec(
-                "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly; submit a new job"
-            )
-        # The step is not the same function in another dtype. A checkpoint of a version that had no choice was made in the device's default.
-        made_in = kept.get("compute_dtype", DEFAULT_COMPUTE_DTYPE[self._request.device])
-        if made_in != self._request.compute_dtype:
-            raise InvalidSpec(
-                f"the checkpoint was made in {made_in} and this attempt computes in {self._request.compute_dtype}, so it cannot be "
-                f"continued exactly; submit a new job, or one with train.compute_dtype: {made_in} from the start"
-            )
-        self._trainer.restore(kept["trainer"])
-        self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
-        self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
-        step = int(kept["trainer"]["step"])
-        self._events.send(Message(level="info", text=f"continues after step {step}"))
-        # The number of threads decides the order in which products are added, and so the last bits (ADR 0008).
-        before, now = kept.get("num_threads"), self._request.num_threads
-        if before not in (None, now):
-            text = (
-                f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last bits "
-                "from those of a job that was not stopped"
-            )
-            self._events.send(Message(level="warning", text=text))
-        return step
+        """Continue where the last attempt ended; returns the last finished step."""
+        kept, request = self._continued.state, self._request
+        if kept is not None:
+            # A checkpoint of a version that had no choice was made in the device's default.
+            made_in = DEFAULT_COMPUTE_DTYPE[request.device]
+            self._continued.check(data=self._data_identity(), compute_dtype=request.compute_dtype, made_in=made_in)
+            self._trainer.restore(kept["trainer"])
+            self._num_input_tokens_seen = int(kept["num_input_tokens_seen"])
+            self._last_eval = tuple(kept["last_eval"]) if kept["last_eval"] else None
+            # Absent in checkpoints of earlier versions.
+            if "ending" in kept:
+                self._ending.restore(kept["ending"])
+            where = ", with the weights that are in memory" if self._continued.from_memory else ""
+            self._events.send(Message(level="info", text=f"continues after step {self._continued.step}{where}"))
+            # The number of threads decides the order in which products are added, and so the last bits (ADR 0008).
+            before, now = kept.get("num_threads"), request.num_threads
+            if before not in (None, now):
+                text = (
+                    f"the checkpoint was made with {before} CPU threads and this attempt has {now}: its steps may differ in the last "
+                    "bits from those of a job that was not stopped"
+                )
+                self._events.send(Message(level="warning", text=text))
+        self._keep()
+        self._trainer.on_update = self._text_to_keep
+        return self._continued.step
 
-    def _save(self, step: int) -> None:
-        started_s = time.monotonic()
-        target = self._checkpoints.of_step(step)
-        state = {
-            "trainer": self._trainer.state(),
-            "num_input_tokens_seen": self._num_input_tokens_seen,
+    def _give_back_device(self) -> None:
+        # Of a step's update, only what runs on the CPU is left, and a checkpoint is made of host memory: the device is not needed, nor
+        # its memory, for what may be minutes.
+        self._turn.give_back(release=True)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the store."""
+        return {**self._moving_state(self._trainer.state()), **self._fixed_state(), "spec": self._spec.to_mapping()}
+
+    def _moving_state(self, trainer: dict[str, Any], *, num_more_tokens: int = 0) -> dict[str, Any]:
+        return {
+            "trainer": trainer,
+            "num_input_tokens_seen": self._num_input_tokens_seen + num_more_tokens,
             "last_eval": self._last_eval,
+            "ending": self._ending.state(),
+        }
+
+    def _fixed_state(self) -> dict[str, Any]:
+        return {
             "data": self._data_identity(),
             "num_threads": self._request.num_threads,
             "compute_dtype": self._request.compute_dtype,
             "compiled": self._compiled.keys,
-            "spec": self._spec.to_mapping(),
         }
-        eval_loss = self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
-        self._checkpoints.path.mkdir(parents=True, exist_ok=True)
-        manifest = save_checkpoint(
-            self._store, target, source=self._request.model, trainer_state=state, dtype=self._spec.checkpoint.dtype
-        )
-        duration_s = time.monotonic() - started_s
-        written = CheckpointWritten(
-            step=step, duration_s=duration_s, size_bytes=manifest.size_bytes, eval_loss=eval_loss
-        )
-        self._events.send(written)
-        # After the new one is complete, so that there is always one to resume from.
-        keep = self._spec.checkpoint
-        self._checkpoints.apply_retention(keep_last=keep.keep_last, keep_best=keep.keep_best)
 
-    def _evaluate(self, step: int) -> None:
-        assert self._evaluation is not None
+    def _keep(self) -> None:
+        """Keep the state next to the weights in memory, for a worker that continues if this one is killed."""
+        state = {**self._moving_state(self._trainer.state()), **self._fixed_state(), "figures": None}
+        self._trainer.keep(json.dumps(state))
+        self._store.generations.mark_reported()
+
+    def _text_to_keep(self, figures: StepFigures, trainer: dict[str, Any]) -> str:
+        moving = self._moving_state(trainer, num_more_tokens=figures.num_tokens)
+        # Figures of the device are not known yet, and not worth keeping.
+        known = {name: getattr(figures, name) for name in _KEPT_FIGURES}
+        return json.dumps({**moving, **self._fixed_state(), "figures": known})
+
+    def _eval_loss_of(self, step: int) -> float | None:
+        return self._last_eval[1] if self._last_eval is not None and self._last_eval[0] == step else None
+
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate the weights of a step, where there is data for it. False: an order or the deadline came before it had the device."""
+        if self._evaluation is None or (self._last_eval is not None and self._last_eval[0] == step):
+            return True
         packing = self._spec.train.packing != "false" and self._trainer.supports_packing
         # In the data's order: every evaluation of a job sees the same rows.
         plan = self._step_plan(self._evaluation, packing=packing, epochs=1, shuffle=False)
         parts = []
         for i in range(plan.num_steps):
-            # A stop lets an evaluation end, because its result belongs to the checkpoint that follows.
-            if self._orders.current is Order.CANCEL:
-                return
+            # A stop lets an evaluation end that need not wait, because its result belongs to the checkpoint that follows.
+            if self._orders.current is Order.CANCEL or not self._turn.take():
+                return False
             parts.append(self._trainer.evaluate(plan.step(i)))
+            self._turn.boundary()
         done = EvalDone(**vars(total_evaluation(parts)), step=step)
         self._last_eval = (step, done.eval_loss)
+        self._ending.observe(done.eval_loss)
         self._events.send(done)
+        self._keep()
+        return True
 
     def _report_data(self, dataset: PreparedDataset) -> None:
         """Report the data, and where the trainer splits rows that the architecture would mix up."""
@@ -329,18 +451,20 @@ class Training:
             "packing_limit": limit if limit is not None and limit < self._spec.train.sequence_length else None,
         }
 
-    def _step_done(self, figures: StepFigures) -> StepDone:
+    def _report(self, figures: StepFigures) -> None:
         self._pace.append(figures.duration_s)
-        remaining = self._plan.num_steps - figures.step
+        remaining = self._ending.last_step - figures.step
         used = host_components(figures, device=self._device.name, process_bytes=process_bytes())
-        return StepDone(
+        done = StepDone(
             **{**vars(figures), "host_memory_bytes": used},
-            num_steps=self._plan.num_steps,
+            num_steps=self._ending.last_step,
             epoch=self._plan.epoch_of(figures.step - 1),
             num_input_tokens_seen=self._num_input_tokens_seen,
             tokens_per_second=figures.num_tokens / figures.duration_s if figures.duration_s > 0 else 0.0,
             eta_s=remaining * sum(self._pace) / len(self._pace),
         )
+        self._events.send(done)
+        self._store.generations.mark_reported()
 
 
 def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
@@ -361,24 +485,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         activation_placement=request.activation_placement,
         matmul=train.matmul,
         micro_batch_tokens=request.micro_batch_tokens,
+        resident_layers=request.resident_layers,
+        product_layers=request.product_layers,
+        max_product_bytes=request.max_product_bytes,
     )
-
-
-def host_components(figures: StepFigures, *, device: str, process_bytes: int) -> dict[str, int]:
-    """Return what the engine reports, plus `other`: the rest of the process.
-
-    On the `host` device the device is host memory too; the plan counts its slots as staging and its activations as activations.
-    """
-    on_host: Mapping[str, int] = figures.device_memory_bytes if device == "host" else {}
-    used = {"activations": 0, "staging": 0, **figures.host_memory_bytes}
-    used["activations"] += on_host.get("activations", 0)
-    used["staging"] += on_host.get("weights", 0) + on_host.get("gradients", 0)
-    # Not below 0: reserved pages that were never written are in the engine's figures but not in the process's.
-    used["other"] = max(0, process_bytes - used["activations"] - used["staging"])
-    return used
-
-
-def process_bytes() -> int:
-    """Return the resident heap, stacks and libraries of this process. The planes are shared memory and not among them."""
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines() if ":" in line)
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) * 1024

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.access_scene import Scene
 from tests.daemon_parts import DaemonParts, chat_rows, daemon_parts
 
 from horizon_server.events import Payload, StepDone
@@ -35,6 +36,10 @@ class World:
     def principal(self, name: str) -> Principal:
         return Principal(name=name, role=USERS[name], project=name)
 
+    async def caller(self, name: str) -> Principal:
+        """Who calls with the user's token."""
+        return await self.services.accounts.authenticate(self.tokens[name])
+
     async def job(self, *payloads: Payload, name: str = "job", state: JobState = JobState.QUEUED) -> JobRecord:
         """Submit a job of ann's, and move it on to `state` by way of the others; `payloads` happen before the last move."""
         return await self.daemon.job_in(state, self.principal("ann"), *payloads, name=name)
@@ -43,7 +48,8 @@ class World:
         return await self.daemon.append(job, *payloads)
 
     def num_watching(self, job: JobRecord) -> int:
-        return len(self.journal._watchers.get(job.job_id, ()))
+        watched = self.journal._watched.get(job.job_id)
+        return len(watched.news) if watched else 0
 
     async def until_unwatched(self, job: JobRecord) -> None:
         async with asyncio.timeout(60):
@@ -104,3 +110,10 @@ def make_step() -> Any:
         )  # fmt: skip
 
     return make
+
+
+@pytest_asyncio.fixture
+async def scene(base_world: Any) -> AsyncIterator[Scene]:
+    scene = Scene(base_world)
+    await scene.prepare()
+    yield scene

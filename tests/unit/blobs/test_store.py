@@ -181,6 +181,11 @@ async def test_a_full_disk_keeps_what_is_durable_and_a_retry_goes_on(tmp_path: P
     assert (await store.write("ann", REF, kept, pieces(CONTENT[kept:]))).complete
 
 
+async def test_a_chunk_is_bounded(tmp_path: Path) -> None:
+    with pytest.raises(InvalidUpload, match=f"send pieces of at most {MAX_CHUNK_BYTES} bytes"):
+        await BlobStore(tmp_path).write("ann", REF, 0, pieces(CONTENT, MAX_CHUNK_BYTES + 1))
+
+
 async def test_a_full_disk_at_the_first_byte_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DiskFull):
         await BlobStore(tmp_path, disk=FullDisk(0)).write("ann", REF, 0, pieces(CONTENT))
@@ -189,7 +194,7 @@ async def test_a_full_disk_at_the_first_byte_leaves_no_file(tmp_path: Path) -> N
 
 async def test_an_upload_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
     huge = BlobRef(sha256="ab" * 32, size_bytes=2**60)
-    with pytest.raises(DiskFull, match="needs 1152921504606846976 more bytes"):
+    with pytest.raises(DiskFull, match="this upload needs 1,073,741,824"):
         await BlobStore(tmp_path).write("ann", huge, 0, pieces(b"x"))
     assert files_below(tmp_path) == []
 
@@ -324,6 +329,17 @@ async def test_old_halves_expire_and_unreferenced_contents_go(tmp_path: Path) ->
     assert await store.remove_unreferenced(frozenset(), among=["00" * 32]) == 0
     assert await store.remove_unreferenced(frozenset(), among=[other.sha256]) == 1
     assert files_below(tmp_path) == []
+
+
+async def test_an_upload_that_ends_while_old_ones_are_looked_for_is_no_error(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    await store.write("ann", REF, 0, pieces(CONTENT[:10]))
+    (entry,) = files_below(tmp_path / "uploads")
+    # Like a file that was there when the folder was read, a link to nothing is listed and cannot be looked at.
+    (entry.parent / "0-ended.part").symlink_to(tmp_path / "absent")
+    os.utime(entry, (1, 1))
+    assert await store.expire(3600) == 1
+    assert not entry.exists()
 
 
 async def test_a_proof_keeps_a_content(tmp_path: Path) -> None:

@@ -44,7 +44,11 @@ EVERY_COMMAND = dict(_commands(horizond))
 
 
 def test_the_promised_commands_are_there() -> None:
-    promised = "serve; demo; user add; user list; user remove; token create; token list; token revoke; plan; doctor"
+    promised = (
+        "serve; demo; user add; user set; user list; user remove; token create; token list; token revoke; plan; doctor"
+    )
+    promised += "; project set; project list; project member add; project member remove; project member list"
+    promised += "; backup; restore; check; gc; audit"
     assert {tuple(words.split()) for words in promised.split(";")} == set(EVERY_COMMAND)
 
 
@@ -64,14 +68,71 @@ def test_users_and_tokens(command: Command) -> None:
     assert (code, secret.startswith("hzn_"), "cannot be shown again" in told) == (0, True, True)
     [user] = json.loads(command("user", "list", "-o", "json")[1])
     assert (user["name"], user["role"], user["project"]) == ("ada", "admin", "lab")
+    assert (user["weight"], user["quotas"]) == ("1", "none")
     token_id = command("token", "list", "-o", "name")[1].strip()
     assert token_id in told
     assert command("token", "revoke", token_id) == (0, "", f"token {token_id} is revoked\n")
     [token] = yaml.safe_load(command("token", "list", "-o", "yaml")[1])
     assert token["revoked"].endswith("UTC")
     listed = command("token", "list")[1]
-    assert listed.splitlines()[0].split() == ["TOKEN_ID", "USER", "CREATED", "EXPIRES", "REVOKED"]
+    assert listed.splitlines()[0].split() == [
+        *("TOKEN_ID", "USER", "SCOPE", "LABEL", "CREATED", "CREATED_BY", "EXPIRES", "LAST_USED", "REVOKED"),
+    ]
     assert secret.strip() not in listed
+
+
+def test_a_token_has_a_scope_and_a_label(command: Command) -> None:
+    command("user", "add", "prometheus")
+    code, _, shown = command("token", "create", "prometheus", "--scope", "metrics", "--label", "scraper")
+    assert (code, "scope metrics" in shown) == (0, True)
+    [token] = json.loads(command("token", "list", "-o", "json")[1])
+    assert (token["scope"], token["label"], token["last_used"]) == ("metrics", "scraper", "never")
+    assert token["created_by"]
+    assert command("token", "create", "prometheus", "--scope", "all")[0] == 2
+    assert "at most 63 printable letters" in command("token", "create", "prometheus", "--label", "x" * 64)[2]
+
+
+def test_members_of_a_project(command: Command) -> None:
+    for user in ("ada", "bob"):
+        command("user", "add", user, "--project", "lab")
+    assert json.loads(command("project", "member", "list", "lab", "-o", "json")[1]) == []
+    assert command("project", "member", "add", "lab", "ada", "--role", "admin") == (
+        0, "", "user ada is admin of project lab\n",
+    )  # fmt: skip
+    assert command("project", "member", "add", "lab", "nobody")[0] == 4
+    assert command("project", "member", "add", "lab", "bob")[0] == 0
+    [lab] = json.loads(command("project", "list", "-o", "json")[1])
+    assert (lab["users"], lab["members"]) == ("ada, bob", "ada (admin), bob (member)")
+    ada, _ = json.loads(command("user", "list", "-o", "json")[1])
+    assert ada["member_of"] == "lab (admin)"
+    assert command("project", "member", "remove", "lab", "bob")[0] == 0
+    assert command("project", "member", "remove", "lab", "bob")[0] == 4
+    assert command("project", "member", "list", "-o", "name")[1] == "ada\n"
+
+
+def test_a_user_is_disabled_and_gets_another_role(command: Command) -> None:
+    command("user", "add", "ada")
+    assert command("user", "set", "ada", "--disable", "--role", "viewer") == (
+        0, "", "user ada has the role viewer\nuser ada is disabled\n",
+    )  # fmt: skip
+    [ada] = json.loads(command("user", "list", "-o", "json")[1])
+    assert (ada["role"], bool(ada["disabled"])) == ("viewer", True)
+    assert command("user", "set", "ada", "--enable", "--weight", "2")[0] == 0
+    [ada] = json.loads(command("user", "list", "-o", "json")[1])
+    assert (ada["weight"], ada["disabled"]) == ("2", "")
+    assert command("user", "set", "ada")[0] == 2
+    assert command("user", "set", "nobody", "--role", "admin")[0] == 4
+
+
+def test_a_removed_user_leaves_no_allowance_and_no_membership_to_the_next_of_that_name(command: Command) -> None:
+    command("user", "add", "ada")
+    command("user", "set", "ada", "--weight", "5", "--max-queued-jobs", "1")
+    command("user", "add", "lead")
+    command("project", "member", "add", "lead", "ada")
+    assert command("user", "remove", "ada")[0] == 0
+    command("user", "add", "ada", "--project", "lab")
+    ada = next(user for user in json.loads(command("user", "list", "-o", "json")[1]) if user["name"] == "ada")
+    assert (ada["weight"], ada["quotas"], ada["member_of"]) == ("1", "none", "")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,22 @@ from horizon_client import (
     WrongJobState,
 )
 from horizon_client.connection import Backoff, RetryPolicy
+from horizon_client.reporter import Reporter
+from horizon_server.records.job import JobState
 
 if TYPE_CHECKING:
     from tests.unit.client.conftest import Daemon
+
+
+class Said(Reporter):
+    """Keeps the notices."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def notice(self, message: str) -> None:
+        self.notices.append(message)
+
 
 SPEC = {"name": "n", "model": "tiny-base", "dataset": "gsm8k"}
 
@@ -77,19 +90,52 @@ def test_idempotent_calls_are_made_again(client: Client, daemon: Daemon) -> None
 
 
 def test_other_calls_are_not(client: Client, daemon: Daemon) -> None:
-    job = daemon.add_job()
-    daemon.line.refuse("CancelJob", "UNAVAILABLE", "try later", reason="DRAINING")
+    job = daemon.add_job(state=JobState.FAILED)
+    daemon.line.refuse("ResumeJob", "UNAVAILABLE", "try later", reason="DRAINING")
     with pytest.raises(Unavailable, match="try later"):
-        client.jobs.cancel(job.job_id)
-    assert daemon.calls == ["CancelJob"]
+        client.jobs.resume(job.job_id)
+    assert daemon.calls == ["ResumeJob"]
+    daemon.line.refuse("ResumeJob", "UNAVAILABLE", "Socket closed")
+    with pytest.raises(
+        Unavailable, match=r"the connection was cut.*it may have been carried out: look before you repeat it"
+    ):
+        client.jobs.resume(job.job_id)
+    assert daemon.calls == ["ResumeJob"] * 2
 
 
 def test_retries_are_bounded(daemon: Daemon) -> None:
-    daemon.line.refuse("GetJob", "UNAVAILABLE", "try later", reason="DRAINING", times=50)
+    daemon.line.refuse("GetJob", "UNAVAILABLE", "try later", reason="DATABASE_UNAVAILABLE", times=50)
     policy = RetryPolicy(max_attempts=4, first_wait_s=0.001, longest_wait_s=0.001)
     with Client(daemon.address, token=daemon.token, unary_retry=policy) as client, pytest.raises(Unavailable):
         client.jobs.get("x")
     assert daemon.calls == ["GetJob"] * 4
+
+
+def test_a_drain_is_limited_by_time_only(daemon: Daemon) -> None:
+    said = Said()
+    policy = RetryPolicy(max_attempts=2, max_elapsed_s=30, first_wait_s=0.001, longest_wait_s=0.001)
+    daemon.line.refuse("SubmitJob", "UNAVAILABLE", "the daemon is shutting down", reason="DRAINING", times=9)
+    with Client(daemon.address, token=daemon.token, unary_retry=policy, reporter=said) as client:
+        assert client.jobs.submit(SPEC).state == "QUEUED"
+    assert daemon.calls == ["SubmitJob"] * 10
+    assert said.notices == []  # it was over before a person would wonder
+
+
+def test_a_long_wait_is_said_once(daemon: Daemon) -> None:
+    said = Said()
+    daemon.line.stop()
+    policy = RetryPolicy(max_elapsed_s=3.0, longest_wait_s=0.2)
+    with Client(daemon.address, token=daemon.token, unary_retry=policy, reporter=said) as client:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                client.jobs.resume("x")
+        [notice] = said.notices
+        assert notice.startswith(f"cannot reach horizond at {daemon.address}: nothing listens there")
+        assert notice.endswith("; trying again for up to 3 s")
+        daemon.line.start()
+        daemon.add_job("back", state=JobState.FAILED)
+        assert client.jobs.resume("back").state == "QUEUED"
+    assert daemon.calls == ["ResumeJob"]
 
 
 def test_same_request_id_gives_the_same_job(client: Client, daemon: Daemon) -> None:
@@ -101,7 +147,7 @@ def test_same_request_id_gives_the_same_job(client: Client, daemon: Daemon) -> N
 
 def test_an_unreachable_server_is_one_message(daemon: Daemon) -> None:
     daemon.line.stop()
-    policy = RetryPolicy(max_attempts=2, first_wait_s=0.001)
+    policy = RetryPolicy(max_elapsed_s=0.1, first_wait_s=0.001)
     with Client(daemon.address, token=daemon.token, unary_retry=policy) as client, pytest.raises(Unavailable) as caught:
         client.node.status()
     assert f"cannot reach horizond at {daemon.address}: nothing listens there" in caught.value.message
@@ -116,9 +162,9 @@ def test_retry_info_is_respected() -> None:
 
 
 def test_retry_info_of_the_server_arrives(client: Client, daemon: Daemon) -> None:
-    daemon.line.refuse("CancelJob", "UNAVAILABLE", "draining", reason="DRAINING", retry_after_s=7)
+    daemon.line.refuse("ResumeJob", "UNAVAILABLE", "draining", reason="DRAINING", retry_after_s=7)
     with pytest.raises(Unavailable) as caught:
-        client.jobs.cancel("x")
+        client.jobs.resume("x")
     assert caught.value.retry_after_s == 7.0
 
 

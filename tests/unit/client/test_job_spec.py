@@ -109,6 +109,8 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "priority": 15,
         "device": "host",
         "eval_fraction": 0.25,
+        "eval": {"patience": 3, "min_delta": 0.5},
+        "limits": {"max_hours": 1.5, "max_steps": 7},
     }
     wire = spec_to_proto(full)
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}
@@ -131,6 +133,14 @@ def test_yaml_numbers_and_booleans() -> None:
     train = spec_to_proto(parse_spec(text, name="job.yaml")).train
     assert (train.learning_rate, train.max_steps, train.eps) == (1e-5, 1000, 1.0)
     assert train.packing == job_pb2.PACKING_TRUE
+
+
+def test_on_and_off_need_no_quotes_although_yaml_reads_booleans() -> None:
+    """So does `--set train.compile=on`."""
+    text = "name: n\nmodel: m\ndataset: d\ntrain: {compile: %s, packing: %s}\n"
+    on, off = (spec_to_proto(parse_spec(text % (word, word), name="job.yaml")).train for word in ("on", "off"))
+    assert (on.compile, off.compile) == (job_pb2.COMPILE_ON, job_pb2.COMPILE_OFF)
+    assert (on.packing, off.packing) == (job_pb2.PACKING_TRUE, job_pb2.PACKING_FALSE)
 
 
 @pytest.mark.parametrize(

@@ -260,11 +260,6 @@ def test_logout_and_profile_remove_forget_the_token(
     assert run("logout").exit_code == 2
 
 
-def test_set_priority_promises_nothing(run: Run) -> None:
-    assert "not available yet" in run("job", "--help").stdout
-    assert "Not available yet" in run("job", "set-priority", "--help").stdout
-
-
 @pytest.mark.parametrize("command", [("job", "watch", "first"), ("job", "logs", "first"), ("job", "list")])
 def test_a_reader_that_ends_early_is_not_a_failed_job(
     run: Run, daemon: Daemon, running_job: JobRecord, command: tuple[str, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from horizon_client import BadFile, Client
-from horizon_client.local_files import model_files
+from horizon_client.local_files import links_outside, model_files
 
 
 def safetensors(entries: dict[str, tuple[str, list[int], int, int]], data: bytes) -> bytes:
@@ -121,10 +121,24 @@ def test_bad_folders_are_refused_and_named(folder: Path, spoil: Callable[[Path],
 
 
 def test_links_of_a_download_cache_are_followed(folder: Path, tmp_path: Path) -> None:
-    blob = tmp_path / "blob"
-    (folder / "model.safetensors").rename(blob)
-    (folder / "model.safetensors").symlink_to(blob)
-    assert "model.safetensors" in {file.path for file in model_files(folder)}
+    cached = tmp_path / "snapshots" / "abc"
+    cached.parent.mkdir()
+    (tmp_path / "blobs").mkdir()
+    folder.rename(cached)
+    (cached / "model.safetensors").rename(tmp_path / "blobs" / "f00")
+    (cached / "model.safetensors").symlink_to("../../blobs/f00")
+    files = model_files(cached)
+    assert "model.safetensors" in {file.path for file in files}
+    assert links_outside(cached, files) == ""
+
+
+def test_other_links_that_lead_out_of_the_folder_are_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    files = model_files(folder)
+    assert "model.safetensors" in {file.path for file in files}
+    expected = f"in {folder}, links to files outside it are pushed too: model.safetensors (1 in all)"
+    assert links_outside(folder, files) == expected
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from horizon_server.datasets.tokens.chat_template import ChatTemplate
+from horizon_server.datasets.tokens.chat_template import MAX_RENDERED_CHARACTERS, ChatTemplate
 from horizon_server.errors import InvalidData, InvalidModel
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -210,3 +210,10 @@ def test_a_template_that_is_nested_too_deeply_is_refused(source: str) -> None:
 def test_a_template_that_makes_too_much_text_is_refused() -> None:
     with pytest.raises(InvalidData, match=r"makes 30000000 characters of this chat; at most 16777216 are allowed"):
         ChatTemplate("{{ 'x' * 30000000 }}", SPECIAL).render(CHAT)
+
+
+def test_a_text_longer_than_any_chat_is_refused() -> None:
+    source = "{% for m in messages %}{{ m.content * 1000 }}{% endfor %}"
+    long = [{"role": "user", "content": "x" * (MAX_RENDERED_CHARACTERS // 1000 + 1)}]
+    with pytest.raises(InvalidData, match=f"at most {MAX_RENDERED_CHARACTERS} are allowed"):
+        ChatTemplate(source, SPECIAL).render(long)

@@ -41,6 +41,14 @@ def test_a_bomb_is_refused_before_it_has_grown(tmp_path: Path, compress: Callabl
     assert time.perf_counter() - began < 60
 
 
+def test_a_file_has_a_largest_size_when_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = put(tmp_path, "rows.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100))
+    inspect(file, "text")
+    monkeypatch.setattr("horizon_formats.files.MAX_EXPANDED_BYTES", 1000)
+    with pytest.raises(InvalidData, match="expands to more than 1000 bytes"):
+        inspect(file, "text")
+
+
 def test_a_table_that_repeats_one_large_value_is_refused(tmp_path: Path) -> None:
     value = "x" * (1024 * 1024)
     table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array([value]))})

@@ -17,7 +17,9 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.datasets import preview_child as child
 from horizon_server.datasets.preview import (
     MAX_CHARACTERS,
+    MAX_PROBLEMS,
     MAX_ROW_CHARACTERS,
+    MAX_SPANS,
     PreviewOptions,
     PreviewRequest,
     PreviewRow,
@@ -139,6 +141,16 @@ def test_long_rows_are_clipped_and_all_rows_together_too(ask: Any) -> None:
     assert rows[-1].num_tokens == rows[0].num_tokens > 10_000, "what is not shown is counted all the same"
 
 
+def test_spans_and_problems_are_bounded(ask: Any) -> None:
+    turns = [f"{i}" for i in range(2 * MAX_SPANS + 2)]
+    (many,) = render(ask({"a.jsonl": lines(chat(*turns))}, sequence_length=100_000))
+    assert len(many.spans) <= MAX_SPANS
+    assert many.clipped
+    odd = {"messages": [{"role": f"nobody-{i}", "content": "x"} for i in range(MAX_PROBLEMS + 5)]}
+    (row,) = render(ask({"a.jsonl": lines(odd)}, format="messages"))
+    assert len(row.problems) == MAX_PROBLEMS
+
+
 def test_half_a_surrogate_pair_is_no_row(ask: Any, tmp_path: Path) -> None:
     """Neither the wire nor a tokenizer can carry it."""
     model = write_demo_model(tmp_path / "model")
@@ -154,6 +166,14 @@ def test_a_model_without_a_template_cannot_show_chats(ask: Any, tmp_path: Path) 
         render(ask({"a.jsonl": lines(chat("a", "b"))}, model=model))
     (row,) = render(ask({"b.jsonl": lines({"prompt": "1+1=", "completion": "2"})}, model=model))
     assert trained_text(row) == ["2<|im_end|>"]
+
+
+def test_a_model_without_a_tokenizer_cannot_show_anything(ask: Any, tmp_path: Path) -> None:
+    model = write_demo_model(tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(InvalidModel, match="tokenizer"):
+        render(ask({"b.jsonl": lines({"prompt": "1+1=", "completion": "2"})}, model=model))
 
 
 def test_request_and_rows_survive_the_way_to_the_child_and_back(ask: Any) -> None:

@@ -7,6 +7,7 @@ import gc
 import sqlite3
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select, text
 
 from horizon_server.db.database import Database
@@ -75,3 +76,26 @@ async def test_a_write_that_is_cancelled_gives_its_lock_back(tmp_path: Path) -> 
     await database.close()
     with sqlite3.connect(tmp_path / "horizon.db", timeout=0) as other:
         assert other.execute("SELECT name FROM users").fetchall() == [("ada",)]
+
+
+async def test_a_cancelled_call_leaves_nothing_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Callers hang up and daemons end while a connection goes back to its pool, too."""
+    database = await Database.open(tmp_path / "horizon.db")
+
+    async def write() -> None:
+        async with database.session() as session:
+            await session.execute(select(UserRow))
+
+    async def read() -> None:
+        async with database.reading() as session:
+            await session.execute(select(UserRow))
+
+    for call in (write, read):
+        for delay_us in range(0, 6000, 25):
+            task = asyncio.create_task(call())
+            await asyncio.sleep(delay_us / 1e6)
+            task.cancel()
+            await asyncio.wait([task])
+    assert [record.getMessage() for record in caplog.records] == []
+    await write()
+    await database.close()

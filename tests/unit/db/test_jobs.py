@@ -15,7 +15,7 @@ from horizon_server.db.jobs import JobStore
 from horizon_server.errors import WrongJobState
 from horizon_server.events import EvalDone, Message, StateChanged, StepDone
 from horizon_server.records.job import JobRecord, JobState
-from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
 from horizon_server.spec import parse_job_spec
 
 SPEC = parse_job_spec({"name": "one", "model": "m", "dataset": "d", "train": {"max_grad_norm": None}})
@@ -26,6 +26,7 @@ PLAN = JobPlan(
     device_limit_bytes=9,
     num_parameters=1,
     device="host",
+    kept=KeptMemory(resident_layers=2, resident_bytes=1 << 20, saved_share=0.1),
     prediction=StepPrediction(step_s=0.5, tokens_per_second=64.0, bound="h2d", peak_flops_per_s=1e12, total_s=None),
 )
 STEP = StepDone(
@@ -87,7 +88,7 @@ async def test_events_are_numbered_without_gaps_and_keep_their_order(store: JobS
 
 async def test_a_step_is_kept_as_the_newest(store: JobStore) -> None:
     await created(store, "j1")
-    record = await store.append("j1", STEP, step=3, num_steps=9, last_step=STEP)
+    record, _ = await store.append("j1", STEP, step=3, num_steps=9, last_step=STEP)
     assert (record.last_step, record.step) == (STEP, 3)
     assert (await store.events_after("j1", 1, 10))[0].payload == STEP
 
@@ -135,3 +136,21 @@ async def test_figures_are_taken_out_of_steps_and_evaluations(store: JobStore) -
     assert evaluation == (first + 2, "eval", {"step": 3, "loss": None, "eval_loss": 2.0})
     assert (odd[:2], odd[2]["step"], math.isnan(odd[2]["loss"])) == ((first + 3, "step"), 3, True)
     assert await store.figures_after("job_1", first, ("step",), 1) == [(first + 2, "eval", {"step": 3})]
+
+
+async def test_many_jobs_of_one_user_do_not_hide_those_of_others(store: JobStore) -> None:
+    for i in range(6):
+        await created(store, f"a{i}", "ada")
+    await created(store, "b0", "bob")
+    await created(store, "b1", "bob")
+    await store.set("a4", priority=5)
+    await store.move("a1", StateChanged(job_state="PAUSED"))
+    # The queue is a0 a2 a3 a4 a5 b0 b1: of each user the first two, by priority and age.
+    assert [(job.job_id, job.queue_position) for job in await store.heads(4)] == [
+        ("a0", 1),
+        ("a4", 4),
+        ("b0", 6),
+        ("b1", 7),
+    ]
+    assert [job.job_id for job in await store.heads(2)] == ["a4", "b0"]
+    assert await store.heads(100) == await store.queued(100)

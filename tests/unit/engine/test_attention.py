@@ -82,6 +82,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(
 ) -> None:
     boundaries = boundaries_of(DOCUMENTS[documents])
     inputs = tensors_of(SHAPES[shape], int(boundaries[-1]))
+    torch.manual_seed(1)
     if has_sinks:
         inputs.append(torch.randn(inputs[0].shape[1]))
     ours = [tensor.to(dtype).requires_grad_() for tensor in inputs]
@@ -91,7 +92,8 @@ def test_outputs_and_gradients_are_those_of_the_formula(
     query, key, value = ours[:3]
     found = attend(query, key, value, boundaries, scale=0.2, window=window, softcap=softcap, sinks=sinks)
     expected = formula(exact[0], exact[1], exact[2], boundaries, window, softcap, exact_sinks)
-    gradient = torch.randn_like(expected)
+    # Along the output, or the terms of a sink's gradient cancel and only their rounding is left.
+    gradient = expected.detach() + torch.randn_like(expected)
     torch.autograd.backward(found, gradient.to(dtype))
     torch.autograd.backward(expected, gradient)
 
@@ -118,10 +120,12 @@ def test_documents_of_all_lengths_reach_the_kernels_in_bf16_in_one(monkeypatch: 
 
     def record(*args: Any) -> Tensor:
         document: Tensor = filled(*args)
-        lengths.add(document.shape[2])
+        if document.dtype is torch.bfloat16:
+            lengths.add(document.shape[2])
         return document
 
     monkeypatch.setattr(kernels, "_filled", record)
+    # Their backward is in fp32, where lengths do not matter.
     boundaries = boundaries_of(range(1, 40))
     inputs = [tensor.bfloat16().requires_grad_() for tensor in tensors_of(SHAPES["grouped"], int(boundaries[-1]))]
 

@@ -83,10 +83,15 @@ def test_the_cuda_devices_path(monkeypatch: pytest.MonkeyPatch) -> None:
     check(rates)
 
 
-def test_the_parts_of_a_layer_add_up_to_the_whole_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {rate_probe._FEW_TOKENS: 0.001, SMALL.row_tokens: 0.5}
-    monkeypatch.setattr(rate_probe._OneLayer, "step_s", lambda self, num_tokens, choose: seconds[num_tokens])
+@pytest.mark.parametrize("step_s", [0.5, 0.01], ids=["slow layer", "products slower alone than in the layer"])
+def test_the_parts_of_a_layer_add_up_to_the_whole_that_was_measured(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {rate_probe._FEW_TOKENS: step_s / 500, SMALL.row_tokens: step_s}
+    monkeypatch.setattr(rate_probe._Llama, "step_s", lambda self, num_tokens, choose: seconds[num_tokens])
+    # Of which a step that short leaves hardly any for what is not a product.
+    monkeypatch.setattr(rate_probe._Probe, "product", lambda *_: 1e9)
     rates = measure_rates("host", num_threads=1, budget_s=0.0)
-    with closing(rate_probe._OneLayer(partial(device_for, "host"), 64, SMALL)) as model:
+    with closing(rate_probe._Llama(partial(device_for, "host"), 64, SMALL, num_layers=1)) as model:
         work = model.work(SMALL.row_tokens)
-    assert sum(Seconds.of(work, rates).compute().values()) == pytest.approx(0.5)
+    assert sum(Seconds.of(work, rates).compute().values()) == pytest.approx(step_s)

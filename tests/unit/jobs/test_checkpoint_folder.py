@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from horizon_server.errors import NotFound
-from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.jobs.folders import CheckpointFolder, JobFolders
 from horizon_server.store.manifest import Manifest, record_file, write_manifest
 
 
@@ -83,3 +84,22 @@ def test_deleting(folder: CheckpointFolder) -> None:
     assert list(folder.path.iterdir()) == []
     with pytest.raises(NotFound):
         folder.delete(5)
+
+
+def test_the_bytes_of_all_jobs_follow_what_is_written_and_deleted(tmp_path: Path) -> None:
+    folders = JobFolders(tmp_path)
+    assert folders.checkpoint_bytes() == {}
+    first, second = folders.checkpoints("job_1"), folders.checkpoints("job_2")
+    state_bytes = (write(first, 5) / "trainer/trainer_state.json").stat().st_size
+    write(first, 7)
+    write(second, 9)
+    (first.path / "step-00000010").mkdir()  # being written
+    assert folders.checkpoint_bytes() == {"job_1": 12 + 2 * state_bytes, "job_2": 9 + state_bytes}
+    first.delete(5)
+    second.delete(9)
+    (write(second, 9) / "model.safetensors").write_bytes(b"x" * 90)
+    names = ("model.safetensors", "trainer/trainer_state.json")
+    path = second.of_step(9)
+    write_manifest(path, Manifest(files={name: record_file(path / name) for name in names}, versions={}))
+    os.utime(path / "trainer/manifest.json", ns=(1, 1))  # a clock may be coarser than this test is fast
+    assert folders.checkpoint_bytes() == {"job_1": 7 + state_bytes, "job_2": 90 + state_bytes}

@@ -1,4 +1,4 @@
-"""Children: events and an answer up, orders down, limits kept, gone at the end; and how one that died without a word is explained."""
+"""Children: events and an answer up, limits kept, gone at the end; and how one that died without a word is explained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from horizon_server.children.child import CANCEL, STOP, Child, Limits, exit_reason, log_tail, run_child
+from horizon_server.children.child import Child, Limits, exit_reason, log_tail, run_child
 from horizon_server.children.entry import Answer, Failure, decode_line, encode_line
 from horizon_server.errors import (
     FieldViolation,
@@ -30,23 +30,29 @@ from horizon_server.settings import child_environment
 
 TALKER = """
 import ctypes, os, pathlib, signal, sys, time
-from horizon_server.children.entry import Order, Orders, serve
+from horizon_server.children.entry import serve
 from horizon_server.errors import FieldViolation, InvalidData
 from horizon_server.events import Message
 
 def work(request, events):
     mode = request["mode"]
     print("hello from the log", flush=True)
-    if mode == "obey":
-        orders = Orders()
+    if mode == "tell":
         events.send(Message(level="info", text="ready"))
-        while orders.current is Order.CONTINUE:
-            time.sleep(0.01)
-        return orders.current.value
+        return "told"
     if mode == "refuse":
         raise InvalidData("line 3 is odd", violations=[FieldViolation(field="line[3]", description="odd")], retry_after_s=2)
     if mode == "greedy":
         return len(bytearray(1 << 30))
+    if mode == "refused":
+        raise OSError(12, os.strerror(12))
+    if mode == "torch":
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 286720 bytes.")
+    if mode == "library":
+        raise ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory")
+    if mode == "native":
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc\\n")
+        os.abort()
     if mode == "busy":
         while True:
             pass
@@ -67,6 +73,10 @@ def work(request, events):
         os.write(events._descriptor, b"x" * (17 << 20))
     if mode == "exit":
         os._exit(3)
+    if mode == "linger":
+        import threading
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        return os.getpid()
     if mode == "large":
         return "\\U0001f600" * 500_000
     if mode == "signals":
@@ -92,26 +102,21 @@ async def ask(environment: dict[str, str], mode: str, **limits: Any) -> Any:
     return await run_child("talker", {"mode": mode}, who="the talker", environment=environment, limits=Limits(**limits))
 
 
-@pytest.mark.parametrize(("order", "obeyed"), [(STOP, "stop"), (CANCEL, "cancel")])
-async def test_events_come_up_orders_go_down_output_goes_to_the_log(
-    tmp_path: Path, environment: dict[str, str], order: bytes, obeyed: str
-) -> None:
+async def test_events_come_up_and_output_goes_to_the_log(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "request.json").write_text("x" * 1000)
     child = await Child.start(
-        "talker", {"mode": "obey"}, who="the talker", environment=environment,
+        "talker", {"mode": "tell"}, who="the talker", environment=environment,
         request_file=tmp_path / "request.json", log_file=tmp_path / "log",
     )  # fmt: skip
     seen: list[WorkerLine] = []
 
     async def on_event(event: WorkerLine) -> None:
         seen.append(event)
-        child.send_order(order)
 
-    assert await child.answer(on_event) == obeyed
+    assert await child.answer(on_event) == "told"
     assert seen == [Message(level="info", text="ready")]
     assert log_tail(tmp_path / "log") == "hello from the log"
-    assert (tmp_path / "request.json").read_text() == '{\n "mode": "obey"\n}'
-    child.send_order(order)
+    assert (tmp_path / "request.json").read_text() == '{\n "mode": "tell"\n}'
     child.kill()
 
 
@@ -126,6 +131,10 @@ async def test_an_error_crosses_with_its_class_message_and_violations(environmen
     ("mode", "limits", "kind", "words"),
     [
         ("greedy", {"memory_bytes": 2**29}, OutOfMemory, "the talker ran out of memory"),
+        *(
+            (mode, {}, OutOfMemory, "the talker ran out of memory")
+            for mode in ("refused", "torch", "library", "native")
+        ),
         ("busy", {"cpu_s": 1, "wall_s": 60.0}, Stalled, "more than 1 s of processor time"),
         ("busy", {"wall_s": 1.0}, Stalled, "took longer than 1 s"),
         ("silent", {"silence_s": 1.0, "wall_s": 60.0}, Stalled, "reported nothing for 1 s"),
@@ -147,6 +156,14 @@ async def test_every_bad_end_has_its_error(
     assert (caught.value.retry_after_s is not None) == (mode == "killed"), (
         "only a child that was killed may be repeated"
     )
+
+
+async def test_a_child_that_does_not_exit_is_killed(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.children.child._EXIT_S", 0.2)
+    pid = await ask(environment, "linger")
+    assert not Path(f"/proc/{pid}").exists()
 
 
 async def test_limits_and_signals_are_set_in_the_child(environment: dict[str, str]) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import json
+import sqlite3
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import structlog
-from tests.daemon_parts import DaemonParts, Script
+from tests.daemon_parts import ROOT, WAIT_S, DaemonParts, Script
 from tests.unit.jobs.conftest import held
 
 from horizon_server.errors import (
@@ -24,6 +28,7 @@ from horizon_server.errors import (
 from horizon_server.events import CheckpointWritten, JobEvent, Message, StateChanged, StepDone
 from horizon_server.records.account import Principal
 from horizon_server.records.job import JobRecord, JobState
+from horizon_server.spec import JobSpec, parse_job_spec
 
 S = JobState
 
@@ -62,6 +67,47 @@ async def test_the_same_request_gives_the_same_job(daemon: DaemonParts, ada: Pri
     assert len((await jobs.list(ada))[0]) == 1
 
 
+class NewerSpec(JobSpec):
+    """A job spec of a later version: it has one field more."""
+
+    smoothing: float = 0.5
+
+
+async def test_a_request_is_the_same_for_a_version_with_more_fields(daemon: DaemonParts, ada: Principal) -> None:
+    """A submission whose answer an upgrade of the daemon swallowed was refused as another body when it was repeated."""
+    request_id, jobs = str(uuid.uuid4()), daemon.services.jobs
+    given = daemon.spec("once").given()
+    first = await jobs.submit(ada, request_id=request_id, spec=parse_job_spec(given))
+    again = await jobs.submit(ada, request_id=request_id, spec=NewerSpec.model_validate(given))
+    assert again.job_id == first.job_id
+    with pytest.raises(RequestIdReused):
+        await jobs.submit(ada, request_id=request_id, spec=NewerSpec.model_validate({**given, "smoothing": 0.1}))
+
+
+async def test_a_request_is_the_same_that_an_earlier_version_stored(daemon: DaemonParts, ada: Principal) -> None:
+    """It hashed every field that it knew, with its defaults; `limits` was not among them."""
+    request_id, jobs = str(uuid.uuid4()), daemon.services.jobs
+    first = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
+    known = {name: value for name, value in first.spec.to_mapping().items() if name != "limits"}
+    sha256 = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    with sqlite3.connect(daemon.state_dir / "horizon.db") as database:
+        database.execute("UPDATE requests SET body_sha256 = ? WHERE request_id = ?", (sha256, request_id))
+        database.execute("UPDATE jobs SET spec = ? WHERE job_id = ?", (json.dumps(known), first.job_id))
+    database.close()
+    again = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
+    assert again.job_id == first.job_id
+    with pytest.raises(RequestIdReused):
+        await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once", limits={"max_steps": 7}))
+
+
+async def test_a_default_that_is_given_makes_no_other_request(daemon: DaemonParts, ada: Principal) -> None:
+    request_id, jobs = str(uuid.uuid4()), daemon.services.jobs
+    first = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once"))
+    for default in ({"priority": 0}, {"project": ada.project}):
+        again = await jobs.submit(ada, request_id=request_id, spec=daemon.spec("once", **default))
+        assert again.job_id == first.job_id
+
+
 async def test_what_cannot_run_is_refused_and_leaves_nothing(daemon: DaemonParts, ada: Principal) -> None:
     bob, eve = await daemon.user("bob"), await daemon.user("eve", role="viewer")
     with pytest.raises(NotFound, match="chats"):
@@ -70,9 +116,6 @@ async def test_what_cannot_run_is_refused_and_leaves_nothing(daemon: DaemonParts
         await daemon.submit(eve)
     with pytest.raises(DoesNotFit, match="are available"):
         await daemon.submit(ada, train={"tokens_per_step": 67_108_864, "sequence_length": 1024})
-    with pytest.raises(InvalidSpec, match="priority must be 0") as caught:
-        await daemon.submit(ada, priority=5)
-    assert caught.value.violations[0].field == "priority"
     with pytest.raises(NotAllowed, match="project physics is not yours"):
         await daemon.submit(ada, project="physics")
     assert await daemon.services.jobs.queue() == []
@@ -90,7 +133,7 @@ async def test_others_cannot_see_or_change_a_job(daemon: DaemonParts, ada: Princ
         await jobs.cancel(eve, job.job_id)
     assert (await jobs.get(eve, job.job_id)).job_id == job.job_id
     assert (await jobs.list(bob))[0] == []
-    await jobs.cancel(Principal(name="root", role="admin", project="root"), job.job_id)
+    await jobs.cancel(ROOT, job.job_id)
     await daemon.until(job.job_id, S.CANCELLED)
 
 
@@ -102,7 +145,7 @@ async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobR
     jobs = daemon.services.jobs
     match state:
         case S.QUEUED:
-            await held(daemon, "ahead")
+            await daemon.set_node("cordoned")
             return await daemon.submit(ada, "waiting")
         case S.PREPARING:  # of a length of its own, so that nothing prepared fits
             job = await daemon.submit(ada, "preparing", train={"sequence_length": 200 + len(str(daemon.state_dir))})
@@ -114,7 +157,7 @@ async def in_state(daemon: DaemonParts, ada: Principal, state: JobState) -> JobR
             job = await held(daemon, deaf=True)
             return await jobs.pause(ada, job.job_id)
         case S.PAUSED:
-            await held(daemon, "ahead")
+            await daemon.set_node("cordoned")
             job = await daemon.submit(ada, "parked")
             return await jobs.pause(ada, job.job_id)
         case S.SUCCEEDED:
@@ -168,8 +211,26 @@ async def test_resume_in_every_state(daemon: DaemonParts, ada: Principal, state:
         return
     resumed = await daemon.services.jobs.resume(ada, job.job_id)
     assert (resumed.job_state, resumed.reason, resumed.queue_position) == (S.QUEUED, "RESUMED", 1)
-    daemon.release("ahead")
+    await daemon.set_node("open")
     await daemon.until(job.job_id, S.SUCCEEDED)
+
+
+async def test_a_pause_at_the_moment_a_job_leaves_the_queue_is_carried_out(
+    daemon: DaemonParts, ada: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database says PREPARING already, and the attempt has not heard of it yet."""
+    move, pauses = daemon.parts.journal.move, list[asyncio.Task[JobRecord]]()
+
+    async def moved(job: JobRecord, state: JobState, **fields: Any) -> JobRecord:
+        record = await move(job, state, **fields)
+        if state is S.PREPARING:
+            pauses.append(asyncio.create_task(daemon.services.jobs.pause(ada, job.job_id)))
+            await asyncio.wait(pauses, timeout=0.5)
+        return record
+
+    monkeypatch.setattr(daemon.parts.journal, "move", moved)
+    job = await daemon.submit(ada, "early")
+    assert (await daemon.until(job.job_id, S.PAUSED)).reason == "PAUSED"
 
 
 async def test_a_resumed_job_continues_from_its_checkpoint(daemon: DaemonParts, ada: Principal) -> None:
@@ -180,6 +241,23 @@ async def test_a_resumed_job_continues_from_its_checkpoint(daemon: DaemonParts, 
     await daemon.services.jobs.resume(ada, job.job_id)
     done = await daemon.until(job.job_id, S.SUCCEEDED)
     assert (done.attempt, steps(await daemon.events(job.job_id))) == (2, [1, 2, 3, 4])
+
+
+async def test_a_second_pause_ends_the_wait_of_the_first_for_disk_space(daemon: DaemonParts, ada: Principal) -> None:
+    job = await held(daemon, no_space=True)
+    await daemon.services.jobs.pause(ada, job.job_id)
+    async with asyncio.timeout(WAIT_S):
+        async for event in daemon.parts.journal.follow(job.job_id, 0):
+            if isinstance(event.payload, Message) and event.payload.text == "no space":
+                break
+    assert (await daemon.job(job.job_id)).job_state is S.STOPPING
+    await daemon.services.jobs.pause(ada, job.job_id)
+    await daemon.until(job.job_id, S.PAUSED)
+    assert await daemon.services.jobs.checkpoints(ada, job.job_id) == []
+    daemon.release("held")
+    await daemon.services.jobs.resume(ada, job.job_id)
+    done = await daemon.until(job.job_id, S.SUCCEEDED)
+    assert (done.attempt, done.step) == (2, 4)
 
 
 async def test_cancel_wins_over_pause(daemon: DaemonParts, ada: Principal) -> None:
@@ -227,23 +305,27 @@ async def test_a_worker_that_fails_ends_its_job_with_the_true_reason_and_the_que
     assert (await daemon.until(job.job_id, S.SUCCEEDED)).attempt == 2
 
 
-async def test_two_jobs_take_turns(daemon: DaemonParts, ada: Principal) -> None:
+async def test_the_queue_shows_resident_jobs_and_then_those_that_wait(daemon: DaemonParts, ada: Principal) -> None:
     first = await held(daemon, "one")
+    await daemon.set_node("cordoned")
     second = await daemon.submit(ada, "two")
     assert second.queue_position == 1
     assert [job.job_id for job in await daemon.services.jobs.queue()] == [first.job_id, second.job_id]
-    assert await daemon.parts.journal.store.user_of(second.dataset_id) in (first.job_id, second.job_id)
+    users_of = daemon.parts.journal.store.users_of
+    assert await users_of(second.dataset_id) == [(first.job_id, "ada"), (second.job_id, "ada")]
     daemon.release("one")
+    await daemon.until(first.job_id, S.SUCCEEDED)
+    assert await users_of(second.dataset_id) == [(second.job_id, "ada")]
+    await daemon.set_node("open")
     await daemon.until(second.job_id, S.SUCCEEDED)
-    assert (await daemon.job(first.job_id)).job_state is S.SUCCEEDED
-    assert await daemon.parts.journal.store.user_of(second.dataset_id) is None
+    assert await users_of(second.dataset_id) == []
 
 
 async def test_a_parked_job_does_not_overtake_those_who_waited(daemon: DaemonParts, ada: Principal) -> None:
     """Park a cheap job, resume it when others wait: it goes to the end of the queue."""
     eve = await daemon.user("eve")
     await daemon.dataset(eve)
-    await held(daemon, "running")
+    await daemon.set_node("cordoned")
     ticket = await daemon.submit(eve, "ticket")
     await daemon.services.jobs.pause(eve, ticket.job_id)
     waiting = await daemon.submit(ada, "waiting")
@@ -251,7 +333,7 @@ async def test_a_parked_job_does_not_overtake_those_who_waited(daemon: DaemonPar
     later = await daemon.submit(ada, "later")
     places = {job.job_id: job.queue_position for job in (await daemon.services.jobs.list(ada))[0] + [resumed]}
     assert [places[job.job_id] for job in (waiting, ticket, later)] == [1, 2, 3]
-    queue = [job.job_id for job in (await daemon.services.jobs.queue())[1:]]
+    queue = [job.job_id for job in await daemon.services.jobs.queue()]
     assert queue == [waiting.job_id, ticket.job_id, later.job_id]
 
 
@@ -304,7 +386,7 @@ async def test_a_page_token_that_is_not_ours_names_its_field(daemon: DaemonParts
 
 
 async def test_pages_together_are_all_jobs(daemon: DaemonParts, ada: Principal) -> None:
-    await held(daemon, "running")
+    await daemon.set_node("cordoned")
     made = [(await daemon.submit(ada, f"job-{i}")).job_id for i in range(5)]
     jobs, token, seen = daemon.services.jobs, "", []
     while True:
@@ -331,6 +413,7 @@ async def test_a_watch_sees_everything_and_ends_with_the_job(daemon: DaemonParts
 
 async def test_draining_queues_the_running_job_again_and_ends_every_watch(daemon: DaemonParts, ada: Principal) -> None:
     job = await held(daemon)
+    await daemon.set_node("cordoned")
     waiting = await daemon.submit(ada, "waiting")
 
     async def watch() -> None:
@@ -349,8 +432,16 @@ async def test_draining_queues_the_running_job_again_and_ends_every_watch(daemon
     assert [c.step for c in await daemon.services.jobs.checkpoints(ada, job.job_id)] == [1]
 
 
-async def test_a_worker_that_does_not_hear_the_drain_is_killed(daemon: DaemonParts, ada: Principal) -> None:
+async def test_a_worker_that_does_not_hear_the_drain_is_killed_and_the_owner_reads_why(
+    daemon: DaemonParts, ada: Principal
+) -> None:
     job = await held(daemon, deaf=True)
     await daemon.drain(0.2)
     drained = await daemon.job(job.job_id)
     assert (drained.job_state, drained.reason) == (S.QUEUED, "DRAINED")
+    stored = await daemon.parts.journal.store.events_after(job.job_id, 0, 1000)
+    (warning,) = [e.payload.text for e in stored if isinstance(e.payload, Message) and e.payload.level == "warning"]
+    assert warning == (
+        f"the daemon stopped and killed the worker at step {drained.step}: its checkpoint was not complete after 0.2 s; the job "
+        "continues from its beginning. An admin can set a longer drain_timeout_s"
+    )

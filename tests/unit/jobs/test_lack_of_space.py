@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, event, text
+from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts
 from tests.unit.jobs.conftest import ADA, held
 
@@ -30,6 +33,12 @@ async def full_disk(daemon: DaemonParts, job_id: str) -> AsyncIterator[None]:
     async with daemon.database.session() as session:
         pages = await session.scalar(text("PRAGMA page_count"))
         await session.execute(text(f"PRAGMA max_page_count = {pages}"))
+    most = [pages]
+
+    def bound(connection: Connection) -> None:  # which is one of several
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {most[0]}")
+
+    event.listen(daemon.database._plain, "begin", bound)
     for size in (3000, 300, 1):  # what is free inside the file is used up first
         with pytest.raises(DiskFull):
             while True:
@@ -37,8 +46,17 @@ async def full_disk(daemon: DaemonParts, job_id: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        most[0] = 2**30
         async with daemon.database._writer.connect() as connection:
             await connection.exec_driver_sql(f"PRAGMA max_page_count = {2**30}")
+
+
+async def test_a_worker_learns_how_much_of_the_disk_to_leave_free(make_daemon: MakeDaemon, state_dir: Path) -> None:
+    async with make_daemon(state_dir, min_free_bytes=12345) as daemon:
+        job = await daemon.submit(ADA, "job")
+        await daemon.until(job.job_id, S.SUCCEEDED)
+    request = json.loads((state_dir / "jobs" / job.job_id / "attempt-1/request.json").read_bytes())
+    assert request["min_free_bytes"] == 12345
 
 
 async def test_a_full_disk_costs_a_run_time_and_no_step(daemon: DaemonParts) -> None:
@@ -50,7 +68,7 @@ async def test_a_full_disk_costs_a_run_time_and_no_step(daemon: DaemonParts) -> 
         with pytest.raises(DiskFull):
             await daemon.submit(ADA, "other")
         assert (await daemon.services.jobs.get(ADA, job.job_id)).job_state is S.RUNNING, "reads still work"
-        assert daemon.parts.scheduler.current is not None, "the attempt waits"
+        assert daemon.parts.scheduler.attempt(job.job_id) is not None, "the attempt waits"
     done = await daemon.until(job.job_id, S.SUCCEEDED)
     assert (done.attempt, done.step) == (1, 4)
     steps = [e.payload.step for e in await daemon.events(job.job_id) if isinstance(e.payload, StepDone)]

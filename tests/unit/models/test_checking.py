@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.support.processes import children_of, command_of
 
 from horizon_server.api.status import status_of
 from horizon_server.children.child import Limits
 from horizon_server.errors import InvalidModel, WorkerDied
 from horizon_server.services.model_check import ModelFacts
-from horizon_server.services.pushed import LIMITS, check_model
+from horizon_server.services.model_child import LIMITS, check_model
 from horizon_server.store.safetensors_files import MAX_TENSORS
 
 CONFIG: dict[str, Any] = {
@@ -135,14 +138,14 @@ async def test_the_check_of_a_folder_has_the_limits(tmp_path: Path) -> None:
     async with asyncio.timeout(60):
         while not task.done():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                found |= {tuple(process.rlimit(kind)[0] for kind in kinds) for process in checks()}
+                found |= {tuple(psutil.Process(pid).rlimit(kind)[0] for kind in kinds) for pid in checks()}
             await asyncio.sleep(0)
     assert (LIMITS.memory_bytes, LIMITS.cpu_s, LIMITS.file_bytes) in found
     assert task.exception() is None
 
 
-def checks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "horizon_server.services.model_check" in child.cmdline()]
+def checks() -> list[int]:
+    return [pid for pid in children_of(os.getpid()) if "horizon_server.services.model_check" in command_of(pid)]
 
 
 async def check_and(act: Callable[[asyncio.Task[ModelFacts]], object], place: Path) -> asyncio.Task[ModelFacts]:
@@ -157,7 +160,7 @@ async def check_and(act: Callable[[asyncio.Task[ModelFacts]], object], place: Pa
 
 
 async def test_a_check_that_is_killed_may_be_repeated(tmp_path: Path) -> None:
-    task = await check_and(lambda _: checks()[0].kill(), write(tmp_path))
+    task = await check_and(lambda _: os.kill(checks()[0], signal.SIGKILL), write(tmp_path))
     error = task.exception()
     assert isinstance(error, WorkerDied)
     assert (status_of(error).grpc, error.retry_after_s) == ("UNAVAILABLE", 1.0)

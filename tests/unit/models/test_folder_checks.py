@@ -11,6 +11,7 @@ import pytest
 
 from horizon_server.errors import InvalidModel
 from horizon_server.records.blob import BlobFile
+from horizon_server.services import model_check
 from horizon_server.services.model_check import ModelFacts, check_config, check_folder, check_names
 
 CONFIG: dict[str, Any] = {
@@ -155,6 +156,18 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "m")
     (folder / "tokenizer_config.json").write_bytes(b'{"auto_map": {"AutoTokenizer": ["x.Y", null]}}')
     with pytest.raises(InvalidModel, match=r"tokenizer_config\.json names custom code"):
+        check_folder(folder)
+
+
+def test_a_tokenizer_config_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_bytes(b"{}" + b" " * 99)
+    monkeypatch.setattr(model_check, "_MAX_TOKENIZER_CONFIG_BYTES", 101)
+    check_folder(folder)
+    monkeypatch.setattr(model_check, "_MAX_TOKENIZER_CONFIG_BYTES", 100)
+    with pytest.raises(
+        InvalidModel, match=r"tokenizer_config\.json is larger than 100 bytes, which no tokenizer needs"
+    ):
         check_folder(folder)
 
 

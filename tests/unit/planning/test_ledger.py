@@ -35,16 +35,19 @@ def plan_of(
     device_kind: DeviceKind = "host",
     grad_bytes: int = 4,
     tokens_per_step: int = 256,
+    sequence_length: int = 64,
     in_fp8: bool = False,
+    **more: Any,
 ) -> MemoryPlan:
     return plan_memory(
         folder.layout,
         model=folder.shape,
         tokens_per_step=tokens_per_step,
-        sequence_length=64,
+        sequence_length=sequence_length,
         device_kind=device_kind,
         grad_bytes=grad_bytes,
         in_fp8=in_fp8,
+        **more,
     )
 
 
@@ -68,6 +71,21 @@ def test_fp8_takes_two_bytes_more_for_every_weight_of_a_layer(folder: ModelFolde
     layer = max(unit.num_elements for unit in folder.layout.units if unit.kind == "layer")
     assert in_fp8.device["workspace"] >= full.device["workspace"] + 2 * layer
     assert in_fp8.device["weights"] == full.device["weights"]
+
+
+def test_rows_of_shorter_documents_need_no_more_than_the_longest_document(folder: ModelFolder) -> None:
+    """Which are computed together up to `micro_batch_tokens`, so that is what a layer's working memory is for."""
+
+    def workspace(**known: Any) -> int:
+        plan = plan_of(folder, tokens_per_step=8192, sequence_length=8192, micro_batch_tokens=2048, **known)
+        return plan.device["workspace"]
+
+    assert workspace() == workspace(longest_document=8192) == workspace(longest_document=100_000)
+    assert workspace(longest_document=1) == workspace(longest_document=2048)
+    assert workspace(longest_document=2048) < workspace(longest_document=4096) < workspace()
+    masked = dataclasses.replace(folder, shape=dataclasses.replace(folder.shape, needs_masks=True))
+    rows, documents = (plan_of(masked, longest_document=longest) for longest in (None, 1))
+    assert rows == documents
 
 
 def test_the_hosts_sum_holds_the_hosts_device(folder: ModelFolder) -> None:

@@ -27,6 +27,7 @@ from horizon_server.planning.planner import Planner, WorkerMemory
 from horizon_server.planning.rates import DeviceRates, WidthRates
 from horizon_server.records.plan import JobPlan, PlannedMachine
 from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.generations import PLANE
 
 GIB = 1 << 30
 H100 = Accelerator(index=0, name="H100", memory_bytes=80 * GIB)
@@ -68,6 +69,7 @@ def worker_memory(
     arena_bytes: int = GIB,
     rates: RatesByDevice | None = None,
     has_bf16: bool = True,
+    gpu: Accelerator | None = None,
 ) -> WorkerMemory:
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
@@ -79,11 +81,12 @@ def worker_memory(
         rates=lambda: rates or {},
         has_bf16=has_bf16,
     )
-    return planner.worker_memory(spec, folder)
+    return planner.worker_memory(spec, folder, gpu=gpu)
 
 
 def bytes_per_parameter(memory: WorkerMemory) -> float:
-    return sum(memory.plane_bytes.values()) / (memory.plane_bytes["hi"] / 2)
+    planes = [size for name, size in memory.plane_bytes.items() if name != PLANE]
+    return sum(planes) / (memory.plane_bytes["hi"] / 2)
 
 
 def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Path) -> None:
@@ -218,12 +221,13 @@ def test_without_clipping_no_gradient_is_kept(folder: Path, accelerators: tuple[
     assert memory.grad_dtype_bytes == memory.plan.host_bytes["gradients"] == 0
 
 
-def test_the_device_limit_is_that_of_the_accelerator_that_jobs_use(folder: Path) -> None:
+def test_the_device_limit_is_that_of_the_gpu_that_the_job_is_given_and_else_of_the_largest(folder: Path) -> None:
     small = Accelerator(index=1, name="small", memory_bytes=24 * GIB)
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(small, H100))
+    for accelerators in ((small, H100), (H100, small)):
+        memory = worker_memory(folder, spec_of(device="cuda"), accelerators=accelerators)
+        assert memory.plan.device_limit_bytes > 70 * GIB
+    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small), gpu=small)
     assert 20 * GIB < memory.plan.device_limit_bytes < 23 * GIB
-    memory = worker_memory(folder, spec_of(device="cuda"), accelerators=(H100, small))
-    assert memory.plan.device_limit_bytes > 70 * GIB
 
 
 def test_layer_inputs_are_offloaded_where_they_do_not_fit_otherwise(folder: Path) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import structlog
 
-from horizon_server.telemetry.logs import configure_logging
+from horizon_server.telemetry.logs import (
+    LINES_BURST,
+    LOG_BURST_BYTES,
+    LOG_BYTES_PER_S,
+    MAX_LINE_CHARS,
+    BoundedHandler,
+    configure_logging,
+)
 
 TOKEN = "hzn_0123456789abcdef"
 
@@ -117,3 +124,51 @@ def test_configuring_twice_writes_each_line_once() -> None:
     configure_logging("info", True, stream)
     structlog.get_logger().info("once")
     assert len(_lines(stream)) == 1
+
+
+def _bounded(stream: io.StringIO, now: list[float]) -> logging.Logger:
+    handler = BoundedHandler(stream, clock=lambda: now[0])
+    logger = logging.Logger("front")
+    logger.addHandler(handler)
+    return logger
+
+
+def test_lines_of_one_kind_are_few_and_the_next_one_says_how_many_were_left_out() -> None:
+    stream, now = io.StringIO(), [0.0]
+    configure_logging("info", True, stream)
+    handler = logging.getLogger().handlers[0]
+    assert isinstance(handler, BoundedHandler)
+    handler._clock, handler._room_at_s = (lambda: now[0]), 0.0
+    for i in range(LINES_BURST + 50):
+        logging.getLogger("front").warning("a caller sent %d", i)
+    structlog.get_logger("other").info("ready")
+    now[0] += 2.0
+    structlog.get_logger("front").info("something else")
+    logging.getLogger("front").warning("a caller sent %d", -1)
+    lines = _lines(stream)
+    assert len(lines) == LINES_BURST + 3
+    assert lines[LINES_BURST]["event"] == "ready"
+    assert (lines[-1]["event"], lines[-1]["left_out"]) == ("a caller sent -1", 50)
+
+
+def test_all_lines_together_have_a_limit_in_bytes_and_one_line_in_length() -> None:
+    stream, now = io.StringIO(), [0.0]
+    logger = _bounded(stream, now)
+    for i in range(2000):
+        # Kinds without number: what begins otherwise is another kind.
+        logger.warning("%04d" % (i // 100) + "x" * 100_000)  # noqa: UP031
+    size = len(stream.getvalue())
+    assert LOG_BURST_BYTES < size < LOG_BURST_BYTES + 2 * MAX_LINE_CHARS
+    assert max(map(len, stream.getvalue().splitlines())) < MAX_LINE_CHARS + 100
+    now[0] += 60.0
+    for _ in range(100):
+        logger.warning("later %s", "x" * 1000)
+    assert len(stream.getvalue()) - size < 60 * LOG_BYTES_PER_S + 2000
+
+
+def test_whoever_debugs_sees_all() -> None:
+    stream = io.StringIO()
+    configure_logging("debug", True, stream)
+    for i in range(LINES_BURST + 50):
+        logging.getLogger("front").warning("a caller sent %d", i)
+    assert len(_lines(stream)) == LINES_BURST + 50

@@ -11,6 +11,7 @@ from horizon_server.events import CheckpointWritten, EvalDone, Message, StepDone
 from horizon_server.figures import TransferFigures
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.sharing import ShareUse
 from horizon_server.spec import JobSpec
 from horizon_server.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -48,6 +49,7 @@ def _job(job_state: JobState = JobState.RUNNING, *, job_id: str = "job-1", devic
         eval_dataset_id="",
         job_state=job_state,
         created_s=NOW_S - 40.0,
+        queued_s=NOW_S,
         plan=_plan(device),
     )
 
@@ -256,12 +258,9 @@ def test_transitions_and_queue_wait(metrics: Metrics, clock: Clock) -> None:
     assert _value(metrics, "horizon_job_queue_wait_seconds_count") == 1
 
 
-def test_the_wait_of_a_job_queued_before_a_restart_counts_from_its_creation(metrics: Metrics) -> None:
-    metrics.on_job_state(dataclasses.replace(_job(JobState.PREPARING), attempt=1), "QUEUED")
+def test_the_wait_of_a_job_queued_before_a_restart_is_known(metrics: Metrics) -> None:
+    metrics.on_job_state(dataclasses.replace(_job(JobState.PREPARING), attempt=2, queued_s=NOW_S - 40.0), "QUEUED")
     assert _value(metrics, "horizon_job_queue_wait_seconds_sum") == 40.0
-    # A later attempt's wait is unknown then, and inventing one would be worse.
-    metrics.on_job_state(dataclasses.replace(_job(JobState.PREPARING), attempt=2), "QUEUED")
-    assert _value(metrics, "horizon_job_queue_wait_seconds_count") == 1
 
 
 def test_leaving_the_queue_without_starting_is_no_wait(metrics: Metrics) -> None:
@@ -313,3 +312,66 @@ def test_rendering(metrics: Metrics) -> None:
 def test_two_daemons_in_one_process_share_nothing(metrics: Metrics) -> None:
     metrics.on_payload(_job(), _step())
     assert _value(Metrics(), "horizon_tokens_total", project="lab") is None
+
+
+def test_a_turn_is_charged_to_project_and_user(metrics: Metrics) -> None:
+    for device_s in (12.5, 2.5):
+        metrics.on_device_use("cuda:0", project="lab", user="ada", device_s=device_s)
+        metrics.on_turn("cuda:0")
+    metrics.on_turn_wait("cuda:0", 40.0)
+    metrics.on_handover("cuda:0", 0.004)
+    assert _value(metrics, "horizon_device_seconds_total", project="lab", user="ada", device="cuda:0") == 15.0
+    assert _value(metrics, "horizon_device_turns_total", device="cuda:0") == 2
+    assert _value(metrics, "horizon_device_turn_wait_seconds_sum", device="cuda:0") == 40.0
+    assert _value(metrics, "horizon_device_handover_seconds_bucket", device="cuda:0", le="0.005") == 1
+    assert _value(metrics, "horizon_device_handover_seconds_bucket", device="cuda:0", le="0.002") == 0
+
+
+def test_who_is_no_longer_there_has_no_series(metrics: Metrics) -> None:
+    metrics.set_residents({"cuda:0": 3, "cuda:1": 1}, promised_bytes=700)
+    metrics.set_residents({"cuda:0": 2}, promised_bytes=500)
+    assert _value(metrics, "horizon_resident_jobs", device="cuda:0") == 2
+    assert _value(metrics, "horizon_resident_jobs", device="cuda:1") is None
+    assert _value(metrics, "horizon_host_memory_promised_bytes") == 500
+    metrics.set_job_shares({"job-1": 0.75, "job-2": 0.25})
+    metrics.set_job_shares({"job-1": 1.0})
+    assert _value(metrics, "horizon_job_share_ratio", job_id="job-1") == 1.0
+    assert _value(metrics, "horizon_job_share_ratio", job_id="job-2") is None
+    metrics.on_job_state(_job(JobState.SUCCEEDED), "RUNNING")
+    assert _value(metrics, "horizon_job_share_ratio", job_id="job-1") is None
+
+
+def test_use_is_shown_with_the_weights_that_divide_it(metrics: Metrics) -> None:
+    uses = [
+        ShareUse(project="lab", user=user, device_s=seconds, as_of_s=NOW_S)
+        for user, seconds in (("ada", 60.0), ("bob", 20.0))
+    ]
+    metrics.set_share_uses(uses, lambda holder, name: 3.0 if (holder, name) == ("user", "ada") else 1.0)
+    assert _value(metrics, "horizon_share_use_seconds", project="lab", user="ada") == 60.0
+    assert _value(metrics, "horizon_user_weight", user="ada") == 3.0
+    assert _value(metrics, "horizon_user_weight", user="bob") == 1.0
+    assert _value(metrics, "horizon_project_weight", project="lab") == 1.0
+    metrics.set_share_uses(uses[1:])
+    assert _value(metrics, "horizon_user_weight", user="ada") is None
+
+
+def test_a_node_that_is_closed_says_so(metrics: Metrics) -> None:
+    assert _value(metrics, "horizon_node_open") == 1
+    metrics.set_node_open(False)
+    assert _value(metrics, "horizon_node_open") == 0
+
+
+def test_displaced_jobs_and_overruns_are_counted(metrics: Metrics) -> None:
+    metrics.on_job_state(dataclasses.replace(_job(JobState.QUEUED), reason="DISPLACED"), "STOPPING")
+    metrics.on_turn_overrun()
+    assert _value(metrics, "horizon_jobs_displaced_total") == 1
+    assert _value(metrics, "horizon_turn_overruns_total") == 1
+
+
+def test_the_longest_wait_counts_from_when_a_job_was_queued(metrics: Metrics, clock: Clock) -> None:
+    assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == 0
+    metrics.set_queued({"job-0": NOW_S - 500.0})
+    metrics.on_job_state(_job(JobState.QUEUED), None)
+    assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == NOW_S - 500.0
+    metrics.on_job_state(_job(JobState.PREPARING, job_id="job-0"), "QUEUED")
+    assert _value(metrics, "horizon_oldest_queued_timestamp_seconds") == NOW_S

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,6 +16,7 @@ from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
 from horizon_server.worker.__main__ import work
 from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker_link.orders import Orders
 
 REQUEST: dict[str, Any] = {
     "job_id": "job_1",
@@ -82,20 +83,24 @@ class Part:
         raise RuntimeError(f"{self._name}: CUDA error: unspecified launch failure")
 
 
+class Unheard(EventWriter):
+    orders = Orders()
+
+
 def test_every_part_is_closed_after_the_first_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     made = object.__new__(Training)
-    made._trainer, made._device, made._store = (Part(name, closed) for name in ("trainer", "device", "store"))  # type: ignore[assignment]
+    made._made_trainer, made._device, made._store = (Part(name, closed) for name in ("trainer", "device", "store"))  # type: ignore[assignment]
     made._trace = None
 
-    def run() -> bool:
+    def run() -> NoReturn:
         raise ZeroDivisionError("the true reason")
 
     made.run = run  # type: ignore[method-assign]
     monkeypatch.setattr("horizon_server.worker.training.Training", lambda *_, **__: made)
 
     with pytest.raises(ZeroDivisionError, match="the true reason"):
-        work(REQUEST, EventWriter(os.open(os.devnull, os.O_WRONLY)))
+        work(REQUEST, Unheard())  # type: ignore[arg-type]
     assert closed == ["trainer", "device", "store"]
 
 
@@ -115,21 +120,11 @@ def test_events_are_lines_and_a_daemon_that_is_gone_is_no_error() -> None:
 
 def run_worker(request: Path) -> tuple[int, HorizonError, str]:
     """Run the worker's entry; returns exit code, the error that it reports and what it logged."""
-    read_fd, write_fd = os.pipe()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "horizon_server.worker", str(request), "--events-fd", str(write_fd)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            pass_fds=(write_fd,),
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    finally:
-        os.close(write_fd)
-    with os.fdopen(read_fd, "rb") as stream:
-        last = decode_line(stream.read().splitlines(keepends=True)[-1])
+    done = subprocess.run(
+        [sys.executable, "-m", "horizon_server.worker", str(request)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    last = decode_line((request.parent / "journal.jsonl").read_bytes().splitlines(keepends=True)[-1])
     assert isinstance(last, Failure)
     return done.returncode, last.error, done.stderr
 
@@ -139,7 +134,7 @@ def run_worker(request: Path) -> tuple[int, HorizonError, str]:
     [
         ({"model": "/no/such/model"}, "INVALID_MODEL", "config.json"),
         ({"spec": {"name": "job"}}, "INVALID_SPEC", "model is required"),
-        ({"attempt": None, "planes": None}, "WORKER_FAILED", "AttributeError: 'NoneType' object"),
+        ({"limits": None}, "WORKER_FAILED", "must be a mapping, not NoneType"),
     ],
     ids=["domain-error", "bad-spec", "defect"],
 )

@@ -6,65 +6,32 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from tests.support.worker_attempts import worker_request, write_inputs
 
-from horizon_server.children.entry import EventWriter, Order, Orders, decode_line
+from horizon_server.children.entry import EventWriter, decode_line
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
-from horizon_server.planning.machine import HostMemory
-from horizon_server.planning.planner import Planner
+from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker_link.orders import Orders
 
-GIB = 2**30
-SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-# Rows of more than 16 tokens are not packed.
-LONG_ROPE = {
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 5.0, 9.0],
-        "original_max_position_embeddings": 16,
-    },
-}
 STATE = "trainer/trainer_state.json"
 
 
-class NoOrders(Orders):
-    """Nobody stops this worker."""
-
-    def __init__(self) -> None:
-        self.current = Order.CONTINUE
-
-
-def write_inputs(folder: Path, model_type: str) -> None:
-    """Write a model, and documents of 8 tokens."""
-    changes = LONG_ROPE if model_type == "phi3" else {}
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **changes))  # type: ignore[no-untyped-call]
-    model.save_pretrained(folder / "model")
-    starts = torch.arange(0, 8 * 13, 8)
-    trained = torch.ones(int(starts[-1]), dtype=torch.uint8)
-    trained[starts[:-1]] = 0
-    tensors = {"input_ids": torch.randint(32, (len(trained),), dtype=torch.int32), "trained": trained}
-    (folder / "prepared").mkdir()
-    save_file({**tensors, "document_starts": starts}, folder / "prepared" / "tokens.safetensors")
-    (folder / "prepared" / "report.json").write_text("{}")
-
-
 def train(
-    folder: Path, *, resume: bool = False, num_threads: int = 1, dtype: str = "source", **changes: object
+    folder: Path,
+    *,
+    resume: bool = False,
+    num_threads: int = 1,
+    dtype: str = "source",
+    kept: KeptMemory | None = None,
+    **changes: object,
 ) -> list[Message]:
     """Run one attempt to its end, and return what it had to say. `changes` are of the spec's `train`."""
     spec = parse_job_spec(
@@ -73,24 +40,14 @@ def train(
             "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **changes},
         }
     )  # fmt: skip
-    memory = Planner(
-        memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
-        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=1, accelerators=(),
-    ).worker_memory(spec, folder / "model")  # fmt: skip
     shutil.rmtree(folder / "checkpoints/step-00000002", ignore_errors=True)
     lines = folder / "events"
     events = EventWriter(os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-    with memory.lent() as planes:
-        request = WorkerRequest(
-            job_id="job_1", attempt=1, spec=spec, model=folder / "model", prepared=folder / "prepared", evaluation=None,
-            checkpoints=folder / "checkpoints", resume_from=folder / "checkpoints/step-00000001" if resume else None,
-            planes=planes, grad_dtype_bytes=memory.grad_dtype_bytes, num_threads=num_threads, device="host",
-            compute_dtype=memory.compute_dtype,
-            device_limit_bytes=memory.plan.device_limit_bytes, activation_placement=memory.activation_placement,
-        )  # fmt: skip
-        training = Training(request, events=events, orders=NoOrders())
+    resume_from = folder / "checkpoints/step-00000001" if resume else None
+    with worker_request(folder, spec, resume_from=resume_from, num_threads=num_threads, kept=kept) as request:
+        training = Training(WorkerRequest.from_mapping(request), events=events, orders=Orders())
         try:
-            assert training.run()
+            assert training.run().outcome == "succeeded"
         finally:
             training.close()
     said = [decode_line(line) for line in lines.read_bytes().splitlines()]
@@ -106,6 +63,16 @@ def forget_the_packing_limit(folder: Path) -> None:
     found = read_manifest(checkpoint)
     files = {**found.files, STATE: record_file(checkpoint / STATE)}
     write_manifest(checkpoint, Manifest(files=files, versions=found.versions))
+
+
+def test_a_job_that_continues_with_other_spare_memory_has_the_same_bits(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path)
+    weights = tmp_path / "checkpoints/step-00000002/model.safetensors"
+    straight = weights.read_bytes()
+    for kept in (KeptMemory(resident_layers=1, product_layers=2, product_bytes=1 << 20), KeptMemory(resident_layers=2)):
+        train(tmp_path, resume=True, kept=kept)
+        assert weights.read_bytes() == straight
 
 
 def test_a_checkpoint_has_the_format_that_the_spec_chooses(tmp_path: Path) -> None:

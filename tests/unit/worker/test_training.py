@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_server.children.entry import EventWriter, Orders
+from horizon_server.children.entry import EventWriter
 from horizon_server.errors import InvalidSpec
 from horizon_server.figures import StepFigures
 from horizon_server.spec import parse_job_spec
-from horizon_server.worker.training import Training, WorkerRequest, host_components, process_bytes
+from horizon_server.worker.host_use import host_components, process_bytes
+from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker_link.orders import Orders
 
 MPT: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}
 
@@ -60,7 +61,7 @@ def test_documents_beyond_the_positions_of_the_model_are_refused_by_field(named:
     request = request_for(folder, sequence_length=limit + 1, tokens_per_step=4096)
 
     with pytest.raises(InvalidSpec, match=rf"^train\.sequence_length is {limit + 1}; .* at most {limit} ") as caught:
-        Training(request, events=EventWriter(os.open(os.devnull, os.O_WRONLY)), orders=Orders())
+        Training(request, events=EventWriter(), orders=Orders())
 
     assert [violation.field for violation in caught.value.violations] == ["train.sequence_length"]
 

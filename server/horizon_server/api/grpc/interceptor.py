@@ -9,8 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,17 +21,21 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from horizon_server.api.connections import Connections
+from horizon_server.api.grpc.audited import described, is_change, outcome_of
+from horizon_server.api.limits import OPEN_CALL_S, address_of, place_of
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.api.status import status_of
-from horizon_server.errors import HorizonError, InvalidSpec, TooManyCalls, Unauthenticated
+from horizon_server.errors import HorizonError, InvalidSpec, Stalled, TooManyCalls, Unauthenticated
 from horizon_server.records.account import Principal
+from horizon_server.services.access import require_calls
 
 _log = logging.getLogger(__name__)
 _principal: ContextVar[Principal] = ContextVar("principal")
 
-# A quarter of the server's calls: one user's watches cannot take them from all others.
-MAX_CALLS_PER_USER = 256
 MAX_VIOLATIONS = 100
+# How long the message of a call may take after its headers: it is 4 MiB at most.
+FIRST_MESSAGE_S = 20.0
 
 # Probes and tools for exploring a server have no token.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
@@ -62,21 +65,23 @@ def caller() -> Principal:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is known of a call when its headers have arrived: an error in place of the caller is its answer."""
+    """What is known of a call when its headers have arrived."""
 
     method: str
     metadata: Metadata
-    caller: Principal | Exception
+    is_stream: bool
+    is_change: bool
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
-    """Authenticates every call but health and reflection, and answers its errors."""
+    """Authenticates every call but health and reflection, limits and audits it, and answers its errors."""
 
-    def __init__(self, services: Services, *, streams: OpenStreams, observe: Observe) -> None:
+    def __init__(self, services: Services, *, streams: OpenStreams, observe: Observe, connections: Connections) -> None:
         self._services = services
         self._streams = streams
         self._observe = observe
-        self._num_calls: Counter[str] = Counter()
+        self._connections = connections
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def intercept_service(
         self,
@@ -86,44 +91,58 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         """Wrap the handler of a call; `grpc.aio` asks for one per call, when its headers have arrived."""
         handler: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or method.startswith(_OPEN_SERVICES):
+        if handler is None:
             return handler
-        metadata: Metadata = {item[0]: item[1] for item in handler_call_details.invocation_metadata or ()}
-        call = _Call(method, metadata, await self._identify(metadata))
-        coders = {
-            "request_deserializer": _decoding(method, handler.request_deserializer),
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.request_streaming:
+        call = _Call(
+            method,
+            {item[0]: item[1] for item in handler_call_details.invocation_metadata or ()},
+            is_stream=bool(handler.request_streaming or handler.response_streaming),
+            is_change=is_change(method),
+        )
+        if method.startswith(_OPEN_SERVICES):
+            answer = self._open_call(handler, call)
+        elif handler.request_streaming:
             assert not handler.response_streaming, "the contract has no call that streams both ways"
-            return grpc.stream_unary_rpc_method_handler(self._request_stream(handler.stream_unary, call), **coders)
-        if isinstance(call.caller, Exception):
-            # gRPC would wait for the request first, and a refused caller could hold the call open by never sending one.
-            async def refuse(_requests: Any, context: Any) -> None:
-                async with self._around(call, context):
-                    raise AssertionError("the call was to be refused")
+            answer = self._request_stream(handler.stream_unary, call)
+        elif handler.response_streaming:
+            answer = self._response_stream(handler.unary_stream, call)
+        else:
+            answer = self._unary(handler.unary_unary, call)
+        # To gRPC every call streams its requests: otherwise it would call the handler only when the message has arrived, and a caller
+        # who never sends one would hold the call open without being known or limited.
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(
+            answer,
+            request_deserializer=_decoding(method, handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
 
-            return grpc.stream_unary_rpc_method_handler(refuse, **coders)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._response_stream(handler.unary_stream, call), **coders)
-
-        async def answer(request: Any, context: Any) -> Any:
-            async with self._around(call, context):
-                return await handler.unary_unary(_decoded(request), context)
-
-        return grpc.unary_unary_rpc_method_handler(answer, **coders)
-
-    async def _identify(self, metadata: Metadata) -> Principal | Exception:
-        value = metadata.get("authorization", "")
+    @asynccontextmanager
+    async def _admitted(self, call: _Call, peer: str) -> AsyncIterator[Principal]:
+        value = call.metadata.get("authorization", "")
         scheme, _, token = value.partition(" ") if isinstance(value, str) else ("", "", "")
         if scheme.lower() != "bearer" or not token.strip():
-            return Unauthenticated(
+            raise Unauthenticated(
                 "the call has no token; send metadata 'authorization: Bearer TOKEN', or run: horizon login"
             )
-        try:
-            return await self._services.accounts.authenticate(token.strip())
-        except Exception as error:  # noqa: BLE001  # raised again in `_around`, which can answer it
-            return error
+        async with self._services.logins.admitted(token.strip(), peer, is_change=call.is_change) as principal:
+            self._connections.identified(*place_of(peer), principal.name)
+            require_calls(principal)
+            yield principal
+
+    def _unary(self, inner: Any, call: _Call) -> Any:
+        async def answer(_requests: Any, context: Any) -> Any:
+            audited = _Audited()
+            async with self._around(call, context, audited=audited):
+                audited.request = await _first_message(context)
+                audited.response = await inner(audited.request, context)
+                return audited.response
+
+        return answer
 
     def _request_stream(self, inner: Any, call: _Call) -> Any:
         async def answer(request_iterator: Any, context: Any) -> Any:
@@ -132,7 +151,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             await context.send_initial_metadata(())
             async with aclosing(aiter(request_iterator)) as received:
                 requests = _RequestStream(received)
-                async with self._around(call, context, requests=requests, is_stream=True):
+                async with self._around(call, context, requests=requests):
                     response = await inner(requests, context)
                     await requests.read_out(refused=False)
                     return response
@@ -141,35 +160,67 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _response_stream(self, inner: Any, call: _Call) -> Any:
         # Not a generator itself: a cancelled call then unwinds through `inner` at once, not when it is collected.
-        async def answer(request: Any, context: Any) -> None:
-            around = self._around(call, context, is_stream=True)
-            async with around, aclosing(inner(_decoded(request), context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+        async def answer(_requests: Any, context: Any) -> None:
+            audited = _Audited()
+            async with self._around(call, context, audited=audited):
+                request = audited.request = await _first_message(context)
+                is_change = call.is_change and not getattr(request, "dry_run", False)
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        if is_change:  # of many things: one entry for each
+                            item = _Audited(request=request, response=response)
+                            await self._audit(call, context, _principal.get(), item, *outcome_of(response))
+                        await context.write(response)
+
+        return answer
+
+    def _open_call(self, handler: Any, call: _Call) -> Any:
+        """Answer health and reflection: without a token, so for few at a time, and not for long."""
+
+        async def answer(requests: Any, context: Any) -> Any:
+            address = address_of(context.peer())
+            try:
+                with self._services.limits.of_address(address):
+                    async with asyncio.timeout(OPEN_CALL_S):
+                        if handler.request_streaming:
+                            async for response in handler.stream_stream(_decoded_each(requests), context):
+                                await context.write(response)
+                            return None
+                        request = await _first_message(context)
+                        return await (handler.unary_stream or handler.unary_unary)(request, context)
+            except TimeoutError:
+                failure: HorizonError = Stalled(f"a call without a token may last {OPEN_CALL_S:.0f} s; call again")
+            except HorizonError as error:
+                failure = error
+                await self._services.limits.hold_back(address)
+            return await context.abort(*to_grpc_status(failure, metadata_bytes(call.metadata)))
 
         return answer
 
     @asynccontextmanager
     async def _around(
-        self, call: _Call, context: Any, *, requests: _RequestStream | None = None, is_stream: bool = False
+        self, call: _Call, context: Any, *, requests: _RequestStream | None = None, audited: _Audited | None = None
     ) -> AsyncIterator[None]:
         started = time.perf_counter()
         code = "OK"
         failure: HorizonError | None = None
+        principal: Principal | None = None
         try:
-            if isinstance(call.caller, Exception):
-                raise call.caller
-            async with self._streams.one() if is_stream else nullcontext(), self._counted(call.caller.name):
-                _principal.set(call.caller)
+            async with (
+                self._admitted(call, context.peer()) as principal,
+                self._streams.one(principal) if call.is_stream else nullcontext(),
+            ):
+                _principal.set(principal)
                 yield
         except HorizonError as error:
             code, failure = status_of(error).grpc, error
             if code == "INTERNAL":
                 _log.error("%s failed: %s", call.method, error.message)
-            if isinstance(error, Unauthenticated) and "authorization" in call.metadata:
-                self._services.refused_tokens.add(context.peer())
         except asyncio.CancelledError:
             code = "CANCELLED"
+            # The change may have been made: the client has left before its answer.
+            if principal is not None and audited is not None and audited.request is not None:
+                self._later(self._audit(call, context, principal, audited, "CANCELLED", ""))
             raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets a status and the log gets the traceback
             error_id = secrets.token_hex(4)
@@ -182,26 +233,62 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             # Before the answer, so that a caller who has it finds the call counted.
             service, _, name = call.method.strip("/").partition("/")
             self._observe(service, name, code, time.perf_counter() - started)
+        # Before the answer too: a change that was acknowledged is in the log.
+        # A stream that went well has an entry for each of its answers.
+        if principal is not None and audited is not None and (failure is not None or not call.is_stream):
+            outcome = (failure.reason, failure.message) if failure else ("OK", "")
+            await self._audit(call, context, principal, audited, *outcome)
         if failure is not None:
             if requests is not None:
                 await requests.read_out(refused=True)
+            if isinstance(failure, Unauthenticated | TooManyCalls):
+                await self._services.limits.hold_back(address_of(context.peer()))
             await context.abort(*to_grpc_status(failure, metadata_bytes(call.metadata)))
 
-    @asynccontextmanager
-    async def _counted(self, name: str) -> AsyncIterator[None]:
-        """Count the block as an open call of that user, so that one user cannot take all of the server's calls."""
-        if self._num_calls[name] >= MAX_CALLS_PER_USER:
-            raise TooManyCalls(
-                f"{name} has {MAX_CALLS_PER_USER} calls open, the maximum; end some watches, then call again",
-                retry_after_s=1.0,
-            )
-        self._num_calls[name] += 1
-        try:
-            yield
-        finally:
-            self._num_calls[name] -= 1
-            if not self._num_calls[name]:
-                del self._num_calls[name]
+    async def _audit(
+        self, call: _Call, context: Any, principal: Principal, audited: _Audited, outcome: str, message: str
+    ) -> None:
+        if not call.is_change:
+            return
+        resource, detail = described(audited.request, audited.response)
+        await self._services.audit.record(
+            principal,
+            origin=address_of(context.peer()),
+            action=call.method.rpartition(".")[2].replace("/", "."),
+            resource=resource,
+            outcome=outcome,
+            detail=message or detail,
+        )
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@dataclass
+class _Audited:
+    """What the audit log tells of a call."""
+
+    request: Any = None
+    response: Any = None
+
+
+async def _first_message(context: Any) -> Any:
+    """Return the message of a call that has one. Raises Stalled when it does not arrive."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            request = await context.read()
+    except TimeoutError as error:
+        raise Stalled(f"the call's message did not arrive within {FIRST_MESSAGE_S:.0f} s; call again") from error
+    if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+        raise InvalidSpec("the call ended without a message; use a client of the daemon's version")
+    return _decoded(request)
+
+
+async def _decoded_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _decoded(request)
 
 
 def _decoding(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

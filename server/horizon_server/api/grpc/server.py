@@ -10,8 +10,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from horizon_server.api.connections import Connections
 from horizon_server.api.grpc.interceptor import CallInterceptor, Observe
 from horizon_server.api.grpc.servicers import SERVICERS
+from horizon_server.api.limits import MAX_CALLS_PER_USER
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.errors import BadSetting
 from horizon_server.network import ServerCertificate, bound_socket, is_loopback, parse_address
@@ -19,24 +21,17 @@ from horizon_server.network import ServerCertificate, bound_socket, is_loopback,
 MAX_MESSAGE_BYTES = 4 * 2**20
 # At the same time; more are refused with RESOURCE_EXHAUSTED. Watching clients hold one each.
 MAX_CALLS = 1024
+# On one connection; a client waits with more.
+MAX_CALLS_PER_CONNECTION = MAX_CALLS_PER_USER
+# Together with those of HTTP far below 1,024, the usual limit of a process's descriptors: workers and files need some too.
+MAX_CONNECTIONS = 512
+# On which no call has presented a valid token: in all, and from one address.
+MAX_UNKNOWN = 128
+MAX_UNKNOWN_PER_ADDRESS = 32
+# How long a new connection may take for TLS and the first frames.
+HANDSHAKE_S = 10
 SERVICE_NAMES = tuple(
     service.full_name for module, _, _ in SERVICERS for service in module.DESCRIPTOR.services_by_name.values()
-)
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Laptops behind NAT ping every 30 s; by default the server would answer pings under 5 minutes with GOAWAY.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # And the server finds out about laptops that were closed.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its reader by
-    # little more than the piece it waits for. By default the window grows to several MiB.
-    ("grpc.http2.bdp_probe", 0),
-    # Two daemons on one port would share the calls between them, silently.
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -53,19 +48,22 @@ async def start_grpc_server(
     if tls is not None:
         try:
             pair = await asyncio.to_thread(lambda: (tls.key.read_bytes(), tls.certificate.read_bytes()))
+            clients = await asyncio.to_thread(tls.client_authority.read_bytes) if tls.client_authority else None
         except OSError as error:
             raise BadSetting(f"the TLS files cannot be read: {error}") from error
-        credentials = grpc.ssl_server_credentials([pair])
+        credentials = grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
     elif not is_loopback(parsed.host):
         raise BadSetting(
             f"the gRPC address {address} is beyond loopback and needs TLS, because others could read the tokens; set tls_cert and tls_key"
         )
     # gRPC would print a line of its own before it fails, and give no reason.
     bound_socket("grpc", parsed).close()
-    streams = OpenStreams()
+    streams = OpenStreams(services.accounts)
+    connections = Connections(max_unknown=MAX_UNKNOWN, max_unknown_per_address=MAX_UNKNOWN_PER_ADDRESS)
+    interceptor = CallInterceptor(services, streams=streams, observe=observe, connections=connections)
     server = grpc.aio.server(
-        interceptors=(CallInterceptor(services, streams=streams, observe=observe),),
-        options=_OPTIONS,
+        interceptors=(interceptor,),
+        options=_options(),
         maximum_concurrent_rpcs=MAX_CALLS,
     )
     for _, add, servicer in SERVICERS:
@@ -78,16 +76,42 @@ async def start_grpc_server(
     except RuntimeError as error:
         raise BadSetting(f"grpc: cannot listen on {address}; choose another HOST:PORT with --grpc") from error
     await server.start()
-    started = GrpcServer(server, health_servicer, streams, port)
+    started = GrpcServer(server, health_servicer, streams, connections, port)
     await started.set_serving(serving=True)
     return started
+
+
+def _options() -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Laptops behind NAT ping every 30 s; by default the server would answer pings under 5 minutes with GOAWAY.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # And the server finds out about laptops that were closed.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        # What was received but not yet read when a connection breaks is sent again, so an upload may run ahead of its reader by
+        # little more than the piece it waits for. By default the window grows to several MiB.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+        ("grpc.http2.settings_timeout", HANDSHAKE_S * 1000),
+        # Two daemons on one port would share the calls between them, silently.
+        ("grpc.so_reuseport", 0),
+    )
 
 
 class GrpcServer:
     """A running server. `port` is the one it listens on."""
 
-    def __init__(self, server: grpc.aio.Server, health_servicer: Any, streams: OpenStreams, port: int) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, health_servicer: Any, streams: OpenStreams, connections: Connections, port: int
+    ) -> None:
         self._server = server
+        self._looking = asyncio.create_task(connections.run(port), name="grpc-connections")
         self._health = health_servicer
         self._streams = streams
         self.port = port
@@ -104,3 +128,4 @@ class GrpcServer:
         await self.set_serving(False)
         self._streams.end()
         await self._server.stop(grace)
+        self._looking.cancel()

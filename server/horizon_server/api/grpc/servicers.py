@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from horizon_proto.v1 import (
+    account_pb2,
+    account_pb2_grpc,
     blob_pb2,
     blob_pb2_grpc,
     checkpoint_pb2,
     checkpoint_pb2_grpc,
     dataset_pb2,
     dataset_pb2_grpc,
+    housekeeping_pb2,
+    housekeeping_pb2_grpc,
     job_pb2,
     job_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
     node_pb2,
     node_pb2_grpc,
+    sharing_pb2,
+    sharing_pb2_grpc,
 )
-from horizon_server.api.grpc.convert import enum_text, from_message, response, set_fields, to_message
+from horizon_server.api.grpc.convert import enum_text, from_message, response, seconds_of, set_fields, to_message
 from horizon_server.api.grpc.interceptor import caller
 from horizon_server.api.services import Services
+from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
-from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotAvailableYet, NotFound
+from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotFound
 from horizon_server.records.blob import BlobFile, BlobRef
+from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobState
 from horizon_server.records.plan import PlannedMachine
-from horizon_server.services.accounts import require_create
+from horizon_server.records.sharing import NodeCondition
+from horizon_server.services.access import require_create
 from horizon_server.services.pushed import page_limit
 from horizon_server.spec import parse_job_spec
 
@@ -60,13 +71,7 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
 
     async def ListJobs(self, request: job_pb2.ListJobsRequest, context: Any) -> job_pb2.ListJobsResponse:
         page_size = page_limit(request.page_size)
-        states = set()
-        for i, number in enumerate(request.states):
-            name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
-            if name not in JobState.__members__:
-                problem = f"states[{i}] is {number}, which is not a state of jobs; leave states out for all"
-                raise InvalidSpec.of(f"states[{i}]", problem)
-            states.add(JobState(name))
+        states = _states(request.states)
         jobs, token = await self._services.jobs.list(
             caller(), page_size=page_size, page_token=request.page_token, states=states
         )
@@ -82,7 +87,10 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
         return response(job_pb2.ResumeJobResponse, job=await self._services.jobs.resume(caller(), request.job_id))
 
     async def UpdateJob(self, request: job_pb2.UpdateJobRequest, context: Any) -> job_pb2.UpdateJobResponse:
-        raise NotAvailableYet("a job cannot be changed after submission in this version; cancel it and submit it again")
+        if not request.HasField("priority"):
+            raise InvalidSpec.of("priority", "priority is missing; it is what can be changed of a job")
+        job = await self._services.jobs.update(caller(), request.job_id, priority=request.priority)
+        return response(job_pb2.UpdateJobResponse, job=job)
 
     async def WatchJob(self, request: job_pb2.WatchJobRequest, context: Any) -> AsyncIterator[job_pb2.WatchJobResponse]:
         _require_natural(request, "after_sequence")
@@ -101,6 +109,17 @@ class JobServicer(_Servicer, job_pb2_grpc.JobServiceServicer):
         async with aclosing(pieces):
             async for offset, data in pieces:
                 yield job_pb2.GetJobLogsResponse(data=data, offset=offset)
+
+
+def _states(numbers: Iterable[int]) -> frozenset[JobState]:
+    states = set()
+    for i, number in enumerate(numbers):
+        name = enum_text(job_pb2.JobState.DESCRIPTOR, number)
+        if name not in JobState.__members__:
+            problem = f"states[{i}] is {number}, which is not a state of jobs; leave states out for all"
+            raise InvalidSpec.of(f"states[{i}]", problem)
+        states.add(JobState(name))
+    return frozenset(states)
 
 
 def _require_natural(request: Any, *fields: str) -> None:
@@ -122,36 +141,44 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
     async def ReadCheckpointFile(
         self, request: checkpoint_pb2.ReadCheckpointFileRequest, context: Any
     ) -> AsyncIterator[checkpoint_pb2.ReadCheckpointFileResponse]:
-        path = await self._services.jobs.checkpoint_file(caller(), request.job_id, request.step, request.path)
-        # The size that the checkpoint lists: one whose files have other sizes is not found.
-        size = (await asyncio.to_thread(path.stat)).st_size
-        offset, problems = request.offset, []
-        if not 0 <= offset <= size:
-            problem = f"offset is {offset}; it must be from 0 to the file's size, {size}"
-            problems.append(FieldViolation(field="offset", description=problem))
-        if request.length < 0:
-            problem = f"length is {request.length}; it must be 0 (all) or more"
-            problems.append(FieldViolation(field="length", description=problem))
-        if problems:
-            raise InvalidSpec(problems[0].description, violations=problems)
-        end = min(size, offset + request.length) if request.length else size
-        # In threads: a disk that is busy with a checkpoint must not hold up the calls of others.
-        with await asyncio.to_thread(path.open, "rb") as file:
-            await asyncio.to_thread(file.seek, offset)
-            while offset < end:
-                data = await asyncio.to_thread(file.read, min(PIECE_BYTES, end - offset))
-                if not data:
-                    raise NotFound(
-                        f"{request.path} of step {request.step} is shorter than listed; the checkpoint is damaged"
-                    )
-                yield checkpoint_pb2.ReadCheckpointFileResponse(data=data, offset=offset)
-                offset += len(data)
+        reading = self._services.jobs.checkpoint_file(caller(), request.job_id, request.step, request.path)
+        async with reading as path, aclosing(_pieces(request, path)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def DeleteCheckpoint(
         self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Any
     ) -> checkpoint_pb2.DeleteCheckpointResponse:
         await self._services.jobs.delete_checkpoint(caller(), request.job_id, request.step)
         return checkpoint_pb2.DeleteCheckpointResponse()
+
+
+async def _pieces(
+    request: checkpoint_pb2.ReadCheckpointFileRequest, path: Path
+) -> AsyncGenerator[checkpoint_pb2.ReadCheckpointFileResponse, None]:
+    # The size that the checkpoint lists: one whose files have other sizes is not found.
+    size = (await asyncio.to_thread(path.stat)).st_size
+    offset, problems = request.offset, []
+    if not 0 <= offset <= size:
+        problem = f"offset is {offset}; it must be from 0 to the file's size, {size}"
+        problems.append(FieldViolation(field="offset", description=problem))
+    if request.length < 0:
+        problem = f"length is {request.length}; it must be 0 (all) or more"
+        problems.append(FieldViolation(field="length", description=problem))
+    if problems:
+        raise InvalidSpec(problems[0].description, violations=problems)
+    end = min(size, offset + request.length) if request.length else size
+    # In threads: a disk that is busy with a checkpoint must not hold up the calls of others.
+    with await asyncio.to_thread(path.open, "rb") as file:
+        await asyncio.to_thread(file.seek, offset)
+        while offset < end:
+            data = await asyncio.to_thread(file.read, min(PIECE_BYTES, end - offset))
+            if not data:
+                raise NotFound(
+                    f"{request.path} of step {request.step} is shorter than listed; the checkpoint is damaged"
+                )
+            yield checkpoint_pb2.ReadCheckpointFileResponse(data=data, offset=offset)
+            offset += len(data)
 
 
 class BlobServicer(_Servicer, blob_pb2_grpc.BlobServiceServicer):
@@ -287,10 +314,128 @@ class ModelServicer(_Servicer, model_pb2_grpc.ModelServiceServicer):
 
 
 class NodeServicer(_Servicer, node_pb2_grpc.NodeServiceServicer):
-    """Describes the machine."""
+    """Describes the machine, and opens and drains it."""
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.GetNodeResponse:
         return response(node_pb2.GetNodeResponse, node=await self._services.node.describe(caller()))
+
+    async def SetNode(self, request: node_pb2.SetNodeRequest, context: Any) -> node_pb2.SetNodeResponse:
+        # Without one the node would be opened.
+        if not request.HasField("condition"):
+            raise InvalidSpec.of("condition", "condition is missing; it says what the node is to be set to")
+        await self._services.sharing.set_node(caller(), from_message(request.condition, NodeCondition))
+        return response(node_pb2.SetNodeResponse, node=await self._services.node.describe(caller()))
+
+
+class SharingServicer(_Servicer, sharing_pb2_grpc.SharingServiceServicer):
+    """Shows who uses the node, what they may take, and who waits for what."""
+
+    async def GetUsage(self, request: sharing_pb2.GetUsageRequest, context: Any) -> sharing_pb2.GetUsageResponse:
+        asked_s = seconds_of(request, "since_time") if request.HasField("since_time") else None
+        since_s = time.time() - USAGE_OF_S if asked_s is None else asked_s
+        usages = await self._services.sharing.usage(caller(), since_s)
+        return response(sharing_pb2.GetUsageResponse, usages=usages)
+
+    async def GetQuota(self, request: sharing_pb2.GetQuotaRequest, context: Any) -> sharing_pb2.GetQuotaResponse:
+        allowances = AllowanceUse.all_of(await self._services.sharing.quota(caller()))
+        return response(sharing_pb2.GetQuotaResponse, allowances=allowances)
+
+    async def GetQueue(self, request: sharing_pb2.GetQueueRequest, context: Any) -> sharing_pb2.GetQueueResponse:
+        jobs = [QueueEntry.seen_by(caller(), job) for job in await self._services.jobs.queue()]
+        return response(sharing_pb2.GetQueueResponse, jobs=jobs)
+
+    async def SimulateJob(
+        self, request: sharing_pb2.SimulateJobRequest, context: Any
+    ) -> sharing_pb2.SimulateJobResponse:
+        outlook = await self._services.sharing.simulate(caller(), parse_job_spec(set_fields(request.spec)))
+        return response(sharing_pb2.SimulateJobResponse, outlook=outlook)
+
+
+class HousekeepingServicer(_Servicer, housekeeping_pb2_grpc.HousekeepingServiceServicer):
+    """Deletes what is not needed, and keeps what would be deleted."""
+
+    async def Delete(
+        self, request: housekeeping_pb2.DeleteRequest, context: Any
+    ) -> AsyncIterator[housekeeping_pb2.DeleteResponse]:
+        kinds = {"dataset", "model", "job", "checkpoint"}
+        kind = enum_text(housekeeping_pb2.ResourceKind.DESCRIPTOR, request.kind)
+        if kind not in kinds:
+            raise InvalidSpec.of("kind", f"kind is {request.kind}; it must be one of {', '.join(sorted(kinds))}")
+        older_than_s = request.older_than.ToNanoseconds() / 1e9
+        if older_than_s < 0:
+            raise InvalidSpec.of("older_than", f"older_than is {older_than_s:g} s; it must be 0 or more")
+        selection = Selection(
+            kind=kind,  # type: ignore[arg-type]  # one of them
+            keys=tuple(request.keys),
+            states=_states(request.states),
+            older_than_s=older_than_s,
+            owner=request.owner,
+            dry_run=request.dry_run,
+        )
+        async with aclosing(self._services.deletions.delete(caller(), selection)) as results:
+            async for deletion, done, total in results:
+                yield response(housekeeping_pb2.DeleteResponse, deletion=deletion, done=done, total=total)
+
+    async def KeepJob(self, request: housekeeping_pb2.KeepJobRequest, context: Any) -> housekeeping_pb2.KeepJobResponse:
+        job = await self._services.retention.keep(caller(), request.job_id)
+        return response(housekeeping_pb2.KeepJobResponse, job=job)
+
+
+class AccountServicer(_Servicer, account_pb2_grpc.AccountServiceServicer):
+    """Shows callers who they are, and manages their tokens, their projects and what they share."""
+
+    async def WhoAmI(self, request: account_pb2.WhoAmIRequest, context: Any) -> account_pb2.WhoAmIResponse:
+        return response(account_pb2.WhoAmIResponse, account=caller())
+
+    async def CreateToken(
+        self, request: account_pb2.CreateTokenRequest, context: Any
+    ) -> account_pb2.CreateTokenResponse:
+        token, secret = await self._services.identity.create_token(
+            caller(),
+            label=request.label,
+            scope=request.scope or "full",
+            lifetime_s=request.lifetime.ToNanoseconds() / 1e9 if request.HasField("lifetime") else None,
+        )
+        return response(account_pb2.CreateTokenResponse, token=token, secret=secret)
+
+    async def ListTokens(self, request: account_pb2.ListTokensRequest, context: Any) -> account_pb2.ListTokensResponse:
+        tokens = await self._services.identity.tokens(caller(), request.user)
+        return response(account_pb2.ListTokensResponse, tokens=tokens)
+
+    async def RevokeToken(
+        self, request: account_pb2.RevokeTokenRequest, context: Any
+    ) -> account_pb2.RevokeTokenResponse:
+        token = await self._services.identity.revoke_token(caller(), request.token_id)
+        return response(account_pb2.RevokeTokenResponse, token=token)
+
+    async def ListProjects(
+        self, request: account_pb2.ListProjectsRequest, context: Any
+    ) -> account_pb2.ListProjectsResponse:
+        return response(account_pb2.ListProjectsResponse, projects=await self._services.identity.projects(caller()))
+
+    async def SetMember(self, request: account_pb2.SetMemberRequest, context: Any) -> account_pb2.SetMemberResponse:
+        member = await self._services.identity.set_member(
+            caller(), project=request.project, user=request.user, role=request.role
+        )
+        return response(account_pb2.SetMemberResponse, member=member)
+
+    async def RemoveMember(
+        self, request: account_pb2.RemoveMemberRequest, context: Any
+    ) -> account_pb2.RemoveMemberResponse:
+        await self._services.identity.remove_member(caller(), project=request.project, user=request.user)
+        return account_pb2.RemoveMemberResponse()
+
+    async def Share(self, request: account_pb2.ShareRequest, context: Any) -> account_pb2.ShareResponse:
+        record = await self._services.identity.share(
+            caller(), kind=request.kind, name=request.name, project=request.project
+        )
+        return account_pb2.ShareResponse(shared_with=record.shared_with)
+
+    async def Unshare(self, request: account_pb2.UnshareRequest, context: Any) -> account_pb2.UnshareResponse:
+        record = await self._services.identity.unshare(
+            caller(), kind=request.kind, name=request.name, project=request.project
+        )
+        return account_pb2.UnshareResponse(shared_with=record.shared_with)
 
 
 # Every service: where its contract is, how it is added to a server, and what serves it.
@@ -301,4 +446,7 @@ SERVICERS: tuple[tuple[Any, Any, type[_Servicer]], ...] = (
     (model_pb2, model_pb2_grpc.add_ModelServiceServicer_to_server, ModelServicer),
     (checkpoint_pb2, checkpoint_pb2_grpc.add_CheckpointServiceServicer_to_server, CheckpointServicer),
     (node_pb2, node_pb2_grpc.add_NodeServiceServicer_to_server, NodeServicer),
+    (sharing_pb2, sharing_pb2_grpc.add_SharingServiceServicer_to_server, SharingServicer),
+    (housekeeping_pb2, housekeeping_pb2_grpc.add_HousekeepingServiceServicer_to_server, HousekeepingServicer),
+    (account_pb2, account_pb2_grpc.add_AccountServiceServicer_to_server, AccountServicer),
 )

@@ -16,25 +16,28 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from horizon_server.api.sharing import AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import DatasetPreview
-from horizon_server.records.account import Principal
+from horizon_server.records.account import Project
 from horizon_server.records.blob import DatasetRecord, ModelRecord
 from horizon_server.records.job import CheckpointRecord, JobRecord
 from horizon_server.records.plan import JobPlan
-from horizon_server.services.accounts import may_see
+from horizon_server.records.sharing import Usage
 from horizon_server.services.node import NodeStatus
 
 # Attribute of a record to its JSON name, where they differ.
 PUBLIC_NAMES: Mapping[str, str] = {
-    "created_s": "create_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state"
+    "created_s": "create_time", "queued_s": "queue_time", "started_s": "start_time", "ended_s": "end_time", "job_state": "state",
+    "estimated_start_s": "estimated_start_time", "estimated_end_s": "estimated_end_time", "as_of_s": "as_of_time",
+    "deletion_s": "deletion_time", "added_s": "add_time", "window_start_s": "window_start_time", "window_end_s": "window_end_time",
 }  # fmt: skip
 # Properties of a record, or of a record within it, that its body has as fields.
 COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
-    JobRecord: ("spec.name", "spec.project", "progress", "eta_s"),
+    JobRecord: ("spec.name", "progress", "eta_s"),
     JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
     CheckpointRecord: ("size_bytes",),
     DatasetRecord: ("state", "size_bytes"),
@@ -66,9 +69,9 @@ def finite(value: Any) -> Any:
 
 
 Number = Annotated[float | None, BeforeValidator(finite)]
-# Records have 0 for a time that is not known.
+# Records have 0 or None for a time that is not known.
 Time = Annotated[
-    datetime | None, BeforeValidator(lambda unix_s: datetime.fromtimestamp(unix_s, UTC) if unix_s > 0.0 else None)
+    datetime | None, BeforeValidator(lambda unix_s: datetime.fromtimestamp(unix_s, UTC) if unix_s else None)
 ]
 
 
@@ -184,30 +187,26 @@ class ReadyBody(BaseModel):
     message: str = Field("", description="Why not.")
 
 
-class QueueEntry(BaseModel):
-    """One place in the queue. What the caller may not see of other users' jobs is null."""
-
-    job_id: str
-    owner: str
-    state: str
-    position: int = Field(description="From 1 while queued; 0 for a job that has its turn.")
-    name: str | None = None
-    project: str | None = None
-    priority: int | None = None
-    step: int | None = None
-    num_steps: int | None = None
-
-    @classmethod
-    def seen_by(cls, principal: Principal, job: JobRecord) -> Self:
-        """Return the entry of a job: everything for those who may see it, who and where for the others."""
-        entry = cls(job_id=job.job_id, owner=job.owner, state=job.job_state.value, position=job.queue_position)
-        if may_see(principal, job.owner):
-            entry.name, entry.project, entry.priority = job.spec.name, job.spec.project, job.spec.priority
-            entry.step, entry.num_steps = job.step, job.num_steps
-        return entry
-
-
 class QueueBody(BaseModel):
-    """The waiting and running jobs of all users in the order of their turn."""
+    """The resident jobs of all users, then the queue in its order."""
 
-    jobs: list[QueueEntry]
+    jobs: list[body_of(QueueEntry)]  # type: ignore[valid-type]  # made while running
+
+
+class UsageBody(BaseModel):
+    """What was used since a time, by project and user."""
+
+    since_time: datetime
+    usages: list[body_of(Usage)]  # type: ignore[valid-type]  # made while running
+
+
+class ProjectList(BaseModel):
+    """The caller's projects, by name."""
+
+    projects: list[body_of(Project)]  # type: ignore[valid-type]  # made while running
+
+
+class QuotaBody(BaseModel):
+    """The weights and quotas of the caller and of their project."""
+
+    allowances: list[body_of(AllowanceUse)]  # type: ignore[valid-type]  # made while running

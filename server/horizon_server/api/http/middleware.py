@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import Annotated, Any, cast
 
@@ -20,10 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from horizon_server.api.http.bodies import ErrorBody, ErrorDetail, ViolationBody
+from horizon_server.api.http.connections import SCOPE_KEY
 from horizon_server.api.services import Services as AllServices
 from horizon_server.api.status import status_of
 from horizon_server.errors import FieldViolation, HorizonError, InvalidSpec, TooLarge, Unauthenticated
 from horizon_server.records.account import Principal
+from horizon_server.services.access import require_calls
 
 # REST only reads; a request with more than this is a mistake or an attack.
 MAX_BODY_BYTES = 64 * 1024
@@ -39,6 +42,7 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
 }
 _LONGEST_INPUT = 80
+_OPEN_CALLS = "horizon.open_calls"
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `horizond token create USER`.")
 
@@ -48,25 +52,45 @@ def services_of(request: Request) -> AllServices:
     return cast(AllServices, request.app.state.services)
 
 
-async def authenticated(
-    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> Principal:
-    """Return the caller.
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+async def scraper(request: Request, credentials: Credentials) -> Principal:
+    """Return who may read /metrics: any caller, with a token of any scope.
 
     Raises:
         Unauthenticated: without a token, or with one that is wrong, expired or revoked.
     """
-    # auto_error is off since FastAPI's own refusal is not in the shape of our errors.
     if credentials is None:
         raise Unauthenticated(
             "send the header 'Authorization: Bearer TOKEN'; 'horizond token create USER' creates a token"
         )
     services = services_of(request)
-    try:
-        return await services.accounts.authenticate(credentials.credentials)
-    except Unauthenticated:
-        services.refused_tokens.add(request.client.host if request.client else "an unknown address")
-        raise
+    peer = request.client.host if request.client else "an unknown address"
+    # Until the answer is sent: an event stream is an open call too.
+    open_calls: AsyncExitStack = request.scope[_OPEN_CALLS]
+    principal = await open_calls.enter_async_context(services.logins.admitted(credentials.credentials, peer))
+    connection = request.scope.get(SCOPE_KEY)
+    if connection is not None:
+        connection.identified(principal.name)
+    return principal
+
+
+async def scraper_or_nobody(request: Request, credentials: Credentials) -> Principal | None:
+    """Return who reads /metrics, or None for a caller without a token. Raises as `scraper` for a wrong one."""
+    return None if "Authorization" not in request.headers else await scraper(request, credentials)
+
+
+async def authenticated(request: Request, credentials: Credentials) -> Principal:
+    """Return the caller.
+
+    Raises:
+        Unauthenticated: without a token, or with one that is wrong, expired or revoked.
+        NotAllowed: with a token that is for /metrics only.
+    """
+    principal = await scraper(request, credentials)
+    require_calls(principal)
+    return principal
 
 
 Caller = Annotated[Principal, Depends(authenticated)]
@@ -107,16 +131,21 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            given = Headers(scope=scope).get("content-length", "0")
-            is_number = given.isascii() and given.isdigit() and len(given) < 20
-            if not is_number or int(given) > MAX_BODY_BYTES:
-                await error_response(_too_large())(scope, receive, send_with_headers)
-            else:
-                await self._app(scope, receive_bounded, send_with_headers)
+            async with AsyncExitStack() as open_calls:
+                scope[_OPEN_CALLS] = open_calls
+                await self._answer(scope, receive_bounded, send_with_headers)
         finally:
             # The template of the route, so that paths that were tried at random share one series.
             route = getattr(scope.get("route"), "path", None) or "unmatched"
             self._on_http(scope["method"], route, code, time.perf_counter() - started_s)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("content-length", "0")
+        is_number = given.isascii() and given.isdigit() and len(given) < 20
+        if not is_number or int(given) > MAX_BODY_BYTES:
+            await error_response(_too_large())(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _too_large() -> TooLarge:

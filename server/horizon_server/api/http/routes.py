@@ -1,24 +1,33 @@
-"""The routes below /horizon/v1: thin readers over the services. `/v1` and `/api/v1` stay free for other ecosystems."""
+"""The routes below /horizon/v1: thin readers over the services, while changes are made with gRPC.
+
+`/v1` and `/api/v1` stay free for other ecosystems.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from horizon_server.api.http import bodies
-from horizon_server.api.http.bodies import ErrorBody, QueueBody, QueueEntry
+from horizon_server.api.http.bodies import ErrorBody
 from horizon_server.api.http.curve import CurveBody, Curves
 from horizon_server.api.http.middleware import Caller, Services, error_body
+from horizon_server.api.kept import kept
 from horizon_server.api.services import OpenStreams
+from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import MAX_ROWS, PreviewOptions
 from horizon_server.errors import HorizonError
-from horizon_server.events import KINDS, JobEvent, kind_of
+from horizon_server.events import KINDS, PIPE_KINDS, JobEvent, kind_of
+from horizon_server.records.account import Principal
 from horizon_server.records.job import ENDED, JobState
 
 HEARTBEAT_S = 15
@@ -27,9 +36,11 @@ _RETRY_MS = 2000
 _SEPARATOR = "\n"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "No token, or one that is wrong, expired or revoked."},
+    403: {"model": ErrorBody, "description": "The token is for /metrics only."},
     422: {"model": ErrorBody, "description": "A parameter is malformed."},
 }
 _LIST_ERRORS = {**_ERRORS, 400: {"model": ErrorBody, "description": "page_token is not one of an earlier answer."}}
+_USAGE_ERRORS = {**_ERRORS, 400: {"model": ErrorBody, "description": "The time is not in the past."}}
 _PREVIEW_ERRORS = {
     **_ERRORS,
     400: {"model": ErrorBody, "description": "An option is out of range, or the model cannot render the dataset."},
@@ -42,7 +53,7 @@ _EVENT_SCHEMA = {
     "required": ["event"],
     "properties": {
         "id": {"type": "string", "description": "Number of the event within the job."},
-        "event": {"enum": [*(kind for kind in KINDS if kind != "ready"), "end", "problem"]},
+        "event": {"enum": [*(kind for kind in KINDS if kind not in PIPE_KINDS), "end", "problem"]},
         "data": {"type": "string", "contentMediaType": "application/json"},
         "retry": {"type": "integer"},
     },
@@ -51,6 +62,9 @@ _EVENT_SCHEMA = {
 PageSize = Annotated[int, Query(ge=1, le=1000, description="Maximum number to list.")]
 PageToken = Annotated[
     str, Query(max_length=200, pattern="^[A-Za-z0-9_=-]*$", description="next_page_token of an earlier answer.")
+]
+Since = Annotated[
+    datetime | None, Query(description="Since when, in ISO 8601; UTC where it has no offset. Default: 7 days ago.")
 ]
 JobKey = Annotated[str, Path(max_length=63, description="The job's id, or its name.")]
 EventNumber = Annotated[int, Query(ge=0, lt=2**63, description="The same, for clients that cannot set the header.")]
@@ -66,10 +80,32 @@ async def get_node(services: Services, caller: Caller) -> Any:
     return await services.node.describe(caller)
 
 
-@router.get("/queue", responses=_ERRORS)
-async def get_queue(services: Services, caller: Caller) -> QueueBody:
-    """Show everybody's waiting and running jobs; of other users' jobs only id, owner, state and position."""
-    return QueueBody(jobs=[QueueEntry.seen_by(caller, job) for job in await services.jobs.queue()])
+@router.get("/queue", responses=_ERRORS, response_model=bodies.QueueBody)
+async def get_queue(services: Services, caller: Caller) -> Any:
+    """Show everybody's resident and waiting jobs, and why each is where it is; of other users' jobs only id, owner, state and times."""
+    return {"jobs": [QueueEntry.seen_by(caller, job) for job in await services.jobs.queue()]}
+
+
+@router.get("/usage", responses=_USAGE_ERRORS, response_model=bodies.UsageBody)
+async def get_usage(services: Services, caller: Caller, since: Since = None) -> Any:
+    """Show device time, tokens, storage and jobs by outcome since a time: the caller's own; everybody's for admins and viewers."""
+    # A time without an offset is in UTC, as all times of this interface.
+    given = since.replace(tzinfo=since.tzinfo or UTC) if since else None
+    since_s = given.timestamp() if given else time.time() - USAGE_OF_S
+    usages = await services.sharing.usage(caller, since_s)
+    return {"since_time": datetime.fromtimestamp(since_s, UTC), "usages": usages}
+
+
+@router.get("/quota", responses=_ERRORS, response_model=bodies.QuotaBody)
+async def get_quota(services: Services, caller: Caller) -> Any:
+    """Show the weights and quotas of the caller and of their project, and how much of each is used."""
+    return {"allowances": AllowanceUse.all_of(await services.sharing.quota(caller))}
+
+
+@router.get("/projects", responses=_ERRORS, response_model=bodies.ProjectList)
+async def list_projects(services: Services, caller: Caller) -> Any:
+    """List the caller's projects with their members; all projects for admins and viewers."""
+    return {"projects": await services.identity.projects(caller)}
 
 
 @router.get("/jobs", responses=_LIST_ERRORS, response_model=bodies.JobPage)
@@ -119,28 +155,34 @@ async def watch_job(
         # A browser's EventSource reconnects after every other end.
         return Response(status_code=204)
     return EventSourceResponse(
-        event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams),
+        event_frames(services.jobs.watch(caller, job.job_id, sequence), request.app.state.streams, caller),
         ping=HEARTBEAT_S,
         ping_message_factory=lambda: ServerSentEvent(comment="heartbeat", sep=_SEPARATOR),
         sep=_SEPARATOR,
     )
 
 
-async def event_frames(events: AsyncGenerator[JobEvent, None], streams: OpenStreams) -> AsyncIterator[ServerSentEvent]:
+async def event_frames(
+    events: AsyncGenerator[JobEvent, None], streams: OpenStreams, principal: Principal
+) -> AsyncIterator[ServerSentEvent]:
     """Yield the stream's frames until the job has ended (a last `end` event), the daemon stops, or the caller is gone.
 
     An error, such as Draining, becomes a `problem` event with the same body as any other answer's.
     """
     yield ServerSentEvent(retry=_RETRY_MS, sep=_SEPARATOR)
     try:
-        async with streams.one(), aclosing(events):
+        async with streams.one(principal), aclosing(events):
             # Ended by a timeout of this very task, so it must be the one that iterates: EventSourceResponse does.
             async for event in events:
-                body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}
-                yield _frame(kind_of(event.payload), body, number=str(event.sequence))
+                yield kept(event, "sse", functools.partial(_event_frame, event))
         yield _frame("end", {})
     except HorizonError as error:
         yield _frame("problem", error_body(error).model_dump())
+
+
+def _event_frame(event: JobEvent) -> ServerSentEvent:
+    body = {"sequence": event.sequence, "time_s": event.time_s, **dataclasses.asdict(event.payload)}
+    return _frame(kind_of(event.payload), body, number=str(event.sequence))
 
 
 def _frame(event: str, body: object, *, number: str | None = None) -> ServerSentEvent:

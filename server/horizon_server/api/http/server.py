@@ -10,7 +10,9 @@ import base64
 import contextlib
 import hashlib
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -18,11 +20,14 @@ import uvicorn
 from fastapi import Depends, FastAPI, Response
 
 from horizon_server.api.http.bodies import ReadyBody, VersionBody
+from horizon_server.api.http.connections import ACCEPTED_AT_ONCE, BACKLOG, KEEP_ALIVE_S, BoundedProtocol, Bounds
 from horizon_server.api.http.curve import Curves
-from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, authenticated
+from horizon_server.api.http.middleware import EXCEPTION_HANDLERS, RequestMiddleware, scraper, scraper_or_nobody
 from horizon_server.api.http.routes import router
 from horizon_server.api.services import OpenStreams, Services
 from horizon_server.network import Address, ServerCertificate, bound_socket
+from horizon_server.records.account import Principal
+from horizon_server.services.access import may_see_series
 from horizon_server.telemetry.metrics import Metrics
 from horizon_server.version import VERSION
 
@@ -32,7 +37,12 @@ _GRACE_S = 5
 def make_app(
     services: Services, metrics: Metrics, *, metrics_open: bool, version: str = VERSION, ready: Callable[[], str | None]
 ) -> FastAPI:
-    """Return the app. `metrics_open`: /metrics answers without a token. `ready` returns why the daemon takes no work, or None."""
+    """Return the app.
+
+    Args:
+        metrics_open: /metrics answers without a token too, without the series of jobs, users and projects.
+        ready: returns why the daemon takes no work, or None.
+    """
     app = FastAPI(
         title="horizon",
         version=version,
@@ -44,16 +54,16 @@ def make_app(
         exception_handlers={**EXCEPTION_HANDLERS},
     )
     app.state.services = services
-    app.state.streams = OpenStreams()
+    app.state.streams = OpenStreams(services.accounts)
     app.state.curves = Curves()
     app.add_middleware(RequestMiddleware, on_http=metrics.on_http)
-    _add_open_routes(app, metrics, ready, [] if metrics_open else [Depends(authenticated)])
+    _add_open_routes(app, metrics, ready, scraper_or_nobody if metrics_open else scraper)
     app.include_router(router)
     return app
 
 
 def _add_open_routes(
-    app: FastAPI, metrics: Metrics, ready: Callable[[], str | None], metrics_guards: list[Any]
+    app: FastAPI, metrics: Metrics, ready: Callable[[], str | None], scraping: Callable[..., Any]
 ) -> None:
     """Add what needs no token: probes and load balancers have none, and these answers show nothing of the daemon's work."""
     page, policy = _load_page()
@@ -72,10 +82,10 @@ def _add_open_routes(
             response.status_code = 503
         return ReadyBody(ready=why_not is None, message=why_not or "")
 
-    @app.get("/metrics", dependencies=metrics_guards, response_class=Response, responses=exposition)
-    async def show_metrics() -> Response:
-        """Show the metrics for Prometheus."""
-        body, content_type = metrics.render()
+    @app.get("/metrics", response_class=Response, responses=exposition)
+    async def show_metrics(principal: Principal | None = Depends(scraping)) -> Response:  # noqa: B008  # FastAPI's way; which one is known only here
+        """Show the metrics for Prometheus. Of jobs, users and projects only what the caller may see."""
+        body, content_type = metrics.render(lambda labels, owners: may_see_series(principal, labels, owners))
         return Response(body, headers={"Content-Type": content_type})
 
     # Not in the schema: it documents what scripts read.
@@ -107,9 +117,10 @@ def _load_page() -> tuple[bytes, str]:
 class HttpServer(uvicorn.Server):
     """uvicorn inside the daemon's event loop. `port` is the real one, also when 0 was asked for."""
 
-    def __init__(self, config: uvicorn.Config, streams: OpenStreams, port: int) -> None:
+    def __init__(self, config: uvicorn.Config, streams: OpenStreams, bounds: Bounds, port: int) -> None:
         super().__init__(config)
         self.port = port
+        self._watching = asyncio.create_task(bounds.watched.run(port), name="http-connections")
         self.listening = asyncio.Event()
         self.serving: asyncio.Task[None] | None = None
         self._streams = streams
@@ -118,6 +129,7 @@ class HttpServer(uvicorn.Server):
         """End the event streams, let other requests finish for a few seconds, and close. May be called twice."""
         self._streams.end()
         self.should_exit = True
+        self._watching.cancel()
         if self.serving is not None:
             await self.serving
 
@@ -130,6 +142,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and report it."""
         await super().startup(sockets=sockets)
+        # asyncio accepts as many at once as it lets wait: two bounds that must not be the same.
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
         self.listening.set()
 
 
@@ -141,9 +156,12 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
     """
     # Here rather than by uvicorn, which would end the whole process when it cannot.
     listener = bound_socket("http", Address(host=host, port=port))
+    bounds = Bounds()
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=partial(BoundedProtocol, bounds=bounds),  # type: ignore[arg-type]  # called as a class is
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -152,8 +170,10 @@ async def start_http_server(app: FastAPI, host: str, port: int, tls: ServerCerti
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=tls.certificate if tls else None,
         ssl_keyfile=tls.key if tls else None,
+        ssl_ca_certs=str(tls.client_authority) if tls and tls.client_authority else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_authority else ssl.CERT_NONE,
     )
-    server = HttpServer(config, app.state.streams, listener.getsockname()[1])
+    server = HttpServer(config, app.state.streams, bounds, listener.getsockname()[1])
     server.serving = serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     listening = asyncio.create_task(server.listening.wait())
     # Both: a server that cannot start ends without ever listening.

@@ -24,6 +24,8 @@ _HEAD_MULTIPLE = 8
 _MIN_CAPABILITY = (8, 0)
 # What documents in bf16 are filled up to a multiple of on a CPU: torch compiles a product for each shape, and keeps it per thread.
 _BF16_LENGTHS = 64
+# Backward of a shorter document in bf16 runs in fp32 on a CPU: what torch's kernel does once per head takes longer than its products.
+_MIN_BF16_BACKWARD = 384
 
 
 @torch.library.custom_op("horizon::attention", mutates_args=())
@@ -128,7 +130,8 @@ def attention_backward(
     sums = torch.unflatten(logsumexp, 0, (groups, per_group))
     for start, stop in pairwise(ends):
         given = (gradient, query, key, value, output, sums)
-        document = (_filled(tensor, start, stop, query.dtype) for tensor in given)
+        dtype = query.dtype if stop - start >= _MIN_BF16_BACKWARD else torch.float32
+        document = (_filled(tensor, start, stop, dtype) for tensor in given)
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*document, 0.0, True, scale=scale)
         # Heads that share a key add to its gradient.
         for_query, for_key, for_value = found[0].flatten(0, 1), found[1].sum(1), found[2].sum(1)
@@ -200,9 +203,12 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _filled(tensor: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """A document's part of [groups, heads, T, ...], in bf16 with zeros after it: no earlier query sees them, and they have no gradient."""
+    """A document's part of [groups, heads, T, ...]: in fp32 where `dtype` is, and for kernels in bf16 with zeros after it, which no earlier
+    query sees and which have no gradient."""
     document = tensor[:, :, start:stop]
-    if dtype is torch.float32 or (stop - start) % _BF16_LENGTHS == 0:
+    if dtype is torch.float32:
+        return document.float()
+    if (stop - start) % _BF16_LENGTHS == 0:
         return document
     groups, heads, num_tokens, *rest = document.shape
     filled = document.new_zeros(groups, heads, num_tokens + -num_tokens % _BF16_LENGTHS, *rest)

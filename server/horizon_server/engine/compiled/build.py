@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict
+
+import torch
 
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
-from horizon_server.engine.compiled.graphs import trace_layer
+from horizon_server.engine.compiled.graphs import LayerGraphs, trace_layer
 from horizon_server.engine.compiled.layers import call_patterns
-from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key, sha256_of
+from horizon_server.engine.compiled.library import CodeLibrary, Entry, Kernels, Target, layer_key, sha256_of
 from horizon_server.engine.compiled.package import CompilerFailed, LayerCode, build_package
 from horizon_server.engine.compiled.trial import TOLERANCE, try_layer
+from horizon_server.engine.fused.availability import runs_triton
+from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
+from horizon_server.engine.fused.substitution import Substitution
+from horizon_server.engine.layer_stubs import LayerCall
 from horizon_server.engine.template import Template
 
 Report = Callable[[str], None]
@@ -23,71 +33,146 @@ Report = Callable[[str], None]
 _NUM_DOCUMENTS = 3
 
 
+class _How(TypedDict):
+    num_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 def build_missing(template: Template, library: CodeLibrary, target: Target, report: Report) -> list[str]:
     """Compile the kinds of layers that the library lacks, and return why some could not be."""
-    patterns = call_patterns(template)
+    patterns = call_patterns(template, target.dtype)
     refusals = []
     for number, (group, pattern) in enumerate(patterns.items(), start=1):
         if isinstance(pattern, NotCompilable):
             continue  # `CompiledLayers.load` reports the reason
         key = layer_key(template, group, target)
+        kind = f"kind {number} of {len(patterns)}"
         with library.locked(key):
             entry = library.find(key)
             if entry is None:
-                report(f"compiling layers: kind {number} of {len(patterns)}; later jobs of this model use the result")
-                entry = _build(template, group, pattern, library, key, target)
+                report(f"compiling layers: {kind}; later jobs of this model use the result")
+
+                def report_of_kind(text: str, kind: str = kind) -> None:
+                    report(f"compiling layers: {kind}{text}")
+
+                entry = _Build(template, group, pattern, library, key, target, report_of_kind).run()
         if entry.refusal:
             refusals.append(entry.refusal)
         else:
             report(
-                f"compiled layers, kind {number} of {len(patterns)}: {entry.speedup:.2f} times as fast, differences up to "
-                f"{entry.error:.1e}, compiled in {entry.compile_s:.0f} s"
+                f"compiled layers, {kind}: {entry.speedup:.2f} times as fast, differences up to {entry.error:.1e}, "
+                f"kernels: {entry.kernels}, compiled in {entry.compile_s:.0f} s"
             )
     return refusals
 
 
-def _build(
-    template: Template, group: int, pattern: CallPattern, library: CodeLibrary, key: str, target: Target
-) -> Entry:
-    started_s = time.monotonic()
-    num_tokens, dtype, device = target.num_tokens, target.dtype, target.device
-    share = num_tokens // _NUM_DOCUMENTS
-    call = template.probe_calls([share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)])[group]
-    # Not in its place, because a compiler that is killed leaves a partial file.
-    partial = library.make_scratch() / f"{key}.{os.getpid()}.pt2"
-    try:
-        graphs = trace_layer(template, group, pattern, call, num_tokens=num_tokens, dtype=dtype, device=device)
-        build_package(graphs, partial)
-        compile_s = time.monotonic() - started_s
-        code = LayerCode(partial)
-        trial = try_layer(
-            template, group, pattern, call, code, graphs.returned, num_tokens=num_tokens, dtype=dtype, device=device
-        )
-        refusal = ""
-        if trial.error > TOLERANCE[dtype]:
-            refusal = (
-                f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at most "
-                f"{TOLERANCE[dtype]:.0e}"
-            )
-        ranges = [graph.token_range(num_tokens) for graph in (graphs.forward, graphs.backward)]
-        entry = Entry(
+@dataclass(frozen=True)
+class _Build:
+    """The making of one kind of layer. Candidates: what TorchInductor makes of the layer, and the same with Triton's operators in it."""
+
+    template: Template
+    group: int
+    pattern: CallPattern
+    library: CodeLibrary
+    key: str
+    target: Target
+    report: Report
+
+    def run(self) -> Entry:
+        """Compile and try the candidates; the fastest of those that compute the same is the library's."""
+        started_s = time.monotonic()
+        # Once, because it may empty the folder.
+        self.library.make_scratch()
+        with ExitStack() as stack:
+            files = {kernels: stack.enter_context(self._partial(kernels)) for kernels in ("inductor", "triton")}
+            try:
+                entry = self._try(trace_layer(*self._what(), **self._how()), files["inductor"], "inductor")
+            except CompilerFailed as error:
+                # Not kept, so that a compiler that is installed later is used.
+                return Entry(refusal=str(error))
+            except NotCompilable as error:
+                entry = Entry(refusal=str(error))
+            else:
+                entry = self._better(entry, files["triton"])
+            entry = replace(entry, compile_s=time.monotonic() - started_s)
+            if not entry.refusal:
+                files[entry.kernels].replace(self.library.code(self.key))
+        self.library.add(self.key, entry)
+        return entry
+
+    def _better(self, entry: Entry, file: Path) -> Entry:
+        """Of `entry` and the candidate with Triton's operators: the faster one, or the one that computes the same."""
+        # Where the compiler crashes, takes too long or is stopped, this process ends; the next one finds the mark and leaves it out.
+        mark = self.library.scratch / f"{self.key}.tried"
+        if not runs_triton(self.target.device) or mark.exists():
+            return entry
+        try:
+            graphs = self._fused()
+            if graphs is None:
+                return entry
+            mark.touch()
+            self.report(" again, with Triton's kernels")
+            other = self._try(graphs, file, "triton")
+        except Exception as error:  # noqa: BLE001  # Triton and drivers raise anything; the first candidate is there
+            (first_line, *_) = str(error).strip().splitlines() or ["no message"]
+            self.report(f": not with Triton's kernels ({type(error).__name__}: {first_line[:300]})")
+            return entry
+        finally:
+            mark.unlink(missing_ok=True)
+        if other.refusal:
+            self.report(f": not with Triton's kernels: {other.refusal}")
+            return entry
+        return other if entry.refusal or other.speedup > entry.speedup else entry
+
+    def _fused(self) -> LayerGraphs | None:
+        """The graphs of the layer with operators where it computes what they do, or None where it does so nowhere."""
+        with Substitution(self.template.kinds[self.group]).active():
+            graphs = trace_layer(*self._what(), **self._how())
+        modules = (graphs.forward.module, graphs.backward.module)
+        for module in modules:
+            fuse_sums(module)
+        return graphs if any(has_fused_operators(module) for module in modules) else None
+
+    def _try(self, graphs: LayerGraphs, file: Path, kernels: Kernels) -> Entry:
+        """Compile and try one candidate.
+
+        Raises:
+            NotCompilable: the compiler failed, or the code's gradients are not those of the layer.
+        """
+        build_package(graphs, file)
+        trial = try_layer(*self._what(), LayerCode(file), graphs.returned, **self._how())
+        refusal, tolerance = "", TOLERANCE[self.target.dtype]
+        # Written so that a NaN does not pass.
+        if not trial.error <= tolerance:
+            refusal = f"compiled and eager layer differ by {trial.error:.1e} in {trial.worst}; rounding explains at most {tolerance:.0e}"
+        ranges = [graph.token_range(self.target.num_tokens) for graph in (graphs.forward, graphs.backward)]
+        return Entry(
             refusal=refusal,
-            sha256=sha256_of(partial),
+            sha256=sha256_of(file),
             returned=graphs.returned,
             min_tokens=max(least for least, _ in ranges),
             max_tokens=min(most for _, most in ranges),
             error=trial.error,
             speedup=trial.speedup,
-            compile_s=compile_s,
+            kernels=kernels,
         )
-        if not refusal:
-            partial.replace(library.code(key))
-    except CompilerFailed as error:
-        # Not kept, so that a compiler that is installed later is used.
-        return Entry(refusal=str(error))
-    except NotCompilable as error:
-        entry = Entry(refusal=str(error))
-    finally:
-        partial.unlink(missing_ok=True)
-    library.add(key, entry)
-    return entry
+
+    def _what(self) -> tuple[Template, int, CallPattern, LayerCall]:
+        num_tokens = self.target.num_tokens
+        share = num_tokens // _NUM_DOCUMENTS
+        lengths = [share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)]
+        call = self.template.probe_calls(lengths, self.target.dtype)[self.group]
+        return self.template, self.group, self.pattern, call
+
+    def _how(self) -> _How:
+        return {"num_tokens": self.target.num_tokens, "dtype": self.target.dtype, "device": self.target.device}
+
+    @contextmanager
+    def _partial(self, kernels: Kernels) -> Iterator[Path]:
+        # Not in its place, because a compiler that is killed leaves a partial file.
+        path = self.library.scratch / f"{self.key}.{os.getpid()}.{kernels}.pt2"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)

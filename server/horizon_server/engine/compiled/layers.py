@@ -23,9 +23,9 @@ from horizon_server.engine.unit_gradients import UnitGradients
 _PROBES = ((17, 20), (11, 13, 19))
 
 
-def call_patterns(template: Template) -> dict[int, CallPattern | NotCompilable]:
+def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPattern | NotCompilable]:
     """The pattern of every kind of layer, or why it has none."""
-    one, other = (template.probe_calls(lengths) for lengths in _PROBES)
+    one, other = (template.probe_calls(lengths, dtype) for lengths in _PROBES)
     found: dict[int, CallPattern | NotCompilable] = {}
     for group in sorted(set(template.layer_groups)):
         try:
@@ -43,7 +43,7 @@ def is_complete(template: Template, library: CodeLibrary, target: Target) -> boo
     """Whether the library knows every kind of layer that can be compiled."""
     return all(
         isinstance(pattern, NotCompilable) or library.find(layer_key(template, group, target)) is not None
-        for group, pattern in call_patterns(template).items()
+        for group, pattern in call_patterns(template, target.dtype).items()
     )
 
 
@@ -110,7 +110,7 @@ class CompiledLayers:
     ) -> CompiledLayers:
         """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers; with `keys`, those."""
         layers = cls(template)
-        for group, pattern in call_patterns(template).items():
+        for group, pattern in call_patterns(template, target.dtype).items():
             try:
                 layers._kinds[group] = _load(
                     template, group, pattern, library, target, only_faster=only_faster, keys=keys

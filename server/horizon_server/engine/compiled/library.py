@@ -17,18 +17,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
 from horizon_server.durable import replace_file
+from horizon_server.engine.fused.availability import triton_version
 from horizon_server.engine.template import Template
 
 _CHUNK_BYTES = 1 << 20
 _MAX_BYTES = 2 << 30
 # What a config says about where it came from and how text is made, not about the layers.
 _NOT_STRUCTURE = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"})
+
+Kernels = Literal["inductor", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,9 @@ class Target:
 class Entry:
     """What is known of one kind of layer. `refusal` says why it has no code; where it is empty, there is a file of it.
 
-    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `returned`, `min_tokens` and
-    `max_tokens` are as in `graphs`, `sha256` is that of the file of code.
+    `speedup` is by how much the code is faster than the eager layer, which only `auto` asks for. `kernels` are the compiler's own, or
+    Triton's (`fused`) where those were faster. `returned`, `min_tokens` and `max_tokens` are as in `graphs`, `sha256` is that of the
+    file of code.
     """
 
     refusal: str = ""
@@ -64,6 +68,7 @@ class Entry:
     error: float = 0.0
     speedup: float = 0.0
     compile_s: float = 0.0
+    kernels: Kernels = "inductor"
 
 
 class CodeLibrary:
@@ -145,6 +150,7 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
         target.num_tokens,
         target.processor,
         torch.__version__,
+        triton_version(target.device),
         transformers.__version__,
         _sources_digest(),
     ]

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+# Unused ones register operators: code that calls what nothing has registered cannot be loaded.
+from horizon_server.engine import linear  # noqa: F401
+from horizon_server.engine.attention import kernels  # noqa: F401
 from horizon_server.engine.compiled.call_pattern import NotCompilable
+from horizon_server.engine.fused import rms_norm, rotary, swiglu  # noqa: F401
 
 if TYPE_CHECKING:  # tracing loads the compiler, which a process that only runs the code does without
     from horizon_server.engine.compiled.graphs import Graph, LayerGraphs

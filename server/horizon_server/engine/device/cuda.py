@@ -99,6 +99,13 @@ class CudaDevice(QueuedDevice):
                 self.free(self._cast)
             self._cast = self.allocate("gradients", wanted, self.gradient_dtype)
 
+    def release_memory(self) -> None:
+        """Also what torch's allocator has cached, which no other process could use."""
+        if self._cast is not None:
+            self.free(self._cast)
+        self._cast = None
+        self._runtime.release_cached()
+
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
         """CUDA: synchronises the device, so that no stream meets what another one left there."""
         with memory_refusals():

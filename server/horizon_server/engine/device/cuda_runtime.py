@@ -66,6 +66,9 @@ class Runtime(Protocol):
     def limit_memory(self, num_bytes: int | None) -> None:
         """Have allocations beyond this fail as out of memory; None lifts the limit."""
 
+    def release_cached(self) -> None:
+        """Give back to the driver what the allocator holds beyond all tensors."""
+
     def peak_allocated_bytes(self) -> int:
         """The most that tensors have held on the device."""
 
@@ -122,6 +125,9 @@ class TorchCuda:
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         share = 1.0 if num_bytes is None else min(1.0, num_bytes / total_bytes)
         torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
 
     def peak_allocated_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizon_server import progress
 from horizon_server.engine.device.cuda_runtime import Mark, Runtime
 from horizon_server.errors import DoesNotFit
 from horizon_server.store import planes
@@ -137,6 +138,7 @@ class PinnedRanges:
             # A store may be adopted twice, and drivers refuse to register the same pages again.
             if self.holds(memory[start:stop]):
                 continue
+            progress.advance()
             code = self._runtime.register(address, num_bytes)
             if code == 0:
                 self._pieces.append((address, address + num_bytes, memory))

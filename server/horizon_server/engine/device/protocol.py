@@ -113,6 +113,12 @@ class Device(Protocol):
     def adopt(self, store: HostStore) -> None:
         """Prepare for copies from and to the planes of a store; undone by `close`. May be called again."""
 
+    def release_memory(self) -> None:
+        """Free what the device itself holds in its memory, what its allocator keeps included, until `adopt` is called again.
+
+        The queues must be idle. Host memory stays as it is.
+        """
+
     def charge(self, component: Component, num_bytes: int) -> None:
         """Account for memory that the framework's own allocator holds; negative releases it."""
 

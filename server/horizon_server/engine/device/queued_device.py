@@ -189,6 +189,9 @@ class QueuedDevice:
     def free_host(self, tensor: Tensor) -> None:
         self._host_buffers.free(tensor)
 
+    def release_memory(self) -> None:
+        """It holds nothing of its own."""
+
     def charge(self, component: Component, num_bytes: int) -> None:
         self.arena.charge(component, num_bytes)
 

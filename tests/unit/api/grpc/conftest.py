@@ -21,10 +21,12 @@ from horizon_proto.v1 import (
     checkpoint_pb2_grpc,
     dataset_pb2,
     dataset_pb2_grpc,
+    housekeeping_pb2_grpc,
     job_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
     node_pb2_grpc,
+    sharing_pb2_grpc,
 )
 from horizon_server.api.grpc.server import GrpcServer, start_grpc_server
 from horizon_server.blobs.store import BlobStore
@@ -44,6 +46,8 @@ class Caller:
             "jobs": job_pb2_grpc.JobServiceStub(channel),
             "checkpoints": checkpoint_pb2_grpc.CheckpointServiceStub(channel),
             "node": node_pb2_grpc.NodeServiceStub(channel),
+            "housekeeping": housekeeping_pb2_grpc.HousekeepingServiceStub(channel),
+            "sharing": sharing_pb2_grpc.SharingServiceStub(channel),
         }
 
     def ref_of(self, content: bytes) -> blob_pb2.BlobRef:

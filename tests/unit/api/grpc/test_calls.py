@@ -181,7 +181,7 @@ async def test_a_call_without_a_token_is_refused_before_its_message_arrives(worl
 
 
 async def test_one_user_cannot_take_all_calls(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_server.api.grpc.interceptor.MAX_CALLS_PER_USER", 3)
+    monkeypatch.setattr("horizon_server.api.limits.MAX_CALLS_PER_USER", 3)
     job = await world.job()
     request = job_pb2.WatchJobRequest(job_id=job.job_id)
     watches = [world.ann.call("jobs", "WatchJob", request) for _ in range(3)]

@@ -89,14 +89,32 @@ async def test_a_call_reaches_the_service_and_is_the_owners_only(
     assert (answer.job_id, enum_text(job_pb2.JobState.DESCRIPTOR, answer.state)) == (job.job_id, becomes)
 
 
-async def test_a_paused_job_is_resumed_and_priorities_are_not_there_yet(world: Any) -> None:
+async def test_a_paused_job_is_resumed(world: Any) -> None:
     job = await world.job()
     await world.ann.call("jobs", "PauseJob", job_pb2.PauseJobRequest(job_id=job.job_id))
     resumed = (await world.ann.call("jobs", "ResumeJob", job_pb2.ResumeJobRequest(job_id=job.job_id))).job
     assert resumed.state == job_pb2.JOB_STATE_QUEUED
-    with pytest.raises(grpc.aio.AioRpcError, match="cannot be changed after submission") as caught:
-        await world.ann.call("jobs", "UpdateJob", job_pb2.UpdateJobRequest(job_id=job.job_id, priority=3))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_priority_is_changed_by_its_owner_and_raised_above_all_by_admins(world: Any) -> None:
+    job = await world.job()
+
+    def update(**fields: int) -> job_pb2.UpdateJobRequest:
+        return job_pb2.UpdateJobRequest(job_id=job.job_id, **fields)
+
+    changed = (await world.ann.call("jobs", "UpdateJob", update(priority=-3))).job
+    assert (changed.priority, changed.spec.priority) == (-3, 0), "the spec stays as it was submitted"
+    assert (await world.root_user.call("jobs", "UpdateJob", update(priority=500))).job.priority == 500
+    for caller, request, code in (
+        (world.ann, update(priority=101), grpc.StatusCode.PERMISSION_DENIED),
+        (world.ann, update(priority=-101), grpc.StatusCode.INVALID_ARGUMENT),
+        (world.ann, update(), grpc.StatusCode.INVALID_ARGUMENT),
+        (world.bob, update(priority=1), grpc.StatusCode.NOT_FOUND),
+        (world.eve, update(priority=1), grpc.StatusCode.PERMISSION_DENIED),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await caller.call("jobs", "UpdateJob", request)
+        assert caught.value.code() is code
 
 
 async def test_listing_passes_page_and_states_on(world: Any) -> None:

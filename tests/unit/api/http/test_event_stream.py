@@ -77,9 +77,11 @@ async def test_a_refusal_on_the_way_is_an_event(ann: httpx.AsyncClient, world: A
 
 
 async def test_the_end_of_all_streams_ends_a_waiting_one_and_its_watch(world: Any) -> None:
-    streams = OpenStreams()
+    streams = OpenStreams(world.services.accounts)
     job = await world.job()
-    frames = event_frames(world.services.jobs.watch(world.principal("ann"), job.job_id), streams)
+    frames = event_frames(
+        world.services.jobs.watch(world.principal("ann"), job.job_id), streams, await world.caller("ann")
+    )
     seen: list[ServerSentEvent] = []
 
     async def read() -> None:
@@ -99,7 +101,9 @@ async def test_the_end_of_all_streams_ends_a_waiting_one_and_its_watch(world: An
 
 async def test_a_client_that_goes_away_ends_the_watch(world: Any) -> None:
     job = await world.job()
-    frames = event_frames(world.services.jobs.watch(world.principal("ann"), job.job_id), OpenStreams())
+    ann = await world.caller("ann")
+    watch = world.services.jobs.watch(ann, job.job_id)
+    frames = event_frames(watch, OpenStreams(world.services.accounts), ann)
     await anext(frames)
     await anext(frames)
     assert world.num_watching(job) == 1
@@ -107,9 +111,10 @@ async def test_a_client_that_goes_away_ends_the_watch(world: Any) -> None:
     await world.until_unwatched(job)
 
 
-async def test_a_stream_of_no_events_just_ends() -> None:
+async def test_a_stream_of_no_events_just_ends(world: Any) -> None:
     async def nothing() -> AsyncGenerator[JobEvent, None]:
         return
         yield
 
-    assert [frame.event async for frame in event_frames(nothing(), OpenStreams())] == [None, "end"]
+    frames = event_frames(nothing(), OpenStreams(world.services.accounts), await world.caller("ann"))
+    assert [frame.event async for frame in frames] == [None, "end"]

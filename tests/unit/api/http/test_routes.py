@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import time
 import uuid
 from datetime import UTC, datetime
 from typing import Any
@@ -16,15 +17,28 @@ from fastapi import FastAPI
 
 from horizon_server.api.http.bodies import JobBody
 from horizon_server.api.http.server import make_app
+from horizon_server.db.sharing import SharingStore
 from horizon_server.errors import Draining
 from horizon_server.planning.machine import Accelerator
 from horizon_server.records.blob import BlobFile
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.records.plan import JobPlan, StepPrediction
+from horizon_server.records.sharing import NodeCondition, Outlook
 from horizon_server.spec import parse_job_spec
 
 _OF_A_JOB = ["jobs/j-1", "jobs/j-1/events", "jobs/j-1/metrics", "jobs/j-1/checkpoints"]
-GUARDED = [*_OF_A_JOB, "node", "queue", "jobs", "datasets", "datasets/chats/preview", "models"]
+GUARDED = [
+    *_OF_A_JOB,
+    "node",
+    "queue",
+    "usage",
+    "quota",
+    "projects",
+    "jobs",
+    "datasets",
+    "datasets/chats/preview",
+    "models",
+]
 
 
 @pytest.mark.parametrize("path", GUARDED)
@@ -179,14 +193,68 @@ async def test_binary_input_is_never_echoed(ann: httpx.AsyncClient) -> None:
 async def test_the_queue_shows_other_users_jobs_without_detail(connect: Any, world: Any) -> None:
     await world.job(name="first")
     queued = await world.job(name="second")
-    theirs = dataclasses.replace(queued, job_id="job_bobs", owner="bob")
+    theirs = dataclasses.replace(queued, job_id="job_bobs", owner="bob", project="bob")
     await world.journal.create(theirs, request_id=str(uuid.uuid4()))
+    outlook = Outlook(why="waiting for 3 GiB of host memory; job first frees it", estimated_start_s=86400.0)
+    world.daemon.parts.scheduler.view.outlooks = dict.fromkeys((queued.job_id, "job_bobs"), outlook)
     first, second, bobs = (await connect("ann").get("/horizon/v1/queue")).json()["jobs"]
-    assert {name for name, value in bobs.items() if value is not None} == {"job_id", "owner", "state", "position"}
+    shown = {"job_id", "owner", "state", "position", "outlook"}
+    assert {name for name, value in bobs.items() if value is not None} == shown
+    times = {"share": 0.0, "estimated_start_time": "1970-01-02T00:00:00Z", "estimated_end_time": None}
+    assert (bobs["outlook"], second["outlook"]) == ({"why": "", **times}, {"why": outlook.why, **times})
+    assert first["outlook"] is None
     assert (bobs["owner"], bobs["position"], first["position"]) == ("bob", 3, 1)
     assert (second["name"], second["position"], second["num_steps"]) == ("second", 2, 0)
     everything = (await connect("eve").get("/horizon/v1/queue")).json()["jobs"]
     assert [entry["name"] for entry in everything] == ["first", "second", "second"]
+
+
+async def test_usage_is_counted_since_a_time(ann: httpx.AsyncClient, world: Any) -> None:
+    job = await world.job(state=JobState.SUCCEEDED)
+    store = SharingStore(world.daemon.database)
+    await store.charge("ann", "ann", job_id=job.job_id, device_s=60.0, num_tokens=7, now_s=time.time())
+    body = (await ann.get("/horizon/v1/usage")).json()
+    (usage,) = body["usages"]
+    assert (usage["project"], usage["user"], usage["device_s"], usage["jobs"]) == ("ann", "ann", 60.0, {"SUCCEEDED": 1})
+    since = datetime.fromisoformat(body["since_time"])
+    assert 7 * 86400 <= time.time() - since.timestamp() < 7 * 86400 + 600
+    assert (await ann.get("/horizon/v1/usage", params={"since": "2001-02-03"})).json()[
+        "since_time"
+    ] == "2001-02-03T00:00:00Z"
+    assert (await ann.get("/horizon/v1/usage", params={"since": "2999-01-01T00:00:00+01:00"})).status_code == 400
+    assert (await ann.get("/horizon/v1/usage", params={"since": "yesterday"})).status_code == 422
+
+
+async def test_quotas_are_those_of_user_and_project(ann: httpx.AsyncClient) -> None:
+    allowances = (await ann.get("/horizon/v1/quota")).json()["allowances"]
+    assert [(one["holder"], one["name"], one["weight"]) for one in allowances] == [
+        ("user", "ann", 1.0),
+        ("project", "ann", 1.0),
+    ]
+    assert allowances[0]["quotas"][0] == {
+        "quota": "queued_jobs", "limit": None, "used": 0.0, "frees": "a queued job starts, or: horizon job cancel JOB"
+    }  # fmt: skip
+
+
+async def test_projects_are_listed_with_their_members(connect: Any, world: Any) -> None:
+    await world.services.accounts.add_member("ann", "bob", "viewer")
+    (project,) = (await connect("ann").get("/horizon/v1/projects")).json()["projects"]
+    assert (project["name"], project["role"]) == ("ann", "admin")
+    assert [(one["project"], one["user"], one["role"]) for one in project["members"]] == [
+        ("ann", "ann", "admin"),
+        ("ann", "bob", "viewer"),
+    ]
+    assert all(datetime.fromisoformat(one["add_time"]).tzinfo for one in project["members"])
+    bobs = (await connect("bob").get("/horizon/v1/projects")).json()["projects"]
+    assert [(one["name"], one["role"]) for one in bobs] == [("ann", "viewer"), ("bob", "admin")]
+
+
+async def test_the_node_says_how_it_is_shared(ann: httpx.AsyncClient, world: Any) -> None:
+    await SharingStore(world.daemon.database).set_condition(NodeCondition(mode="cordoned", message="new driver"))
+    node = (await ann.get("/horizon/v1/node")).json()
+    nothing = {"window_start_time": None, "window_end_time": None}
+    assert (node["mode"], node["condition"]) == ("cordoned", {"mode": "cordoned", "message": "new driver", **nothing})
+    assert node["devices"] == [{"name": "host", "holder": "", "num_residents": 0}]
 
 
 async def test_checkpoints(ann: httpx.AsyncClient, world: Any) -> None:

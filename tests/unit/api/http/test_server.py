@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from horizon_server.api.http.server import start_http_server
+from horizon_server.api.services import OpenStreams
 from horizon_server.errors import BadSetting
 from horizon_server.network import own_certificate
 
@@ -63,6 +64,28 @@ async def test_open_event_streams_do_not_hold_up_the_shutdown_and_leave_no_trace
             assert "DRAINING" in rest
     assert world.num_watching(job) == 0
     assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING] == []
+
+
+async def test_a_request_that_hangs_holds_up_the_shutdown_no_longer_than_its_grace(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizon_server.api.http.server._GRACE_S", 1)
+    app, begun = FastAPI(), asyncio.Event()
+    app.state.streams = OpenStreams(world.services.accounts)
+
+    @app.get("/hangs")
+    async def hang() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    server = await start_http_server(app, "127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+        asked = asyncio.ensure_future(client.get("/hangs"))
+        await asyncio.wait_for(begun.wait(), 60)
+        await asyncio.wait_for(server.stop(), 60)
+        await asyncio.wait([asked], timeout=60)
+    assert asked.done()
+    assert asked.exception() is not None or asked.result().status_code >= 500
 
 
 async def test_a_taken_port_is_named(app: FastAPI) -> None:

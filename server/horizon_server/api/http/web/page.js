@@ -30,6 +30,24 @@ function span(seconds) {
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} d`;
 }
 
+function clock(iso) {
+  const at = new Date(iso);
+  const time = at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return Math.abs(at - Date.now()) < 43200000 ? time : `${at.toLocaleDateString()} ${time}`;
+}
+
+// Why a job is where it is, its share and its estimated times, as one line; nothing for a job that has ended.
+function outlookText(job) {
+  const outlook = job.outlook;
+  if (!outlook) return "";
+  const waits = job.state === "QUEUED";
+  // Of other users' jobs there is no reason.
+  const parts = [outlook.why || (waits ? "" : `share ${Math.round(outlook.share * 100)} %`)];
+  if (waits && outlook.estimated_start_time) parts.push(`starts about ${clock(outlook.estimated_start_time)}`);
+  if (outlook.estimated_end_time) parts.push(`ends about ${clock(outlook.estimated_end_time)}`);
+  return parts.filter(Boolean).join("; ");
+}
+
 const short = (x, digits = 4) => (x === null || x === undefined ? "" : String(Number(x.toPrecision(digits))));
 const ended = (state) => ["SUCCEEDED", "FAILED", "CANCELLED"].includes(state);
 const tone = (state) => ({ RUNNING: "run", STARTING: "run", PREPARING: "run", STOPPING: "run", SUCCEEDED: "good", FAILED: "bad" })[state] || "";
@@ -72,7 +90,12 @@ function showNode(node) {
     ...node.accelerators.map((a) => fact(a.name, `GPU ${a.index}, ${bytes(a.memory_bytes)}`)),
   ];
   if (!node.accelerators.length) facts.push(fact("none", "GPUs"));
-  if (node.draining) facts.push(fact("draining", "accepts no new jobs"));
+  facts.push(fact(`${bytes(node.host_memory_promised_bytes)}`, "promised to resident jobs"));
+  facts.push(...node.devices.filter((d) => d.num_residents).map((d) => fact(d.holder || "nobody", `has its turn on ${d.name}, ${d.num_residents} resident`)));
+  const condition = node.condition;
+  if (node.draining) facts.push(fact("shutting down", "accepts no new jobs"));
+  else if (node.mode !== "open") facts.push(fact(node.mode, condition.message || "no job starts"));
+  if (condition.window_start_time) facts.push(fact(`${clock(condition.window_start_time)} to ${clock(condition.window_end_time)}`, `maintenance${condition.message ? `: ${condition.message}` : ""}`));
   el("node").replaceChildren(...facts);
 }
 
@@ -81,9 +104,11 @@ function showQueue(queue) {
     const row = make("li");
     row.append(make("span", "place", job.position || ""), make("span", "name", job.name || job.job_id),
       make("span", "quiet", job.owner), make("span", `chip ${tone(job.state)}`, job.state));
+    const outlook = outlookText(job);
+    if (outlook) row.append(make("small", "quiet", outlook));
     return row;
   });
-  el("queue").replaceChildren(...(rows.length ? rows : [make("li", "quiet", "No jobs are waiting.")]));
+  el("queue").replaceChildren(...(rows.length ? rows : [make("li", "quiet", "No jobs are resident or waiting.")]));
 }
 
 function jobRow(job) {
@@ -97,8 +122,10 @@ function jobRow(job) {
   progress.append(bar(job.progress, ended(job.state) ? tone(job.state) : ""));
   progress.append(make("small", "", job.num_steps ? `step ${job.step} of ${job.num_steps}` : job.queue_position ? `place ${job.queue_position}` : ""));
   const live = job.state === "RUNNING" && step;
+  // At full speed a job that shares the device would end too early.
+  const end = job.outlook && job.outlook.estimated_end_time;
   row.append(name, make("td", "", job.owner), state, progress, make("td", "num", step ? short(step.loss) : ""),
-    make("td", "num", live ? short(step.tokens_per_second, 3) : ""), make("td", "num", live ? span(job.eta_s) : ""));
+    make("td", "num", live ? short(step.tokens_per_second, 3) : ""), make("td", "num", end ? span((new Date(end) - Date.now()) / 1000) : live ? span(job.eta_s) : ""));
   row.tabIndex = 0;
   row.setAttribute("aria-selected", String(job.job_id === chosen));
   row.addEventListener("click", () => open(job.job_id));
@@ -110,7 +137,7 @@ function showDetail(job) {
   const step = job.last_step;
   el("detail").hidden = false;
   el("detail-title").textContent = `${job.name} - ${job.state.toLowerCase()}`;
-  el("message").textContent = job.message || `${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}`;
+  el("message").textContent = outlookText(job) || job.message || `${job.spec.method} of ${job.spec.model} on ${job.spec.dataset}`;
   const facts = [];
   if (step) {
     facts.push(fact(`${job.step} of ${job.num_steps}`, `step, epoch ${short(step.epoch, 3)}`), fact(short(step.loss), "train loss"),
@@ -120,6 +147,10 @@ function showDetail(job) {
     if (job.plan && job.plan.device !== "host") facts.push(fact(`${Math.round((step.overlap_ratio || 0) * 100)} %`, "transfer overlap"));
   }
   facts.push(fact(String(job.attempt), "attempt"));
+  if (job.outlook && job.state !== "QUEUED") facts.push(fact(`${Math.round(job.outlook.share * 100)} %`, "share of the device"));
+  if (job.device_s) facts.push(fact(span(job.device_s), "device time"));
+  if (job.priority) facts.push(fact(String(job.priority), "priority"));
+  if (job.deletion_time) facts.push(fact(new Date(job.deletion_time).toLocaleDateString(), "checkpoints are deleted; horizon job keep"));
   el("figures").replaceChildren(...facts);
   const planned = job.plan ? job.plan.host_bytes : {};
   const used = step ? step.host_memory_bytes : {};

@@ -1,0 +1,187 @@
+"""What the scheduler decides from: the queue, the resident jobs, the node, quotas and shares, read from the database; and where each job
+stands, worked out from the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from horizon_server.db.jobs import JobStore
+from horizon_server.db.sharing import SharingStore
+from horizon_server.events import CheckpointWritten
+from horizon_server.planning.gpus import PROCESS_BYTES
+from horizon_server.records.job import JobRecord
+from horizon_server.records.sharing import Allowance, Holder, NodeCondition, Outlook
+from horizon_server.scheduling.admission import kind_of
+from horizon_server.scheduling.quotas import WEEK_S, why_not_resident
+from horizon_server.scheduling.shares import Shares
+from horizon_server.scheduling.simulation import outlooks
+from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.texts import time_text
+
+# Jobs of the queue that decisions are made from: the first ones of every user, so that nobody's many jobs hide those of others.
+MOST_WAITING = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residence:
+    """Of a resident job: its device, and since when it is in memory."""
+
+    device: str
+    since_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that one decision is made from."""
+
+    now_s: float
+    waiting: Sequence[Job]
+    residents: Sequence[Resident]
+    node: Node
+    condition: NodeCondition
+    allowances: Mapping[tuple[Holder, str], Allowance]
+    device_s_of_week: Mapping[tuple[Holder, str], float]
+    ends: Mapping[str, float | None]
+    """When resident jobs were last expected to end."""
+
+    def held(self, job: Job, residents: Sequence[Resident]) -> str:
+        """Return why a quota keeps a job from being loaded now; nothing where none does."""
+        holders: tuple[tuple[Holder, str], ...] = (("user", job.user), ("project", job.project))
+        for holder, name in holders:
+            allowance = self.allowances.get((holder, name))
+            if allowance is None:
+                continue
+            theirs = [one for one in residents if getattr(one, holder) == name]
+            used_s = self.device_s_of_week.get((holder, name), 0.0)
+            why = why_not_resident(allowance, job, theirs, device_s=used_s, now_s=self.now_s, ends=self.ends)
+            if why:
+                return why
+        return ""
+
+
+@dataclass(kw_only=True, eq=False)
+class QueueView:
+    """Thread: belongs to one event loop; outlooks are worked out in a thread.
+
+    Args:
+        host_bytes: what all resident jobs may have together.
+        devices: usable memory of each device, by name.
+    """
+
+    jobs: JobStore
+    sharing: SharingStore
+    shares: Shares
+    rules: Rules
+    host_bytes: Callable[[], int]
+    devices: Mapping[str, int]
+    clock: Callable[[], float] = time.time
+    outlooks: Mapping[str, Outlook] = field(init=False, default_factory=dict)
+    _disk_bytes_per_s: float | None = field(init=False, default=None)
+
+    def on_checkpoint(self, written: CheckpointWritten) -> None:
+        """Learn from a checkpoint how fast jobs can be taken out of memory."""
+        if written.duration_s > 0:
+            self._disk_bytes_per_s = written.size_bytes / written.duration_s
+
+    async def situation(
+        self, residences: Mapping[str, Residence], held_back: Mapping[str, float] = MappingProxyType({})
+    ) -> tuple[Situation, dict[str, JobRecord]]:
+        """Return what is so now, and the records of the jobs that wait; of those held back, and of those
+        that pause after a failure, the ones whose time has come."""
+        now_s = self.clock()
+        # A job that is being loaded is still in the queue for a moment.
+        queued = [
+            job
+            for job in await self.jobs.heads(MOST_WAITING)
+            if job.job_id not in residences and max(job.not_before_s, held_back.get(job.job_id, 0.0)) <= now_s
+        ]
+        residents = [await self.jobs.get(job_id) for job_id in residences]
+        allowances = await self.sharing.allowances()
+        self.shares.set_allowances(allowances)
+        condition = await self.sharing.condition()
+        situation = Situation(
+            now_s=now_s,
+            waiting=[self._waiting(job) for job in queued],
+            residents=[self._resident(job, residences[job.job_id]) for job in residents if job is not None],
+            node=Node(
+                host_bytes=self.host_bytes(),
+                devices=self.devices,
+                process_bytes=PROCESS_BYTES,
+                is_open=condition.at(now_s) == "open",
+                closed_why=_closed_why(condition, now_s),
+            ),
+            condition=condition,
+            allowances={(one.holder, one.name): one for one in allowances},
+            device_s_of_week=_by_holder(await self.sharing.device_s_since(now_s - WEEK_S)),
+            ends={job_id: one.estimated_end_s for job_id, one in self.outlooks.items()},
+        )
+        return situation, {job.job_id: job for job in queued}
+
+    async def find_outlooks(self, situation: Situation) -> None:
+        """Work out where each job stands."""
+        self.outlooks = await asyncio.to_thread(self._outlooks, situation, situation.waiting)
+
+    async def outlook_of(self, job: JobRecord, residences: Mapping[str, Residence]) -> Outlook:
+        """Return where a job would stand if it were submitted now."""
+        situation, _ = await self.situation(residences)
+        order = 1 + max((one.order for one in situation.waiting), default=0)
+        waiting = [*situation.waiting, replace(self._waiting(job), order=order, since_s=situation.now_s)]
+        return (await asyncio.to_thread(self._outlooks, situation, waiting))[job.job_id]
+
+    def _outlooks(self, situation: Situation, waiting: Iterable[Job]) -> Mapping[str, Outlook]:
+        return outlooks(
+            tuple(waiting),
+            situation.residents,
+            situation.node,
+            self.shares.copy(),
+            self.rules,
+            situation.now_s,
+            situation.held,
+        )
+
+    def _waiting(self, job: JobRecord) -> Job:
+        plan, rate = job.plan, self._disk_bytes_per_s
+        assert plan is not None, "no job is queued without a plan"
+        # Written once and read once.
+        moved = 2 * sum(plan.host_bytes.get(part, 0) for part in ("weights", "moments"))
+        return Job(
+            job_id=job.job_id,
+            user=job.owner,
+            project=job.project,
+            priority=job.priority,
+            order=job.queue_position,
+            since_s=job.queued_s,
+            device=kind_of(plan.device),
+            host_bytes=plan.host_total_bytes,
+            device_bytes=plan.device_total_bytes,
+            remaining_s=job.remaining_device_s,
+            unload_s=None if rate is None else moved / rate,
+        )
+
+    def _resident(self, job: JobRecord, residence: Residence) -> Resident:
+        return Resident(
+            **{**vars(self._waiting(job)), "device": residence.device, "since_s": residence.since_s},
+            resident_since_s=residence.since_s,
+            is_stopping=job.job_state == "STOPPING",
+        )
+
+
+def _closed_why(condition: NodeCondition, now_s: float) -> str:
+    why = f"the node is {condition.mode} by an admin"
+    if condition.at(now_s) != condition.mode and condition.window_end_s is not None:
+        why = f"the node is in maintenance until {time_text(condition.window_end_s, now_s)}"
+    return f"{why} ({condition.message}): no job starts" if condition.message else f"{why}: no job starts"
+
+
+def _by_holder(used: Mapping[tuple[str, str], float]) -> Mapping[tuple[Holder, str], float]:
+    """Return the device seconds of each project and of each user, from those of users in projects."""
+    sums: defaultdict[tuple[Holder, str], float] = defaultdict(float)
+    for (project, user), device_s in used.items():
+        sums["project", project] += device_s
+        sums["user", user] += device_s
+    return sums

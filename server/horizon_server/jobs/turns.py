@@ -1,0 +1,357 @@
+"""Turns on one device: which of the resident jobs may use it, and for how long.
+
+A worker asks for the device, is granted it, and gives it back at a step boundary. After a time slice it is asked to, if another job is
+next by `scheduling.turns`. What a job holds the device for is charged to its user and project.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from horizon_server.events import MemoryReleased, StepDone, TurnEnded, TurnLine, TurnWanted
+from horizon_server.planning.gpus import PROCESS_BYTES
+from horizon_server.records.job import JobRecord
+from horizon_server.scheduling.shares import Shares
+from horizon_server.scheduling.state import Job, Rules
+from horizon_server.scheduling.turns import next_turn
+from horizon_server.telemetry.metrics import Metrics
+from horizon_server.worker_link.orders import ALONE, RELEASE, SHARED, TURN, YIELD
+from horizon_server.worker_link.protocol import TurnState
+
+log = structlog.get_logger(__name__)
+
+# Where a step leaves the device idle for more than this part of its time, and for longer than this, another job can use the device
+# meanwhile: turns are one step long then. Below, the hand-over would cost more than it gains.
+_LEAST_IDLE_SHARE, _LEAST_IDLE_S = 0.2, 0.1
+
+# A job's first turn has the trials of compiled layers and of packing, memory that is touched for the first time, and the first step, of
+# which nothing may be known.
+FIRST_STEP_S, _FIRST_STEP_FACTOR = 600.0, 10.0
+
+# On a GPU, the worker submits a step in a moment and then waits for all of it, so it may say nothing for a step; other jobs on the node may
+# make that longer.
+SILENT_STEPS = 20.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Seat:
+    """A resident job's place in the turns of its device.
+
+    Args:
+        job: the job as decisions see it.
+        send: passes an order to the worker.
+        charge: takes the device seconds that the job has used.
+        step_s: predicted seconds of a step, 0 where unknown.
+        is_storing: whether the daemon, not the worker, is what the next line waits for.
+        on_overrun: called with a message when the worker has not given the device back; the second time it must be killed.
+    """
+
+    job: Job
+    send: Callable[[bytes], None]
+    charge: Callable[[float], None]
+    is_storing: Callable[[], bool]
+    on_overrun: Callable[[str, bool], None]
+    step_s: float = 0.0
+    waits: bool = field(init=False, default=False)
+    since_s: float = field(init=False, default=0.0)
+    """Since when it waits, while `waits`."""
+    holds_memory: bool = field(init=False, default=False)
+    asked_to_release: bool = field(init=False, default=False)
+    idle_since_s: float = field(init=False, default=0.0)
+    """When the device became idle before this job's turn, by the worker that had it (monotonic clock); 0 where nothing was handed over."""
+    longest_step_s: float = field(init=False, default=0.0)
+    leaves_device_idle: bool = field(init=False, default=False)
+
+    @property
+    def waiting(self) -> Job:
+        """The job, with the time since which it waits for the device."""
+        return replace(self.job, since_s=self.since_s)
+
+    @property
+    def most_step_s(self) -> float:
+        """How long a step may take at most, by what is known of this job's steps."""
+        return self.longest_step_s or max(FIRST_STEP_S, _FIRST_STEP_FACTOR * self.step_s)
+
+    def silence_limit_s(self, floor_s: float) -> float | None:
+        """How long the worker may make no progress; None while it waits for the device, and where `floor_s` is 0."""
+        if self.waits or not floor_s:
+            return None
+        return max(floor_s, SILENT_STEPS * self.longest_step_s if self.longest_step_s else self.most_step_s)
+
+
+def resident_job(job: JobRecord, device: str) -> Job:
+    """Return a job that has just been loaded, as decisions about its device see it."""
+    assert job.plan is not None, "no job is loaded without a plan"
+    return Job(
+        job_id=job.job_id, user=job.owner, project=job.project, priority=job.priority, order=0, since_s=time.time(),
+        device=device, host_bytes=job.plan.host_total_bytes, device_bytes=job.plan.device_total_bytes,
+    )  # fmt: skip
+
+
+class DeviceTurns:
+    """The turns on one device. Thread: belongs to one event loop.
+
+    Args:
+        device: its name: host, or cuda:N.
+        usable_bytes: memory that all seats may hold at the same time; None where their host memory holds it already.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        usable_bytes: int | None,
+        shares: Shares,
+        rules: Rules,
+        grace_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.device = device
+        self._usable_bytes = usable_bytes
+        self._shares, self._rules, self._grace_s, self._metrics, self._clock = shares, rules, grace_s, metrics, clock
+        self._seats: dict[str, Seat] = {}
+        self.holder: Seat | None = None
+        self._charged_to_s = 0.0
+        self._slice_began_s = self._ended_s = self._idle_since_s = 0.0
+        self._is_asked_back = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """All jobs that share the device."""
+        return tuple(self._seats.values())
+
+    def join(self, seat: Seat, *, turn: TurnState = "none", holds_memory: bool = False) -> None:
+        """Take a resident job in, with where its worker stands: one of an earlier daemon may wait for a turn, or have it."""
+        self._seats[seat.job.job_id] = seat
+        seat.holds_memory = holds_memory
+        self._tell_company()
+        if turn == "wanted":
+            self.want(seat)
+        elif turn == "held" and self.holder is None:
+            self._hold(seat)
+            self._look()
+        elif turn == "held":
+            # It took its turn while no daemon was there. The holder waits for the device's lock until this one has ended.
+            seat.send(YIELD)
+
+    def leave(self, seat: Seat) -> None:
+        """Forget a job whose worker is gone, and with it its turn and what it held on the device."""
+        self._seats.pop(seat.job.job_id, None)
+        seat.waits = seat.holds_memory = False
+        self._tell_company()
+        if self.holder is seat:
+            self._end_turn()
+        self._look()
+
+    def hear(self, seat: Seat, line: TurnLine) -> None:
+        """Take in what a worker says about its turn."""
+        match line:
+            case TurnWanted():
+                self.want(seat)
+            case TurnEnded():
+                self.ended(seat, line)
+            case MemoryReleased():
+                self.released(seat)
+
+    def want(self, seat: Seat) -> None:
+        """The worker has asked for the device."""
+        if self._seats.get(seat.job.job_id) is seat and not seat.waits and self.holder is not seat:
+            seat.waits, seat.since_s = True, self._clock()
+            if seat.asked_to_release:  # in a turn that it gave back before it read that
+                self._expect_release(seat)
+            self._look()
+
+    def ended(self, seat: Seat, line: TurnEnded) -> None:
+        """The worker has given the device back, or no longer wants it."""
+        self._released(seat, released=line.released)
+        seat.waits = False
+        if self.holder is seat:
+            if seat.idle_since_s and line.began_s:
+                self._metrics.on_handover(self.device, max(0.0, line.began_s - seat.idle_since_s))
+            self._end_turn(line.ended_s)
+        self._look()
+
+    def released(self, seat: Seat) -> None:
+        """The worker, which waits, has freed its memory on the device."""
+        self._released(seat, released=True)
+        self._look()
+
+    def stepped(self, seat: Seat, step: StepDone) -> None:
+        """Take in what a step took."""
+        seat.longest_step_s = max(seat.longest_step_s, step.duration_s)
+        seat.step_s = step.duration_s
+        idle_s = step.duration_s - step.compute_s
+        seat.leaves_device_idle = idle_s > max(_LEAST_IDLE_S, _LEAST_IDLE_SHARE * step.duration_s)
+        if self.holder is seat and self._turns_are_steps:
+            self._look()
+
+    def charge(self) -> None:
+        """Charge the job that has the device for its use up to now."""
+        now_s = self._clock()
+        if self.holder is not None:
+            used_s, job = max(0.0, now_s - self._charged_to_s), self.holder.job
+            self.holder.charge(used_s)
+            self._metrics.on_device_use(self.device, project=job.project, user=job.user, device_s=used_s)
+        self._charged_to_s = now_s
+
+    @property
+    def _room_bytes(self) -> float:
+        """Memory for all that seats hold at the same time: the device's, less what the processes of waiting jobs take themselves."""
+        if self._usable_bytes is None:
+            return math.inf
+        return self._usable_bytes - PROCESS_BYTES * max(0, len(self._seats) - 1)
+
+    @property
+    def _turns_are_steps(self) -> bool:
+        return any(seat.leaves_device_idle for seat in self._seats.values())
+
+    def _look(self) -> None:
+        """Grant the device where it is free, or ask for it back where another job is next."""
+        if self.holder is None:
+            self._grant()
+        elif not self._is_asked_back and any(seat.waits for seat in self._seats.values()):
+            self._plan_end(self.holder)
+
+    def _grant(self) -> None:
+        chosen = self._next([seat for seat in self._seats.values() if seat.waits])
+        if chosen is None or not self._has_room(chosen):
+            return
+        now_s = self._clock()
+        self._metrics.on_turn_wait(self.device, max(0.0, now_s - chosen.since_s))
+        # Only where it waited already when the device became free.
+        chosen.idle_since_s = self._idle_since_s if chosen.since_s <= self._ended_s else 0.0
+        chosen.holds_memory = True
+        self._hold(chosen)
+        chosen.send(TURN)
+        if any(seat.waits for seat in self._seats.values()):
+            self._plan_end(chosen)
+
+    def _hold(self, seat: Seat) -> None:
+        seat.waits, self.holder, self._is_asked_back = False, seat, False
+        self._charged_to_s = self._slice_began_s = self._clock()
+
+    def _tell_company(self) -> None:
+        """Tell each worker whether it is the only one: it may use the device's memory then even while no daemon is there."""
+        if self._usable_bytes is not None:
+            for seat in self._seats.values():
+                seat.send(ALONE if len(self._seats) == 1 else SHARED)
+
+    def _has_room(self, chosen: Seat) -> bool:
+        """Whether the device has memory for the job. Where it has not, those that wait are asked to free theirs first."""
+        if chosen.holds_memory:
+            return True
+        others = [seat for seat in self._seats.values() if seat.holds_memory and seat is not chosen]
+        excess = sum(seat.job.device_bytes for seat in others) + chosen.job.device_bytes - self._room_bytes
+        # The largest first: the fewest have to copy their weights again. One that writes a checkpoint is asked once it waits.
+        for seat in sorted((seat for seat in others if seat.waits), key=lambda seat: -seat.job.device_bytes):
+            if excess > 0 and not seat.asked_to_release:
+                seat.asked_to_release = True
+                seat.send(RELEASE)
+                self._expect_release(seat)
+            excess -= seat.job.device_bytes
+        # Where nobody else holds any, waiting would change nothing: the job's own step says what it lacks.
+        return not others or (excess <= 0 and not any(seat.asked_to_release for seat in others))
+
+    def _expect_release(self, seat: Seat) -> None:
+        """Have a waiting worker killed that does not free its memory: the device would stay without work."""
+
+        def check() -> None:
+            if seat.waits and seat.asked_to_release and not seat.is_storing():
+                self._metrics.on_turn_overrun()
+                seat.on_overrun(
+                    f"the worker has not freed its memory on {self.device} after {self._grace_s:.0f} s", True
+                )
+
+        asyncio.get_running_loop().call_later(self._grace_s, check)
+
+    def _released(self, seat: Seat, *, released: bool) -> None:
+        if released:
+            seat.holds_memory = seat.asked_to_release = False
+
+    def _plan_end(self, holder: Seat) -> None:
+        """Ask for the device back now or at the end of the slice."""
+        if self._turns_are_steps:
+            # Now, as an order that comes after the step has ended is heard one step later.
+            if self._next_but(holder, after_s=holder.step_s) is not holder:
+                self._ask_back(holder)
+            return
+        if self._timer is None:
+            # Over already where the holder was alone for long: a job that comes then need not wait for another slice.
+            left_s = max(0.0, self._slice_began_s + self._rules.time_slice_s - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._slice_over, holder)
+
+    def _slice_over(self, holder: Seat) -> None:
+        self._timer = None
+        self.charge()
+        if self._next_but(holder, after_s=0.0) is not holder:
+            self._ask_back(holder)
+        elif any(seat.waits for seat in self._seats.values()):
+            self._slice_began_s = self._clock()
+            self._plan_end(holder)
+
+    def _ask_back(self, holder: Seat) -> None:
+        self._is_asked_back = True
+        self._cancel_timer()
+        chosen = self._next([seat for seat in self._seats.values() if seat.waits])
+        assert chosen is not None, "somebody waits, or the holder keeps the device"
+        held = sum(seat.job.device_bytes for seat in self._seats.values() if seat.holds_memory and seat is not chosen)
+        is_short = held + chosen.job.device_bytes > self._room_bytes
+        holder.asked_to_release = is_short and not chosen.holds_memory
+        holder.send(RELEASE if holder.asked_to_release else YIELD)
+        self._watch(holder, is_last=False)
+
+    def _watch(self, holder: Seat, *, is_last: bool) -> None:
+        """Report a worker that does not give the device back within a step and a grace period; after another, have it killed."""
+        allowed_s = self._grace_s + (0.0 if is_last else holder.most_step_s)
+
+        def overrun() -> None:
+            self._timer = None
+            if (
+                holder.is_storing()
+            ):  # the worker may have answered; the daemon has not read it, as its database cannot be written
+                self._watch(holder, is_last=is_last)
+                return
+            what = f"the worker has not given back the device {self.device} {allowed_s:.0f} s after it was asked to"
+            log.warning("turn overrun", job_id=holder.job.job_id, device=self.device, killed=is_last)
+            self._metrics.on_turn_overrun()
+            if not is_last:
+                self._watch(holder, is_last=True)
+            holder.on_overrun(what, is_last)
+
+        self._timer = asyncio.get_running_loop().call_later(allowed_s, overrun)
+
+    def _end_turn(self, idle_since_s: float = 0.0) -> None:
+        self.charge()
+        self._metrics.on_turn(self.device)
+        self.holder, self._is_asked_back = None, False
+        self._ended_s, self._idle_since_s = self._clock(), idle_since_s
+        self._cancel_timer()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _next(self, seats: Sequence[Seat], shares: Shares | None = None) -> Seat | None:
+        jobs = [seat.waiting for seat in seats]
+        now_s = self._clock()
+        chosen = next_turn(jobs, shares or self._shares, now_s, rules=self._rules)
+        return None if chosen is None else self._seats[chosen.job_id]
+
+    def _next_but(self, holder: Seat, *, after_s: float) -> Seat | None:
+        """Who is next, the holder included, once it has used the device for `after_s` more."""
+        now_s = self._clock()
+        holder.since_s = now_s
+        shares = self._shares
+        if after_s:
+            shares = shares.copy()
+            shares.charge(holder.job.project, holder.job.user, after_s, now_s)
+        return self._next([holder, *(seat for seat in self._seats.values() if seat.waits)], shares)

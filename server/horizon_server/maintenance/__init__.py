@@ -1,0 +1,1 @@
+"""What an administrator does to a whole state folder: back it up, restore it, check it."""

@@ -1,0 +1,94 @@
+"""What stays on a device that has memory to spare: weights of some layers from step to step, and products of some layers' forward.
+
+A resident layer has a slot of its own, so its weights go up once after each update and not once for each pass. A layer whose products
+are kept takes them again when backward recomputes it, and computes only the cheap operations between them. Neither changes a bit.
+
+Units: bytes, unless a name says elements. Torch-free.
+Source: 10Cache (arXiv 2511.14124), Deep Optimizer States (arXiv 2410.21316): spare memory of a GPU, used by plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from horizon_server.planning.model_folder import ModelShape
+from horizon_server.store.layout import StoreLayout, UnitLayout
+
+_FP32 = 4
+# A saving below this is within the error of the prediction, and memory that stays free absorbs the error of the plan.
+_LEAST_SAVED_SHARE = 0.005
+_TRIED_PARTS = 4
+
+SPARE_USABLE = 0.95
+"""Share of the device's limit up to which something is kept: the plan may be off by some percent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOnDevice:
+    """How many layers keep their weights on the device from step to step, and how many of the last ones keep their products from forward
+    to backward."""
+
+    resident_layers: int = 0
+    product_layers: int = 0
+
+
+NOTHING_KEPT = KeptOnDevice()
+
+
+def resident_units(layout: StoreLayout, num_layers: int) -> list[UnitLayout]:
+    """The layers whose weights stay, evenly spread: while one of them computes, the next one that does not stay is on its way."""
+    layers = [unit for unit in layout.units if unit.kind == "layer"]
+    total = len(layers)
+    return [unit for i, unit in enumerate(layers) if (i + 1) * num_layers // total > i * num_layers // total]
+
+
+def product_bytes(layout: StoreLayout, model: ModelShape, *, num_tokens: int, element_bytes: int) -> int:
+    """What the products of one layer take for all tokens of a step: projections, but for one that backward skips, and attention.
+
+    0 for layers whose products are not counted: experts, and attention that is not ours.
+    """
+    if model.experts is not None or model.needs_masks or model.latent_size:
+        return 0
+    layers = [unit for unit in layout.units if unit.kind == "layer"]
+    names = [tensor.name for tensor in layers[0].tensors]
+    # GPT-2 stores its projections transposed.
+    if not any("mlp.gate_" in name for name in names):
+        return 0
+    outputs = sum(tensor.shape[0] for tensor in layers[0].tensors if len(tensor.shape) == 2)
+    # The last projection's output is only added to the residual, unless a norm comes in between.
+    if not any("post_feedforward" in name or "post_mlp" in name for name in names):
+        outputs -= model.hidden_size
+    attended = model.num_attention_heads * model.head_dim
+    return num_tokens * ((outputs + attended) * element_bytes + _FP32 * model.num_attention_heads)
+
+
+def choose_kept(
+    step_s: Callable[[KeptOnDevice], float],
+    *,
+    room_bytes: int,
+    num_layers: int,
+    resident_bytes: Callable[[int], int],
+    layer_product_bytes: int,
+) -> KeptOnDevice:
+    """What to keep in `room_bytes`, by the predicted seconds of a step. Weights or products that save too little are not kept.
+
+    Products save most where compute is what takes long, weights where the link is: each share of the room is tried for weights, with the
+    rest for products.
+    """
+
+    def products_in(left_bytes: int) -> int:
+        return min(num_layers, left_bytes // layer_product_bytes) if layer_product_bytes else 0
+
+    step_s = cache(step_s)
+    most = max((n for n in range(num_layers + 1) if resident_bytes(n) <= room_bytes), default=0)
+    choices = [
+        KeptOnDevice(resident_layers=n, product_layers=products_in(room_bytes - resident_bytes(n)))
+        for n in sorted({most * part // _TRIED_PARTS for part in range(_TRIED_PARTS + 1)})
+    ]
+    best = min(choices, key=step_s)
+    for less in (replace(best, resident_layers=0), replace(best, product_layers=0), NOTHING_KEPT):
+        if step_s(less) <= step_s(best) * (1 + _LEAST_SAVED_SHARE):
+            best = less
+    return best

@@ -1,0 +1,229 @@
+"""When jobs are expected to start and to end: the same decisions and turns as the daemon's, played forward without new jobs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from horizon_server.records.sharing import Outlook
+from horizon_server.scheduling.admission import Held, as_resident, as_waiting, decide, displaceable_s, kind_of
+from horizon_server.scheduling.shares import Shares
+from horizon_server.scheduling.state import Job, Node, Resident, Rules
+from horizon_server.scheduling.turns import URGENT_PRIORITY, next_turn, steady_shares
+
+# A turn far in the future may be long: its length is this part of the time since the start, so that days take as many turns as hours.
+TURN_PART = 1 / 500
+# So does the time between decisions that no end of a job causes: residences become long enough, and shares change.
+CHECK_PART = 1 / 50
+CHECKS_PER_RESIDENCE = 16
+# A job that needs less has ended: times since 1970 are exact to a fraction of a microsecond only.
+LEAST_REMAINING_S = 1e-3
+# Where a job of unknown length keeps the others from starting, nothing more is learned.
+HORIZON_S = 2 * 365 * 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """When a job is expected to be loaded and to end (Unix seconds); None where that depends on a job of unknown length."""
+
+    start_s: float | None = None
+    end_s: float | None = None
+
+
+def simulate(
+    waiting: Sequence[Job],
+    residents: Sequence[Resident],
+    node: Node,
+    shares: Shares,
+    rules: Rules,
+    now_s: float,
+    held: Held,
+) -> dict[str, Estimate]:
+    """Estimates for all jobs, by id, as if no other job were submitted and each needed what is predicted. `shares` stays as it is."""
+    return _Simulation(waiting, residents, node, shares, rules, now_s, held).run()
+
+
+def outlooks(
+    waiting: Sequence[Job],
+    residents: Sequence[Resident],
+    node: Node,
+    shares: Shares,
+    rules: Rules,
+    now_s: float,
+    held: Held,
+) -> dict[str, Outlook]:
+    """Where each waiting and resident job stands, by id."""
+    simulation = _Simulation(waiting, residents, node, shares, rules, now_s, held)
+    estimates = simulation.run()
+    decision = decide(waiting, residents, node, shares, rules, now_s, held, ends=simulation.released_s)
+    why = {job.job_id: decision.why.get(job.job_id, "starts now") for job in waiting}
+    parts: dict[str, float] = {}
+    for device in sorted({one.device for one in residents}):
+        jobs = [one for one in residents if one.device == device and not one.is_stopping]
+        of_device = steady_shares(jobs, shares)
+        parts |= of_device
+        why |= {one.job_id: _why_resident(one, jobs, of_device, node) for one in jobs}
+    why |= dict.fromkeys(
+        decision.displace,
+        "its user is above the share: it is checkpointed, unloaded and queued again to make room",
+    )
+    why |= {one.job_id: "stopping: its host memory is being freed" for one in residents if one.is_stopping}
+    return {
+        job_id: Outlook(
+            why=text,
+            share=parts.get(job_id, 0.0),
+            estimated_start_s=estimates[job_id].start_s,
+            estimated_end_s=estimates[job_id].end_s,
+        )
+        for job_id, text in why.items()
+    }
+
+
+def _why_resident(job: Resident, jobs: Sequence[Resident], parts: Mapping[str, float], node: Node) -> str:
+    kind = kind_of(job.device)
+    is_one_of_many = sum(kind_of(name) == kind for name in node.devices) > 1
+    device = job.device if is_one_of_many else {"cuda": "the GPU"}.get(kind, f"the {kind} device")
+    if len(jobs) == 1:
+        return f"resident, the only job on {device}"
+    text = f"resident, {len(jobs)} jobs share {device}"
+    part = parts[job.job_id]
+    if part > 0:
+        share = Fraction(part).limit_denominator(12)
+        return f"{text}, your share {share if abs(share - part) < 1e-6 else format(part, '.0%')}"
+    first = max(
+        jobs, key=lambda one: (one.priority > URGENT_PRIORITY or one.user == job.user, one.priority, one.job_id)
+    )
+    kind_of_job = "the urgent job" if first.priority > URGENT_PRIORITY else "your job"
+    return f"{text}; {kind_of_job} {first.job_id} with priority {first.priority} goes first"
+
+
+class _Simulation:
+    """The node at `_time_s`. Events: a turn ends on a device, a job's memory is free, or decisions are due."""
+
+    def __init__(
+        self,
+        waiting: Sequence[Job],
+        residents: Sequence[Resident],
+        node: Node,
+        shares: Shares,
+        rules: Rules,
+        now_s: float,
+        held: Held,
+    ) -> None:
+        self._node, self._shares, self._rules, self._held = node, shares.copy(), rules, held
+        self._began_s = self._time_s = now_s
+        self._waiting = {job.job_id: job for job in waiting}
+        self._residents = {one.job_id: one for one in residents}
+        self._starts_s = {one.job_id: one.resident_since_s for one in residents}
+        self._ends_s: dict[str, float] = {}
+        # By device: the job that has the turn, since when, and the event that ends it.
+        self._turns: dict[str, tuple[str, float, int] | None] = dict.fromkeys(node.devices)
+        self._events: list[tuple[float, int, str, str]] = []
+        self._num_events = 0
+        # Whether these are queued again once they have stopped is not known here: a user may have paused or cancelled them.
+        self._leaving = {one.job_id for one in residents if one.is_stopping}
+        self.released_s: dict[str, float | None] = dict.fromkeys(self._residents)
+        """When the memory of the jobs that are resident at the start becomes free."""
+
+    def run(self) -> dict[str, Estimate]:
+        """Plays until every job of known length has ended, or nothing can happen to it."""
+        jobs = [*self._waiting.values(), *self._residents.values()]
+        num_to_end = sum(job.remaining_s is not None and job.job_id not in self._leaving for job in jobs)
+        for job_id in self._leaving:
+            self._at(self._time_s + (self._residents[job_id].unload_s or 0.0) / 2, "free", job_id)
+        self._at(self._time_s, "check", "")
+        # What happens now is played whatever is known: jobs of unknown length start too.
+        while self._events and (len(self._ends_s) < num_to_end or self._events[0][0] <= self._began_s):
+            self._time_s, number, kind, name = heapq.heappop(self._events)
+            if self._time_s - self._began_s > HORIZON_S:
+                break
+            if kind == "turn":
+                self._end_turn(name, number)
+            elif kind == "free":
+                self._free(name)
+            else:
+                self._check()
+        return {
+            job.job_id: Estimate(start_s=self._starts_s.get(job.job_id), end_s=self._ends_s.get(job.job_id))
+            for job in jobs
+        }
+
+    def _at(self, time_s: float, kind: str, name: str) -> int:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, kind, name))
+        return self._num_events
+
+    def _check(self) -> None:
+        """Decides, and again where a residence becomes long enough or shares may have changed, as long as a job waits for memory."""
+        self._decide()
+        if self._waiting and self._residents:
+            pause_s = self._rules.max_residence_s / CHECKS_PER_RESIDENCE
+            check_s = self._time_s + max(pause_s, CHECK_PART * (self._time_s - self._began_s))
+            over_s = (displaceable_s(one, self._rules) for one in self._residents.values() if not one.is_stopping)
+            self._at(min([check_s, *(one for one in over_s if one > self._time_s)]), "check", "")
+
+    def _decide(self) -> None:
+        """Loads and displaces what the daemon would now, and gives idle devices to their next jobs."""
+        if self._waiting:
+            waiting, residents = list(self._waiting.values()), list(self._residents.values())
+            decision = decide(
+                waiting, residents, self._node, self._shares, self._rules, self._time_s, self._held, explain=False
+            )
+            for job_id, device in decision.start:
+                self._residents[job_id] = as_resident(self._waiting.pop(job_id), device, self._time_s)
+                self._starts_s.setdefault(job_id, self._time_s)
+            for job_id in decision.displace:
+                self._stop_turn(self._residents[job_id].device, job_id)
+                one = self._residents[job_id] = replace(self._residents[job_id], is_stopping=True)
+                self._at(self._time_s + (one.unload_s or 0.0) / 2, "free", job_id)
+        for device, turn in self._turns.items():
+            if turn is None:
+                self._grant(device)
+
+    def _grant(self, device: str) -> None:
+        slice_s = max(self._rules.time_slice_s, TURN_PART * (self._time_s - self._began_s))
+        jobs = [one for one in self._residents.values() if one.device == device and not one.is_stopping]
+        chosen = next_turn(jobs, self._shares, self._time_s, rules=replace(self._rules, time_slice_s=slice_s))
+        if chosen is not None:
+            used_s = slice_s if chosen.remaining_s is None else min(slice_s, chosen.remaining_s)
+            number = self._at(self._time_s + used_s, "turn", device)
+            self._turns[device] = (chosen.job_id, self._time_s, number)
+
+    def _stop_turn(self, device: str, job_id: str) -> None:
+        """Ends the job's turn on the device, if it has it."""
+        turn = self._turns.get(device)
+        if turn is not None and turn[0] == job_id:
+            one, used_s = self._residents[job_id], self._time_s - turn[1]
+            self._shares.charge(one.project, one.user, used_s, self._time_s)
+            remaining_s = None if one.remaining_s is None else max(0.0, one.remaining_s - used_s)
+            self._residents[job_id] = replace(one, since_s=self._time_s, remaining_s=remaining_s)
+            self._turns[device] = None
+
+    def _end_turn(self, device: str, number: int) -> None:
+        turn = self._turns[device]
+        if turn is None or turn[2] != number:
+            return  # the job was displaced in that turn
+        job_id = turn[0]
+        self._stop_turn(device, job_id)
+        remaining_s = self._residents[job_id].remaining_s
+        if remaining_s is not None and remaining_s < LEAST_REMAINING_S:
+            self._ends_s[job_id] = self._time_s
+            self._release(job_id)
+            self._decide()
+        else:
+            self._grant(device)
+
+    def _free(self, job_id: str) -> None:
+        """A stopping job's memory is free; one that was displaced waits again."""
+        one = self._residents[job_id]
+        self._release(job_id)
+        if job_id not in self._leaving:
+            self._waiting[job_id] = as_waiting(one, self._time_s)
+        self._decide()
+
+    def _release(self, job_id: str) -> None:
+        del self._residents[job_id]
+        if self.released_s.get(job_id, 0.0) is None:
+            self.released_s[job_id] = self._time_s

@@ -1,0 +1,77 @@
+"""What decisions are made from: jobs, the node, and the rules. Times are Unix seconds, durations seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job that waits or is resident.
+
+    `since_s` is when it began to wait: for memory since it was queued, for the device since it last gave it back. `order` is its place
+    in the queue, the smaller the older. `device` is the kind that it needs while it waits (host or cuda), and the one it is on once it
+    is resident (host, cuda:0). `remaining_s` are the device seconds that it still needs by prediction, None where unknown.
+    """
+
+    job_id: str
+    user: str
+    project: str
+    priority: int
+    order: int
+    since_s: float
+    device: str
+    host_bytes: int
+    device_bytes: int
+    remaining_s: float | None = None
+    unload_s: float | None = None
+    """The measured cost of taking the job's model out of host memory and loading it again, None where unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident(Job):
+    """A job whose model is in host memory."""
+
+    resident_since_s: float
+    is_stopping: bool = False
+    """Whether its memory is being freed already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What there is to share. `devices` is each device's usable memory by name: host, or cuda:0, cuda:1, ..."""
+
+    host_bytes: int
+    devices: Mapping[str, int]
+    process_bytes: int = 0
+    """Memory of a GPU that each further process takes for as long as it lives, with or without a turn."""
+    is_open: bool = True
+    """Whether jobs may start: no admin has cordoned or drained the node."""
+    closed_why: str = "the node is cordoned by an admin: no job starts"
+    """What the reason is while the node is not open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The settings that decisions depend on."""
+
+    time_slice_s: float = 60.0
+    max_residence_s: float = 4 * 3600.0
+    max_wait_s: float = 24 * 3600.0
+    """A user who has waited this long for memory, with no resident job and without using a device, is served before all others, whatever
+    was used before. It is the user who waits: otherwise many old jobs of one user would turn shares into first come, first served."""
+    most_unload_share: float = 0.05
+    """A resident job is displaced only where unloading and loading it again takes less than this part of its residence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is to be done now, and why the rest waits."""
+
+    start: tuple[tuple[str, str], ...] = ()
+    """Jobs to load, each with the device that it gets, in this order."""
+    displace: tuple[str, ...] = ()
+    """Resident jobs to checkpoint, unload and queue again."""
+    why: Mapping[str, str] = field(default_factory=dict)
+    """Of each job that keeps waiting: the reason, for people."""

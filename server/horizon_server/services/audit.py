@@ -1,0 +1,87 @@
+"""The audit log: every change, carried out or refused, and failed logins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from horizon_server.db.audit import AuditStore
+from horizon_server.db.database import Database
+from horizon_server.errors import HorizonError
+from horizon_server.records.account import Principal
+from horizon_server.records.audit import AuditEntry
+
+_log = logging.getLogger(__name__)
+
+# About 150 MB. The oldest are deleted first, whatever their age.
+MAX_ENTRIES = 500_000
+# Of one user: refused changes that are written one by one in a minute. More are counted, and written as one entry.
+MAX_REFUSED_A_MINUTE = 30
+_MINUTE_S = 60.0
+# Without a login uid, such as in a container.
+_NO_LOGIN = 2**32 - 1
+
+
+class Audit(AuditStore):
+    """Writes the audit log of a running daemon."""
+
+    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(database)
+        self._clock = clock
+        self._refused: dict[str, tuple[float, int]] = {}
+
+    async def record(
+        self, caller: Principal, *, origin: str, action: str, resource: str, outcome: str = "OK", detail: str = ""
+    ) -> None:
+        """Write that `caller` has changed `resource`, or was refused."""
+        if outcome != "OK":
+            since_s, num_refused = self._refused.get(caller.name, (0.0, 0))
+            if self._clock() - since_s >= _MINUTE_S:
+                since_s, num_refused, left_out = self._clock(), 0, max(0, num_refused - MAX_REFUSED_A_MINUTE)
+                detail += f" ({left_out} earlier refusals were left out)" if left_out else ""
+            self._refused[caller.name] = (since_s, num_refused + 1)
+            if num_refused >= MAX_REFUSED_A_MINUTE:
+                return
+        await self.write(
+            user=caller.name, token_id=caller.token_id, origin=origin, action=action, resource=resource,
+            outcome=outcome, detail=detail,
+        )  # fmt: skip
+
+    async def write(
+        self, *, user: str, token_id: str, origin: str, action: str, resource: str, outcome: str, detail: str
+    ) -> None:
+        """Write one entry. A database that cannot be written is reported in the log: the change has happened."""
+        entry = AuditEntry(
+            time_s=self._clock(), user=user, token_id=token_id, origin=origin, action=action, resource=resource,
+            outcome=outcome, detail=detail,
+        )  # fmt: skip
+        try:
+            await self.insert(entry)
+        except HorizonError as error:
+            _log.error("the audit log cannot be written (%s): %s", error.message, entry)
+
+    async def expire(self, days: float) -> int:
+        """Delete entries that are older than that many days, and the oldest beyond the maximum."""
+        return await self.trim(before_s=self._clock() - days * 86400.0, max_entries=MAX_ENTRIES)
+
+
+def command_account() -> tuple[str, str]:
+    """Return the system account that runs this command, and its origin, which names who logged in where sudo has changed the account."""
+    account = _account(os.getuid())
+    try:
+        login_uid = int(Path("/proc/self/loginuid").read_text("ascii"))
+    except (OSError, ValueError):
+        login_uid = _NO_LOGIN
+    login = "" if login_uid in (_NO_LOGIN, os.getuid()) else f", logged in as {_account(login_uid)}"
+    return account, f"command on the node by {account}{login}"
+
+
+def _account(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

@@ -1,0 +1,70 @@
+"""The files that a job, a preview or a plan means by the names of a dataset and a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from horizon_server.errors import NotAllowed, NotFound
+from horizon_server.jobs.preparation import DatasetFiles
+from horizon_server.records.account import Principal
+from horizon_server.records.blob import DatasetRecord
+from horizon_server.records.job import JobRecord
+from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.store.model_files import CONFIG_FILE
+
+
+class NodeResources:
+    """Finds the files that names mean, as the dataset and model services let the caller see them."""
+
+    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
+        self._datasets = datasets
+        self._models = models
+        self._model_roots = [root.resolve() for root in model_roots]
+
+    async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
+        """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
+        return self._files(await self._datasets.get_ready(principal, name))
+
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
+        """Return model, data and evaluation data of a job. Raises NotFound when a dataset was deleted meanwhile."""
+        dataset = await self._datasets.by_id(job.dataset_id)
+        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
+        # `model` gives the path of a folder of the node as its id.
+        model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
+        return model, self._files(dataset), self._files(evaluation) if evaluation else None
+
+    async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
+        """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
+
+        Raises:
+            NotFound: when there is none for the caller, or its upload is not finished.
+            NotAllowed: when a folder is not below one of the setting's `model_roots`.
+        """
+        if name.startswith("/"):
+            folder = await asyncio.to_thread(self._allowed_folder, name)
+            return str(folder), folder
+        record = await self._models.get_ready(principal, name)
+        return record.model_id, self._models.folder(record.model_id)
+
+    def _allowed_folder(self, name: str) -> Path:
+        folder = Path(name).resolve()  # a link must not lead out of the allowed root
+        if not any(folder.is_relative_to(root) for root in self._model_roots):
+            roots = ", ".join(map(str, self._model_roots)) or "none"
+            raise NotAllowed(
+                f"model folder {name} is not below an allowed root (model_roots: {roots}); push the model, or ask an admin"
+            )
+        if not (folder / CONFIG_FILE).is_file():
+            raise NotFound(f"model folder {name} holds no {CONFIG_FILE}")
+        return folder
+
+    @contextmanager
+    def reading(self, dataset_id: str, model_id: str) -> Iterator[None]:
+        """Keep a dataset and a model from being deleted until the end of the block."""
+        with self._datasets.reading(dataset_id), self._models.reading(model_id):
+            yield
+
+    def _files(self, record: DatasetRecord) -> DatasetFiles:
+        return DatasetFiles(record=record, files=self._datasets.data_files(record))

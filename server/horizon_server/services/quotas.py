@@ -1,0 +1,173 @@
+"""What users and projects may take, and how much of it they have: set by an admin, checked when something is submitted or pushed.
+
+The quotas of resident jobs, host memory and device hours hold jobs back when they are admitted; that is the scheduler's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from horizon_server.db.jobs import AdmitJob, JobStore
+from horizon_server.db.pushed import AdmitPush
+from horizon_server.db.sharing import SharingStore
+from horizon_server.errors import BadSetting, QuotaExceeded
+from horizon_server.jobs.folders import JobFolders
+from horizon_server.records.account import Principal
+from horizon_server.records.job import RESIDENT, JobRecord
+from horizon_server.records.plan import JobPlan, size_text
+from horizon_server.records.sharing import Allowance, Holder, QuotaUse
+from horizon_server.scheduling.quotas import WEEK_S, why_not_queued, why_not_stored
+from horizon_server.spec import NAME_PATTERN, NAME_RULE
+
+MAX_WEIGHT = 1e6
+
+
+class Allowances(SharingStore):
+    """The weights and quotas of the database, and what they may be."""
+
+    async def of(self, holder: Holder, name: str) -> Allowance:
+        """Return what a user or project may take; weight 1 and no limits where no admin has set any."""
+        found = [a for a in await self.allowances() if (a.holder, a.name) == (holder, name)]
+        return found[0] if found else Allowance(holder=holder, name=name)
+
+    async def change(self, holder: Holder, name: str, changes: Mapping[str, Any], weight: float | None) -> Allowance:
+        """Set the weight, unless it is None, and those limits that `changes` names, where None removes one. Return the allowance.
+
+        Raises BadSetting for a malformed name or a value out of range.
+        """
+        if not NAME_PATTERN.fullmatch(name):
+            raise BadSetting(f"{holder} name {name!r} is not allowed: it must be {NAME_RULE}")
+        if weight is not None and not 0 < weight <= MAX_WEIGHT:
+            raise BadSetting(f"weight is {weight:g}; it must be a number above 0 up to {MAX_WEIGHT:,.0f}")
+        for limit, value in changes.items():
+            if value is not None and not 0 <= value < math.inf:
+                raise BadSetting(f"{limit} is {value}; it must be 0 or more, or none for no limit")
+        present = await self.of(holder, name)
+        changed = replace(
+            present,
+            weight=present.weight if weight is None else weight,
+            quota=replace(present.quota, **changes),
+        )
+        await self.set_allowance(changed)
+        return changed
+
+
+class Quotas:
+    """Checks quotas, and counts what is used of them. Thread: belongs to one event loop; checkpoint folders are read in threads."""
+
+    def __init__(self, sharing: SharingStore, jobs: JobStore, folders: JobFolders) -> None:
+        self._sharing = sharing
+        self._jobs = jobs
+        self._folders = folders
+
+    async def of(self, user: str, project: str) -> tuple[Allowance, Allowance]:
+        """Return what this user and this project may take."""
+        found = {(a.holder, a.name): a for a in await self._sharing.allowances()}
+        return (
+            found.get(("user", user), Allowance(holder="user", name=user)),
+            found.get(("project", project), Allowance(holder="project", name=project)),
+        )
+
+    async def admit_job(self, user: str, project: str, plan: JobPlan) -> AdmitJob:
+        """Return what refuses a job where too many are queued. Raises QuotaExceeded when the job alone is larger than a quota."""
+        allowances = await self.of(user, project)
+        for allowance in allowances:
+            limit = allowance.quota.max_host_bytes
+            if limit is not None and plan.host_total_bytes > limit:
+                raise QuotaExceeded(
+                    f"the job needs {size_text(plan.host_total_bytes)} of host memory and {allowance.holder} {allowance.name} "
+                    f"may have {size_text(limit)}; choose a smaller model, or ask an admin for more: horizond "
+                    f"{allowance.holder} set {allowance.name} --max-host-memory SIZE"
+                )
+
+        return lambda of_user, of_project: _check_queued(allowances, (of_user, of_project))
+
+    async def admit_resume(self, job: JobRecord) -> None:
+        """Let a job come into the queue again. Raises QuotaExceeded when too many are queued."""
+        allowances = await self.of(job.owner, job.project)
+        _check_queued(allowances, await self._jobs.queued_ids(job.owner, job.project))
+
+    async def admit_push(self, principal: Principal, num_bytes: int) -> tuple[AdmitPush | None, Collection[str]]:
+        """Return what refuses a push of that many bytes where too many are stored, and the users whose bytes it needs."""
+        allowances = [
+            a for a in await self.of(principal.name, principal.project) if a.quota.max_stored_bytes is not None
+        ]
+        if not allowances:
+            return None, ()
+        projects = await self._sharing.projects()
+        members = [_members(allowance, projects) for allowance in allowances]
+        checkpoints = await self._checkpoint_bytes()
+
+        def admit(pushed: Mapping[str, int]) -> None:
+            for allowance, names in zip(allowances, members, strict=True):
+                stored = sum(pushed.get(name, 0) + checkpoints.get(name, 0) for name in names)
+                if why := why_not_stored(allowance, stored, num_bytes):
+                    raise QuotaExceeded(why)
+
+        return admit, frozenset[str]().union(*members)
+
+    async def used(self, user: str, project: str) -> tuple[QuotaUse, QuotaUse]:
+        """Return how much this user and this project use now of what quotas limit."""
+        queued_of_user, queued_of_project = await self._jobs.queued_ids(user, project)
+        residents = await self._jobs.in_states(sorted(RESIDENT))
+        stored, retained = await self.stored_bytes(), await self._retained_bytes()
+        members = _members(Allowance(holder="project", name=project), await self._sharing.projects())
+        device_s = await self._sharing.device_s_since(time.time() - WEEK_S)
+        of_user = [job for job in residents if job.owner == user]
+        of_project = [job for job in residents if job.project == project]
+        return (
+            QuotaUse(
+                queued_jobs=len(queued_of_user),
+                resident_jobs=len(of_user),
+                host_bytes=sum(job.plan.host_total_bytes for job in of_user if job.plan),
+                stored_bytes=stored.get(user, 0),
+                retained_bytes=retained.get(user, 0),
+                device_hours=sum(s for (_, name), s in device_s.items() if name == user) / 3600,
+            ),
+            QuotaUse(
+                queued_jobs=len(queued_of_project),
+                resident_jobs=len(of_project),
+                host_bytes=sum(job.plan.host_total_bytes for job in of_project if job.plan),
+                stored_bytes=sum(stored.get(name, 0) for name in members),
+                retained_bytes=sum(retained.get(name, 0) for name in members),
+                device_hours=sum(s for (name, _), s in device_s.items() if name == project) / 3600,
+            ),
+        )
+
+    async def stored_bytes(self) -> dict[str, int]:
+        """Return the bytes that each user stores: datasets and models, READY or announced, and checkpoints."""
+        pushed, checkpoints = await self._sharing.pushed_bytes(), await self._checkpoint_bytes()
+        return {
+            user: pushed.get(user, 0) + checkpoints.get(user, 0) for user in sorted(pushed.keys() | checkpoints.keys())
+        }
+
+    async def _retained_bytes(self) -> dict[str, int]:
+        """The bytes of the checkpoints of ended jobs, by owner."""
+        by_job = await asyncio.to_thread(self._folders.checkpoint_bytes)
+        found: dict[str, int] = {}
+        for job in await self._jobs.ended_among(by_job):
+            found[job.owner] = found.get(job.owner, 0) + by_job[job.job_id]
+        return found
+
+    async def _checkpoint_bytes(self) -> dict[str, int]:
+        by_job = await asyncio.to_thread(self._folders.checkpoint_bytes)
+        found: dict[str, int] = {}
+        for job_id, owner in (await self._jobs.owners(by_job)).items():
+            found[owner] = found.get(owner, 0) + by_job[job_id]
+        return found
+
+
+def _check_queued(allowances: Iterable[Allowance], queued: Iterable[Sequence[str]]) -> None:
+    for allowance, job_ids in zip(allowances, queued, strict=True):
+        if why := why_not_queued(allowance, job_ids):
+            raise QuotaExceeded(why)
+
+
+def _members(allowance: Allowance, projects: Mapping[str, Iterable[str]]) -> frozenset[str]:
+    # What is stored belongs to the user's own project: contents, unlike jobs, are pushed for no project in particular.
+    return frozenset({allowance.name} if allowance.holder == "user" else projects.get(allowance.name, ()))

@@ -1,0 +1,113 @@
+"""What callers can ask and set of how the node is shared: usage, quotas, the node's condition, and when a job would run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from horizon_server.db.accounts import AccountStore
+from horizon_server.db.sharing import SharingStore
+from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed
+from horizon_server.jobs.scheduler import Scheduler
+from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.records.sharing import Allowance, NodeCondition, Outlook, QuotaUse, Usage
+from horizon_server.services.access import may_see
+from horizon_server.services.jobs import JobService
+from horizon_server.services.quotas import Quotas
+from horizon_server.spec import JobSpec
+
+MAX_MESSAGE_LENGTH = 1000
+
+
+@dataclass(kw_only=True, eq=False)
+class SharingService:
+    """The use cases around sharing. Thread: belongs to one event loop."""
+
+    store: SharingStore
+    accounts: AccountStore
+    quotas: Quotas
+    jobs: JobService
+    scheduler: Scheduler
+
+    async def usage(self, principal: Principal, since_s: float) -> list[Usage]:
+        """Return what was used since a time, by project and user: the caller's own; everybody's for admins and viewers.
+
+        The hour that the time is in counts as a whole. What a user stores is in the row of their own project.
+        """
+        if since_s < 0 or since_s > time.time():
+            raise InvalidSpec.of("since_time", f"since_time is {since_s:g}; it must be a time in the past")
+        async with self.jobs.turns.of(principal.name):
+            rows = {(row.project, row.user): row for row in await self.store.usage(since_s)}
+            home = {user.name: user.project for user in await self.accounts.users()}
+            stored = await self.quotas.stored_bytes()
+        for user, num_bytes in stored.items():
+            key = home.get(user, user), user  # of a removed user the project is not known any more
+            rows[key] = replace(rows.get(key, Usage(project=key[0], user=user)), stored_bytes=num_bytes)
+        return [rows[key] for key in sorted(rows) if may_see(principal, key[1])]
+
+    async def quota(self, principal: Principal) -> list[tuple[Allowance, QuotaUse]]:
+        """Return what the caller may take and what their project may take, each with how much of it is used."""
+        async with self.jobs.turns.of(principal.name):
+            allowances = await self.quotas.of(principal.name, principal.project)
+            used = await self.quotas.used(principal.name, principal.project)
+        return list(zip(allowances, used, strict=True))
+
+    async def condition(self) -> NodeCondition:
+        """Return what an admin has set the node to."""
+        return await self.store.condition()
+
+    async def set_node(self, principal: Principal, condition: NodeCondition) -> NodeCondition:
+        """Open, cordon or drain the node, or set its maintenance window; it replaces what was set before. Return it.
+
+        Raises:
+            NotAllowed: when the caller is not an admin.
+            InvalidSpec: when the window has no length, has only one end, or has passed already.
+        """
+        if principal.role != "admin":
+            raise NotAllowed(
+                f"{principal.name} has the role {principal.role}; only an admin may cordon or drain the node"
+            )
+        if len(condition.message) > MAX_MESSAGE_LENGTH:
+            number = len(condition.message)
+            raise InvalidSpec.of("message", f"message has {number} letters; it must have at most {MAX_MESSAGE_LENGTH}")
+        start_s, end_s = condition.window_start_s, condition.window_end_s
+        if (start_s is None) != (end_s is None):
+            absent = "window_start_time" if start_s is None else "window_end_time"
+            raise InvalidSpec.of(absent, f"{absent} is missing; a maintenance window needs its start and its end")
+        if start_s is not None and end_s is not None and not (start_s < end_s and time.time() < end_s):
+            raise InvalidSpec.of(
+                "window_end_time", "window_end_time must be after window_start_time, and must not have passed"
+            )
+        await self.store.set_condition(condition)
+        self.scheduler.wake()
+        return condition
+
+    async def simulate(self, principal: Principal, spec: JobSpec) -> Outlook:
+        """Return when a job would start and end if it were submitted now. Nothing is stored.
+
+        Raises:
+            NotFound: when the caller has no such model. The dataset need not have been pushed.
+            DoesNotFit: when its memory plan exceeds the node.
+            QuotaExceeded: when its memory plan exceeds a quota.
+        """
+        spec, plan = await self.jobs.plan(principal, spec)
+        if not plan.fits:
+            raise DoesNotFit(plan.message)
+        await self.quotas.admit_job(principal.name, spec.project, plan)
+        now_s = time.time()
+        job = JobRecord(
+            job_id="job_simulated",
+            owner=principal.name,
+            project=spec.project,
+            spec=spec,
+            priority=spec.priority,
+            model_id=spec.model,
+            dataset_id="",
+            eval_dataset_id="",
+            job_state=JobState.QUEUED,
+            created_s=now_s,
+            queued_s=now_s,
+            plan=plan,
+        )
+        return await self.scheduler.simulate(job)

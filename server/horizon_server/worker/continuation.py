@@ -1,0 +1,78 @@
+"""Where an attempt continues: from what a killed worker left in memory, from a checkpoint, or from the model as it was given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.ledger import ComputeDtype
+from horizon_server.store.checkpoint import load_checkpoint
+from horizon_server.store.generations import KeptState
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """The store is loaded; `state` is the trainer's and the worker's with it, None at the model as it was given.
+
+    `unreported` are the figures of the last step, where the worker before this one was killed before it had reported them. `refusal`
+    says why memory was not used although it was to be.
+    """
+
+    state: dict[str, Any] | None
+    from_memory: bool = False
+    unreported: dict[str, Any] | None = None
+    refusal: str = ""
+
+    @property
+    def step(self) -> int:
+        """The last step done."""
+        return 0 if self.state is None else int(self.state["trainer"]["step"])
+
+    def check(self, *, data: dict[str, Any], compute_dtype: ComputeDtype, made_in: ComputeDtype) -> None:
+        """Refuse what would not be continued exactly. `made_in` is the dtype of a checkpoint that does not name one.
+
+        Raises:
+            InvalidSpec: the data or the dtype are others now.
+        """
+        kept = self.state
+        assert kept is not None, "there is something to continue"
+        # Other data would train too, without an error, but to another result than a run that was never stopped. A checkpoint of a
+        # version that had no packing limit was made without one.
+        if {"packing_limit": None, **kept["data"]} != data:
+            raise InvalidSpec(
+                "the checkpoint was made from other data or another batch plan, so it cannot be continued exactly; submit a new job"
+            )
+        # The step is not the same function in another dtype.
+        before = kept.get("compute_dtype", made_in)
+        if before != compute_dtype:
+            raise InvalidSpec(
+                f"the checkpoint was made in {before} and this attempt computes in {compute_dtype}, so it cannot be "
+                f"continued exactly; submit a new job, or one with train.compute_dtype: {before} from the start"
+            )
+
+
+def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory: bool) -> Continuation:
+    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk.
+
+    Raises:
+        InvalidModel: the checkpoint or the model's folder cannot be used.
+    """
+    refusal = ""
+    if from_memory:
+        found = store.generations.find()
+        if isinstance(found, KeptState):
+            state = json.loads(found.text)
+            figures = state.pop("figures")
+            return Continuation(state=state, from_memory=True, unreported=None if found.reported else figures)
+        refusal = found
+    # First: a worker that is killed while it loads leaves weights of no step.
+    store.generations.reset()
+    if resume_from is not None:
+        return Continuation(state=load_checkpoint(store, resume_from), refusal=refusal)
+    load_model(store, model)
+    return Continuation(state=None, refusal=refusal)

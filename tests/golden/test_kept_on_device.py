@@ -1,0 +1,274 @@
+"""Spare device memory: layers whose weights stay from step to step, and products that stay from forward to backward.
+
+No bit depends on them, less crosses the link and less is computed by exactly what was planned, and the account is the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
+from torch import Tensor
+
+from horizon_server.engine import kept_products
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.errors import DoesNotFit
+from horizon_server.planning.kept import KeptOnDevice, product_bytes, resident_units
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import ModelShape
+
+if TYPE_CHECKING:
+    from tests.support.tiny_models import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
+ALL_KEPT: dict[str, Any] = {"resident_layers": 2, "product_layers": 3}
+DENSE = ["qwen3", "llama", "qwen2", "gemma2", "phi3", "olmo2", "granite", "glm4"]
+OTHERS = ["gpt2", "mixtral", "gpt_oss", "deepseek_v3", "opt"]
+
+
+def device_of(kind: str, **switches: Any) -> HostDevice | CudaDevice:
+    return CudaDevice(runtime=CpuRuntime(), **switches) if kind == "cuda" else HostDevice(num_threads=1, **switches)
+
+
+def grad_dtype_of(device: HostDevice | CudaDevice) -> torch.dtype:
+    return device.gradient_dtype
+
+
+@pytest.fixture
+def train(
+    start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+    """Runs three steps with an evaluation between them; returns all figures, and every plane."""
+
+    def run_them(model: TinyModel, kind: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        device = device_of(kind, poison_on_free=True)
+        store = model.store(grad_dtype=grad_dtype_of(device))
+        run = start(model, store=store, device=device, **options)
+        numbers = []
+        for step in range(3):
+            rows = [pack(documents(12, 7, seed=step)), pack(documents(21, seed=step + 50))]
+            report = run.trainer.train_step(rows)
+            assert report.skipped == ""
+            numbers += [report.loss, report.grad_norm, run.trainer.evaluate(rows).eval_loss]
+        run.trainer.flush()
+        planes = {plane: store.plane(plane).clone() for plane in PLANES}
+        run.trainer.close()
+        held = device.arena.held_bytes()
+        assert held["weights"] == held["activations"] == held["workspace"] == 0
+        return numbers, planes
+
+    return run_them
+
+
+def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert one[0] == other[0]
+    for plane in PLANES:
+        assert torch.equal(one[1][plane].view(torch.uint8), other[1][plane].view(torch.uint8)), f"plane {plane} differs"
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+@pytest.mark.parametrize("architecture", [*DENSE, *OTHERS])
+def test_no_bit_depends_on_what_is_kept(
+    architecture: str, kind: str, tiny_model: Callable[..., TinyModel], train: Callable[..., Any]
+) -> None:
+    model = tiny_model(architecture)
+    assert_same(train(model, kind), train(model, kind, **ALL_KEPT))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "options"),
+    [
+        ("llama", {"attention_dropout": 0.3}, {"seed": 11}),
+        ("phi3", {"resid_pdrop": 0.3}, {"seed": 11}),
+        ("llama", {}, {"matmul": "fp8"}),
+        ("qwen3", {}, {"max_product_bytes": 10_000}),
+        ("qwen3", {}, {"micro_batch_tokens": 64}),
+    ],
+)
+def test_nor_with_dropout_fp8_joined_rows_or_a_budget(
+    architecture: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    tiny_model: Callable[..., TinyModel],
+    train: Callable[..., Any],
+) -> None:
+    model = tiny_model(architecture, **changes)
+    plain = {name: value for name, value in options.items() if name != "max_product_bytes"}
+    assert_same(train(model, "host", **plain), train(model, "host", **ALL_KEPT, **options))
+
+
+@pytest.mark.parametrize("architecture", [*DENSE, "gpt2"])
+def test_every_product_of_a_kept_layer_is_taken_and_none_is_kept_in_vain(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, computed, left = 0, 0, 0
+
+    class Counting(kept_products._Taking):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal taken, computed
+            before = len(self._entries)
+            output = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in kept_products._KEPT:
+                is_taken = len(self._entries) == before - 1
+                taken, computed = taken + is_taken, computed + (not is_taken)
+            return output
+
+        def __exit__(self, *error: Any) -> None:
+            nonlocal left
+            left += len(self._entries)
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(kept_products, "_Taking", Counting)
+    run = start(tiny_model(architecture), product_layers=2)
+    run.trainer.train_step([pack(documents(12, 7)), pack(documents(21))])
+
+    # Two layers and two micro-batches; four projections at least (GPT-2's, without the last, and attention).
+    assert taken >= 2 * 2 * 4
+    assert (computed, left) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+@pytest.mark.parametrize("resident", [1, 2, 5, 6])
+def test_a_resident_layer_crosses_the_link_once_after_each_update(
+    resident: int,
+    kind: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model, rows = tiny_model("llama", num_hidden_layers=6), [pack(documents(24))]
+    layout, runs = model.template.layout, []
+    for num_layers in (0, resident):
+        device = device_of(kind)
+        store = model.store(grad_dtype=grad_dtype_of(device))
+        runs.append(start(model, store=store, device=device, resident_layers=num_layers))
+
+    plain, kept = ([run.trainer.train_step(rows).h2d.bytes for _ in range(3)] for run in runs)
+    evaluated, evaluated_kept = (run.trainer.evaluate(rows).h2d.bytes for run in runs)
+    again = runs[1].trainer.evaluate(rows).h2d.bytes
+
+    element_bytes = 4 if kind == "host" else 2
+    layers = {unit.index: unit.num_elements * element_bytes for unit in layout.units if unit.kind == "layer"}
+    stay = {unit.index for unit in resident_units(layout, resident)}
+    passing = [index for index in layers if index not in stay]
+    # Without any, backward finds the last two layers of forward; with some, the last two of the others.
+    saved = sum(layers[index] for index in {*stay, *passing[-2:]}) - sum(layers[index] for index in (5, 6))
+    assert len(stay) == resident and saved >= 0
+    assert plain[1] - kept[1] == plain[2] - kept[2] == saved
+    # The update after the last step, and nothing after that.
+    assert evaluated_kept == evaluated
+    assert evaluated - again == sum(layers[index] for index in stay)
+
+
+def test_a_step_that_was_skipped_sends_no_resident_layer_again(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, rows = tiny_model("llama"), [pack(documents(24))]
+    run = start(model, resident_layers=3)
+    monkeypatch.setattr("horizon_server.engine.trainer.global_norm", lambda _: float("nan"))
+    first, second = (run.trainer.train_step(rows) for _ in range(2))
+    assert first.skipped == second.skipped == "non_finite_gradient"
+    layers = sum(unit.num_elements for unit in model.template.layout.units if unit.kind == "layer")
+    assert first.h2d.bytes - second.h2d.bytes == 4 * layers
+
+
+def test_weights_that_were_restored_are_sent_again(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, rows = tiny_model("llama"), [pack(documents(24))]
+    run, fresh = start(model, resident_layers=3), start(model)
+    state, planes = run.trainer.state(), {plane: run.store.plane(plane).clone() for plane in PLANES}
+    run.trainer.train_step(rows)
+    run.trainer.flush()
+    run.trainer.evaluate(rows)
+    for plane, values in planes.items():
+        run.store.plane(plane).copy_(values)
+    run.trainer.restore(state)
+    assert run.trainer.train_step(rows).loss == fresh.trainer.train_step(rows).loss
+
+
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+@pytest.mark.parametrize("grad_bytes", [2, 0])
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize("architecture", [*DENSE, "deepseek_v3"])
+def test_the_account_is_the_plans(
+    architecture: str,
+    resident: int,
+    grad_bytes: int,
+    kind: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model = tiny_model(architecture)
+    shape = ModelShape.from_config(model.config.to_dict(), names=model.weights)
+    layout, element_bytes = model.template.layout, 4 if kind == "host" else 2
+    a_layer = product_bytes(layout, shape, num_tokens=220, element_bytes=element_bytes)
+    kept = KeptOnDevice(resident_layers=resident, product_layers=2 if a_layer else 0)
+    assert (a_layer > 0) == (architecture in DENSE)
+    plan = plan_memory(
+        layout, model=shape, tokens_per_step=220, sequence_length=110, device_kind="cuda" if kind == "cuda" else "host",
+        grad_bytes=grad_bytes and (4 if kind == "host" else 2), kept=kept,
+    )  # fmt: skip
+    device = device_of(kind)
+    run = start(
+        model,
+        store=model.store(grad_dtype=grad_dtype_of(device) if grad_bytes else None),
+        device=device,
+        tokens_per_step=220,
+        max_grad_norm=1.0 if grad_bytes else None,
+        resident_layers=resident,
+        product_layers=kept.product_layers,
+        max_product_bytes=kept.product_layers * a_layer,
+    )
+
+    report = run.trainer.train_step([pack(documents(60, 50)), pack(documents(100, 10))])
+
+    for component in ("weights", "gradients", "activations"):
+        assert report.device_memory_bytes[component] == plan.device[component]
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_what_backward_takes_over_is_not_counted_twice(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+) -> None:
+    model, rows = tiny_model(architecture), [pack(documents(60, 50)), pack(documents(100, 10))]
+    plain, kept = (start(model, product_layers=n).trainer.train_step(rows).device_memory_bytes for n in (0, 3))
+    assert kept["workspace"] == plain["workspace"]
+    assert kept["activations"] > plain["activations"]
+
+
+def test_products_of_a_step_that_fails_are_given_back(
+    tiny_model: Callable[..., TinyModel], start: Callable[..., Run], documents: Callable[..., list[Tensor]], pack: Pack
+) -> None:
+    model, rows = tiny_model("llama"), [pack(documents(100))]
+    roomy = start(model, product_layers=3)
+    roomy.trainer.train_step(rows)
+    inputs = (3 + 2) * 100 * 32 * 4
+    run = start(
+        model, device=HostDevice(num_threads=1, limit_bytes=roomy.device.arena.peak_total_bytes - 1), product_layers=3
+    )
+    with pytest.raises(DoesNotFit):
+        run.trainer.train_step(rows)
+    assert run.device.arena.held_bytes()["activations"] == inputs

@@ -1,0 +1,126 @@
+"""kill -9 at random moments, on memory that outlives the worker: the next one continues with the weights that are there, to the bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.golden.memory_life import DupFd, Said, live
+from tests.support.worker_attempts import assert_same, result, spec_of, worker_request, write_inputs
+
+from horizon_server.jobs.folders import CheckpointFolder
+
+NUM_KILLS = 6
+NUM_STEPS = 60
+SAVE_EVERY = 10
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Processes that start in no time: everything is imported once, before they fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.golden.memory_life"])
+    return context
+
+
+@dataclass(kw_only=True)
+class Lives:
+    """What the workers of one job have said, one after another."""
+
+    losses: list[tuple[int, str]] = field(default_factory=list)
+    began: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def live_once(
+    processes: ForkServerContext, lives: Lives, request: dict[str, Any], log: Path, *, num_steps: int, delay_s: float
+) -> bool:
+    """Let a worker live until it has reported `num_steps` steps and a little longer, then kill it. True: it was done before."""
+    ours, theirs = multiprocessing.Pipe()
+    descriptors = {name: DupFd(fd) for name, fd in request["planes"].items()}
+    process = processes.Process(target=live, args=({**request, "planes": {}}, descriptors, log, theirs))
+    process.start()
+    theirs.close()
+    seen = 0
+    try:
+        while True:
+            if seen >= num_steps:
+                process.join(delay_s)
+                process.kill()
+            try:
+                assert ours.poll(WAIT_S), "the worker neither continued nor ended"
+                said = ours.recv()
+            except EOFError:
+                process.join()
+                assert process.exitcode == -signal.SIGKILL, log.read_text()
+                return False
+            if said == "done":
+                return True
+            assert isinstance(said, Said)
+            if said.ready >= 0:
+                lives.began.append(said.ready)
+            elif said.step >= 0:
+                lives.losses.append((said.step, said.loss))
+                seen += 1
+            else:
+                lives.warnings.append(said.warning)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "train"),
+    [
+        # Updates of all units overlap with the next step; the table's rows are updated apart.
+        ("llama", {}),
+        # Each unit is updated in backward, as its gradient lands.
+        ("llama", {"max_grad_norm": None}),
+        ("gpt2", {}),
+    ],
+)
+def test_a_job_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
+    processes: ForkServerContext, model_type: str, train: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = spec_of(
+        NUM_STEPS, train={"epochs": None, **train}, checkpoint={"every_steps": SAVE_EVERY}
+    )  # fmt: skip
+    whole, killed = Lives(), Lives()
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        write_inputs(tmp_path / name, model_type)
+    with worker_request(tmp_path / "whole", spec) as request:
+        assert live_once(processes, whole, request, tmp_path / "log", num_steps=NUM_STEPS + 1, delay_s=0)
+    wanted = dict(whole.losses)
+    assert list(wanted) == list(range(1, NUM_STEPS + 1))
+
+    chance = random.Random(7)
+    with worker_request(tmp_path / "killed", spec) as request:
+        for kill in range(NUM_KILLS):
+            done = live_once(
+                processes, killed, request, tmp_path / "log", num_steps=chance.randint(1, 9), delay_s=chance.uniform(0, 0.02)
+            )  # fmt: skip
+            assert not done, f"the run ended before kill {kill}: give it more steps"
+            newest = CheckpointFolder(tmp_path / "killed/checkpoints", "job_1").newest()
+            request = {**request, "resume_from": newest and str(newest), "resume_from_memory": True}
+        assert live_once(processes, killed, request, tmp_path / "log", num_steps=NUM_STEPS + 1, delay_s=0)
+
+    from_memory = NUM_KILLS - len(killed.warnings)
+    reasons = Counter(warning.split("loaded again: ")[1] for warning in killed.warnings)
+    print(f"{model_type} {train}: {from_memory} of {NUM_KILLS} kills were continued from memory; {dict(reasons)}")
+    assert [(step, loss) for step, loss in killed.losses if wanted[step] != loss] == []
+    assert {step for step, _ in killed.losses} == set(wanted), "a step was never reported"
+    assert all("loaded again: " in warning for warning in killed.warnings)
+    assert_same(result(tmp_path / "whole", NUM_STEPS), result(tmp_path / "killed", NUM_STEPS))
+    repeated = len(killed.losses) - NUM_STEPS
+    assert repeated <= SAVE_EVERY * len(killed.warnings) + NUM_KILLS
+    assert from_memory >= 1, "no kill was continued from memory"

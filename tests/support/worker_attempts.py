@@ -1,0 +1,192 @@
+"""Attempts of a tiny job in the test's own process, and the requests for such workers. The data needs no preparation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from horizon_server.children.entry import EventWriter, Line
+from horizon_server.events import TurnWanted
+from horizon_server.planning.machine import HostMemory
+from horizon_server.planning.planner import Planner
+from horizon_server.records.plan import KeptMemory
+from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.store.manifest import is_complete
+from horizon_server.worker.ending import Outcome
+from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker_link.orders import TURN, Orders
+
+GIB = 2**30
+WAIT_S = 120.0
+SIZES: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+# Rows of more than 16 tokens are not packed.
+LONG_ROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 5.0, 9.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def write_inputs(folder: Path, model_type: str) -> None:
+    """Write a model, and documents of 8 tokens."""
+    changes = LONG_ROPE if model_type == "phi3" else {}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **changes))  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder / "model")
+    starts = torch.arange(0, 8 * 13, 8)
+    trained = torch.ones(int(starts[-1]), dtype=torch.uint8)
+    trained[starts[:-1]] = 0
+    tensors = {"input_ids": torch.randint(32, (len(trained),), dtype=torch.int32), "trained": trained}
+    (folder / "prepared").mkdir()
+    save_file({**tensors, "document_starts": starts}, folder / "prepared" / "tokens.safetensors")
+    (folder / "prepared" / "report.json").write_text("{}")
+
+
+@contextmanager
+def worker_request(
+    folder: Path,
+    spec: JobSpec,
+    *,
+    resume_from: Path | None = None,
+    num_threads: int = 1,
+    kept: KeptMemory | None = None,
+    **more: Any,
+) -> Iterator[dict[str, Any]]:
+    """Lend the memory of a job on what `write_inputs` has written, and yield its worker's request; `more` are fields of that."""
+    memory = Planner(
+        memory=lambda: HostMemory(limit_bytes=4 * GIB, available_bytes=4 * GIB),
+        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=GIB, num_threads=1, accelerators=(),
+    ).worker_memory(spec, folder / "model")  # fmt: skip
+    kept = kept or memory.kept
+    with dataclasses.replace(memory, kept=kept).lent() as planes:
+        yield {
+            "job_id": "job_1",
+            "attempt": 1,
+            "spec": spec.to_mapping(),
+            "model": str(folder / "model"),
+            "prepared": str(folder / "prepared"),
+            "evaluation": None,
+            "checkpoints": str(folder / "checkpoints"),
+            "resume_from": None if resume_from is None else str(resume_from),
+            "planes": planes,
+            "grad_dtype_bytes": memory.grad_dtype_bytes,
+            "num_threads": num_threads,
+            "device": "host",
+            "compute_dtype": memory.compute_dtype,
+            "device_limit_bytes": memory.plan.device_limit_bytes,
+            "activation_placement": memory.activation_placement,
+            "resident_layers": kept.resident_layers,
+            "product_layers": kept.product_layers,
+            "max_product_bytes": kept.product_bytes,
+            "compiled": None,
+            "trace": None,
+            **more,
+        }
+
+
+React = Callable[[Line], bytes]
+"""The daemon: what it orders when it reads a line."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for the thread that reads orders."""
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+class Daemon(EventWriter):
+    """The other end of a worker in this process: keeps what the worker says, and answers at once."""
+
+    def __init__(self, react: React = lambda _: b"") -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+        self._react = react
+        self.orders = Orders()
+
+    def send(self, line: Line) -> None:
+        self.lines.append(line)
+        self.order(self._react(line))
+
+    def order(self, orders: bytes) -> None:
+        self.orders.hear(orders)
+
+    def hang_up(self) -> None:
+        self.orders.lose_daemon()
+
+    def said(self, *kinds: type[Any]) -> list[Any]:
+        return [line for line in self.lines if isinstance(line, kinds)]
+
+
+def spec_of(num_steps: int = 4, **changes: Any) -> Any:
+    train = {"max_steps": num_steps, "sequence_length": 32, "tokens_per_step": 32, **changes.pop("train", {})}
+    return parse_job_spec({"name": "job", "model": "m", "dataset": "d", "train": train, **changes})
+
+
+EVALUATED: dict[str, Any] = {"eval_dataset": "e", "eval_every_steps": 2}
+
+
+def attempt(folder: Path, spec: Any, daemon: Daemon, *, resume_at: int | None = None, **more: Any) -> Outcome:
+    """Run one attempt in this process. A job with an `eval_dataset` evaluates on what it trains on."""
+    resume_from = None if resume_at is None else folder / f"checkpoints/step-{resume_at:08d}"
+    if spec.eval_dataset:
+        more["evaluation"] = str(folder / "prepared")
+    with worker_request(folder, spec, resume_from=resume_from, turns=True, **more) as request:
+        training = Training(WorkerRequest.from_mapping(request), events=daemon, orders=daemon.orders)
+        try:
+            return training.run()
+        finally:
+            training.close()
+
+
+def result(folder: Path, step: int) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, by file and name."""
+    checkpoint = folder / f"checkpoints/step-{step:08d}"
+    assert is_complete(checkpoint)
+    return {
+        f"{file.name}/{name}": tensor
+        for file in sorted(checkpoint.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def always(line: Line) -> bytes:
+    """Grant every turn at once, and never want it back."""
+    return TURN if isinstance(line, TurnWanted) else b""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Callable[[str], Path]:
+    """A new folder with the inputs of a job."""
+
+    def make(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        write_inputs(tmp_path / name, "llama")
+        return tmp_path / name
+
+    return make

@@ -1,0 +1,168 @@
+"""Calls that never send, calls without a token, and the audit log of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import Default
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from horizon_proto.v1 import housekeeping_pb2, housekeeping_pb2_grpc, job_pb2, node_pb2
+from horizon_server.api import limits
+from horizon_server.api.grpc import interceptor
+from horizon_server.api.grpc.audited import NOT_AUDITED, READING, described, is_change
+from horizon_server.api.grpc.server import SERVICE_NAMES
+from horizon_server.db.audit import MAX_CHARS
+from horizon_server.records.job import JobState
+
+UNDECODABLE = b"\x0a\xff\xff\xff\xff\x0f"
+CHANGING = ("Cancel", "Create", "Delete", "Finalize", "Pause", "Resume", "Revoke", "Remove", "Set", "Share", "Submit",
+            "Unshare", "Update", "Keep")  # fmt: skip
+
+
+@pytest.fixture
+def state(state_with_chats: Any) -> Any:
+    return state_with_chats
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+@pytest.mark.parametrize("method", ["/horizon_proto.v1.NodeService/GetNode", "/horizon_proto.v1.JobService/WatchJob"])
+async def test_a_call_that_never_sends_its_message_ends(
+    world: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptor, "FIRST_MESSAGE_S", 0.2)
+    call = world.channel.stream_unary(method)(never(), metadata=world.ann.metadata, timeout=60)
+    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "did not arrive" in await call.details()
+
+
+async def test_a_call_that_has_not_sent_its_message_counts_as_its_users(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CALLS_PER_USER", 2)
+    make = world.channel.stream_unary("/horizon_proto.v1.NodeService/GetNode")
+    calls = [make(never(), metadata=world.ann.metadata, timeout=60) for _ in range(3)]
+    async with asyncio.timeout(60):
+        done, _ = await asyncio.wait(
+            [asyncio.ensure_future(call.code()) for call in calls], return_when=asyncio.FIRST_COMPLETED
+        )
+    assert {one.result() for one in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert (await world.bob.call("node", "GetNode", node_pb2.GetNodeRequest())).node.user == "bob"
+    for call in calls:
+        call.cancel()
+
+
+async def test_watches_of_health_are_few_and_leave_room_for_all_others(world: Any) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(world.channel)
+    watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(40)]
+    answers = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+    refused = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
+    assert len(refused) == 40 - limits.MAX_OPEN_CALLS_PER_ADDRESS
+    assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    for watch in watches:
+        watch.cancel()
+    assert (await world.ann.call("node", "GetNode", node_pb2.GetNodeRequest())).node.user == "ann"
+
+
+async def test_a_call_without_a_token_does_not_last(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptor, "OPEN_CALL_S", 0.2)
+    stub: Any = health_pb2_grpc.HealthStub(world.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    assert await watch.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    "method", ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+)
+async def test_what_cannot_be_decoded_leaves_no_traceback_without_a_token(
+    world: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        call = world.channel.stream_unary(method)(iter([UNDECODABLE]), timeout=60)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.WARNING] == []
+
+
+async def test_changes_are_in_the_audit_log_before_they_are_answered(world: Any) -> None:
+    job = await world.job()
+    await world.ann.call("jobs", "CancelJob", job_pb2.CancelJobRequest(job_id=job.job_id))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await world.bob.call("jobs", "PauseJob", job_pb2.PauseJobRequest(job_id=job.job_id))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await world.eve.call("jobs", "CancelJob", job_pb2.CancelJobRequest(job_id="\x1b[2Jx" * 200))
+    await world.ann.call("jobs", "GetJob", job_pb2.GetJobRequest(job_id=job.job_id))
+    first, second, third = await world.services.audit.entries(limit=100)
+    assert (first.user, first.action, first.resource, first.outcome, first.origin) == (
+        "ann", "JobService.CancelJob", job.job_id, "OK", "127.0.0.1",
+    )  # fmt: skip
+    (token,) = [one for one in await world.services.accounts.tokens() if one.user == "ann"]
+    assert first.token_id == token.token_id
+    assert (second.user, second.outcome) == ("bob", "NOT_FOUND")
+    assert third.user == "eve"
+    assert third.resource.isprintable(), "it is shown on an admin's terminal"
+    assert len(third.resource) == MAX_CHARS["resource"]
+
+
+async def test_each_deletion_of_many_is_audited(world: Any) -> None:
+    jobs = [await world.job(name=name, state=JobState.CANCELLED) for name in ("one", "two")]
+    stub: Any = housekeeping_pb2_grpc.HousekeepingServiceStub(world.channel)
+    for dry_run in (True, False):
+        request = housekeeping_pb2.DeleteRequest(
+            kind=housekeeping_pb2.RESOURCE_KIND_JOB, keys=[job.job_id for job in jobs], dry_run=dry_run
+        )
+        answers = [one async for one in stub.Delete(request, metadata=world.ann.metadata, timeout=60)]
+        assert len(answers) == 2
+    request = housekeeping_pb2.DeleteRequest(kind=housekeeping_pb2.RESOURCE_KIND_JOB, keys=["none"])
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.Delete(request, metadata=world.ann.metadata, timeout=60).read()
+    entries = await world.services.audit.entries(limit=100)
+    assert [(one.action, one.resource, one.outcome) for one in entries] == [
+        *(("HousekeepingService.Delete", job.job_id, "OK") for job in jobs),
+        ("HousekeepingService.Delete", "", "NOT_FOUND"),
+    ]
+
+
+async def test_a_submission_is_audited_with_the_job_that_it_made(world: Any) -> None:
+    spec = job_pb2.JobSpec(name="night", model="none", dataset="chats")
+    request = job_pb2.SubmitJobRequest(request_id="0d9f7a8e-9f4e-4d0e-8f43-7d2c3e0a9f11", spec=spec)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await world.ann.call("jobs", "SubmitJob", request)
+    (entry,) = await world.services.audit.entries(limit=100)
+    assert (entry.action, entry.resource) == ("JobService.SubmitJob", "night")
+    made = job_pb2.SubmitJobResponse(job=job_pb2.Job(job_id="job_1"))
+    assert described(request, made)[0] == "job_1"
+
+
+async def test_refusals_of_one_user_cannot_fill_the_audit_log(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizon_server.services.audit.MAX_REFUSED_A_MINUTE", 3)
+    for _ in range(10):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await world.bob.call("jobs", "PauseJob", job_pb2.PauseJobRequest(job_id="nope"))
+    assert len(await world.services.audit.entries(limit=100)) == 3
+
+
+async def test_the_oldest_entries_go(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = world.services.audit
+    for name in ("one", "two", "three"):
+        await audit.record(world.principal("ann"), origin="", action="a", resource=name)
+    monkeypatch.setattr("horizon_server.services.audit.MAX_ENTRIES", 2)
+    assert await audit.expire(365.0) == 1
+    assert [entry.resource for entry in await audit.entries(limit=9)] == ["two", "three"]
+    assert await audit.expire(0.0) == 2
+
+
+def test_every_call_of_the_contract_is_known_as_reading_or_changing() -> None:
+    pool = Default()
+    names = [method.name for service in SERVICE_NAMES for method in pool.FindServiceByName(service).methods]
+    assert [name for name in names if not name.startswith((*READING, *NOT_AUDITED, *CHANGING))] == []
+    assert [name for name in names if is_change(f"/x.Y/{name}") != name.startswith(CHANGING)] == []

@@ -1,0 +1,56 @@
+"""Connections of a port beyond the limits are shut down, the oldest first; those of known users have a limit of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from horizon_server.api import connections
+from horizon_server.api.connections import Connections
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[int, list[Pair]]]:
+    """Port and six accepted connections, oldest first: the client's end and the server's."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        made = []
+        for _ in range(6):
+            client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
+            made.append((client, stack.enter_context(listener.accept()[0])))
+        yield listener.getsockname()[1], made
+
+
+def are_open(pairs: list[Pair]) -> list[bool]:
+    found = []
+    for client, _ in pairs:
+        client.setblocking(False)
+        try:
+            found.append(client.recv(1) != b"")
+        except BlockingIOError:
+            found.append(True)
+    return found
+
+
+def test_the_newest_without_a_token_are_kept(pairs: tuple[int, list[Pair]]) -> None:
+    port, made = pairs
+    Connections(max_unknown=10, max_unknown_per_address=2).look(port)
+    assert are_open(made) == [False] * 4 + [True] * 2
+
+
+def test_those_of_a_user_have_a_limit_of_their_own(
+    pairs: tuple[int, list[Pair]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_PER_USER", 3)
+    port, made = pairs
+    watched = Connections(max_unknown=1, max_unknown_per_address=1)
+    for client, _ in made[:5]:
+        host, port_of_client = client.getsockname()[:2]
+        watched.identified(host, port_of_client, "ann")
+    watched.look(port)
+    assert are_open(made) == [False, False, True, True, True, True]

@@ -1,0 +1,174 @@
+"""What polls and watches read all the time: always what is committed, made once while it is the same, in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, text
+
+from horizon_server.db.accounts import AccountStore
+from horizon_server.db.database import NUM_READERS, Database
+from horizon_server.db.jobs import JobStore, _Records
+from horizon_server.errors import DatabaseUnavailable
+from horizon_server.events import Message, StateChanged
+from horizon_server.records.account import Token, User
+from horizon_server.records.job import JobRecord, JobState
+from horizon_server.spec import parse_job_spec
+
+JOB = JobRecord(
+    job_id="j1", owner="ada", spec=parse_job_spec({"name": "one", "model": "m", "dataset": "d"}), model_id="m",
+    dataset_id="d", eval_dataset_id="", job_state=JobState.QUEUED,
+)  # fmt: skip
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    async with Database.opened(tmp_path / "horizon.db") as opened:
+        yield opened
+
+
+async def cancelled(store: JobStore, job_id: str) -> None:
+    await store.create(replace(JOB, job_id=job_id), request_id=str(uuid.uuid4()))
+    await store.move(job_id, StateChanged(job_state="CANCELLED"))
+
+
+async def test_a_record_is_made_again_only_when_its_row_has_changed(database: Database, tmp_path: Path) -> None:
+    store = JobStore(database)
+    await cancelled(store, "j1")
+    first = await store.get("j1")
+    assert first is not None
+    assert await store.get("j1") is first
+    assert (await store.page(owner="ada", states=(), before=0, limit=10))[0][1] is first
+    await store.append("j1", Message(level="info", text="news"))
+    second = await store.get("j1")
+    assert second == replace(first, last_sequence=first.last_sequence + 1)
+    with sqlite3.connect(tmp_path / "horizon.db") as other:  # as `horizond` does next to a daemon
+        other.execute("UPDATE jobs SET message = 'by another process'")
+    third = await store.get("j1")
+    assert third == replace(second, message="by another process")
+
+
+async def test_places_in_the_queue_are_counted_each_time(database: Database) -> None:
+    store = JobStore(database)
+    for job_id in ("j1", "j2"):
+        await store.create(replace(JOB, job_id=job_id), request_id=str(uuid.uuid4()))
+    place = [job.queue_position for job in (await store.get("j1"), await store.get("j2")) if job]
+    assert place == [1, 2]
+    await store.move("j1", StateChanged(job_state="CANCELLED"))
+    second = await store.get("j2")
+    assert second is not None
+    assert second.queue_position == 1
+
+
+async def test_the_records_that_are_kept_are_bounded(database: Database) -> None:
+    store = JobStore(database)
+    store._records = _Records(most=3)
+    for number in range(8):
+        await cancelled(store, f"j{number}")
+    jobs = await store.page(owner=None, states=(), before=0, limit=10)
+    assert [job.job_id for _, job in jobs] == [f"j{number}" for number in reversed(range(8))]
+    assert len(store._records._kept) == 3
+
+
+async def test_a_revoked_token_is_known_to_be_revoked_at_once(database: Database, tmp_path: Path) -> None:
+    accounts = AccountStore(database)
+    await accounts.insert_user(User(name="ada", role="user", project="ada", created_s=0.0))
+    token = Token(token_id="tok_1", user="ada", created_s=0.0, expires_s=None, revoked_s=None)
+    await accounts.insert_token(token, "abc")
+    found = await accounts.find("abc")
+    assert found is not None
+    assert found[0].revoked_s is None
+    with sqlite3.connect(tmp_path / "horizon.db") as other:
+        other.execute("UPDATE tokens SET revoked_s = 5")
+    found = await accounts.find("abc")
+    assert found is not None
+    assert found[0].revoked_s == 5
+    assert await accounts.find("abcd") is None
+
+
+async def test_a_look_up_that_meets_a_lock_waits_in_a_thread(database: Database, tmp_path: Path) -> None:
+    count = text("SELECT count(*) FROM users")
+    assert await database.look_up("count", lambda connection: connection.scalar(count)) == 0
+    was_refused = False
+
+    def locked_at_first(connection: Connection) -> int | None:
+        nonlocal was_refused
+        if not was_refused:
+            was_refused = True
+            connection.execute(text("SELECT no_such_function()"))
+        found: int | None = connection.scalar(count)
+        return found
+
+    assert await database.look_up("locked", locked_at_first) == 0
+    assert was_refused
+    with pytest.raises(DatabaseUnavailable, match="no such table"):
+        await database.look_up(
+            "absent", lambda connection: connection.scalar(text("SELECT count(*) FROM absent_table"))
+        )
+    assert await database.look_up("count", lambda connection: connection.scalar(count)) == 0
+
+
+async def test_a_look_up_is_answered_again_only_after_a_commit(database: Database, tmp_path: Path) -> None:
+    num_reads = 0
+
+    def count(connection: Connection) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        return connection.scalar(text("SELECT count(*) FROM users"))
+
+    async def found() -> tuple[object, int]:
+        return await database.look_up("count", count), num_reads
+
+    assert [await found() for _ in range(3)] == [(0, 1)] * 3
+    await AccountStore(database).insert_user(User(name="ada", role="user", project="ada", created_s=0.0))
+    assert [await found() for _ in range(3)] == [(1, 2)] * 3
+    with sqlite3.connect(tmp_path / "horizon.db") as other:  # as `horizond` does next to a daemon
+        other.execute("INSERT INTO users (name, role, project, created_s) VALUES ('bob', 'user', 'bob', 0)")
+        assert await found() == (1, 2)
+    assert await found() == (2, 3)
+    assert await database.look_up("another key", count) == 2
+    assert num_reads == 4
+
+
+async def test_the_answers_that_are_kept_are_bounded(database: Database) -> None:
+    for number in range(2000):
+        assert await database.look_up(number, lambda _: number) == number  # noqa: B023  # called before the next round
+        assert len(database._answers._kept) <= 501
+
+
+async def test_a_write_whose_caller_leaves_is_carried_out_and_the_next_one_follows(database: Database) -> None:
+    store = JobStore(database)
+    await cancelled(store, "j1")
+    for number in range(10):
+        writing = asyncio.create_task(store.append("j1", Message(level="info", text=str(number))))
+        for _ in range(number):
+            await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.wait([writing])
+        await store.append("j1", Message(level="info", text="kept"))
+    events = await store.events_after("j1", 2, 100)
+    assert [event.sequence for event in events] == list(range(3, 3 + len(events)))
+    assert [e.payload.text for e in events if isinstance(e.payload, Message)].count("kept") == 10
+
+
+async def test_reads_that_fill_every_place_do_not_hold_up_a_write(database: Database) -> None:
+    store = JobStore(database)
+    await cancelled(store, "j1")
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(connection: Connection) -> None:
+        connection.scalar(text("SELECT 1"))
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(60)
+
+    reads = [asyncio.create_task(database.read(slow)) for _ in range(2 * NUM_READERS)]
+    await asyncio.wait_for(store.append("j1", Message(level="info", text="at once")), 60)
+    assert not any(read.done() for read in reads)
+    release.set()
+    await asyncio.wait_for(asyncio.gather(*reads), 60)

@@ -1,0 +1,195 @@
+"""What stays on a device that has memory to spare: which layers, how many bytes, what it saves, and when it is not worth it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.forecast import model_7b
+from safetensors.torch import save_file
+from tests.support.rates import RATES
+
+from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, choose_kept, product_bytes, resident_units
+from horizon_server.planning.machine import Accelerator, HostMemory
+from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.planner import Planner, WorkerMemory
+from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.step_time import Seconds, predict_step
+from horizon_server.planning.step_work import StepWork, work_of_step
+from horizon_server.spec import parse_job_spec
+
+GIB = 1 << 30
+LAYERS = 8
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {"self_attn.q_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = {"model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,), "lm_head.weight": (64, 32)}
+    shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in SHAPES.items()}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def folder(path: Path) -> ModelFolder:
+    return open_model_folder(path)
+
+
+@pytest.mark.parametrize("num_layers", range(LAYERS + 1))
+def test_resident_layers_are_spread_evenly(folder: ModelFolder, num_layers: int) -> None:
+    found = [unit.index for unit in resident_units(folder.layout, num_layers)]
+    assert len(found) == len(set(found)) == num_layers
+    assert all(folder.layout.units[index].kind == "layer" for index in found)
+    distances = {after - before for before, after in pairwise(found)}
+    assert max(distances, default=0) - min(distances, default=0) <= 1
+
+
+def test_a_token_keeps_what_every_product_of_a_layer_has_put_out() -> None:
+    model = model_7b()
+    # Queries, keys, values, attention and its projection, gate and up in bf16; down is only added to the residual. A number per head.
+    outputs = 3584 + 512 + 512 + 3584 + 3584 + 2 * 18944
+    assert product_bytes(model.layout, model.shape, num_tokens=3, element_bytes=2) == 3 * (2 * outputs + 4 * 28)
+
+
+@pytest.mark.parametrize("change", [{"needs_masks": True}, {"latent_size": 8}])
+def test_products_that_are_not_counted_are_not_kept(folder: ModelFolder, change: dict[str, Any]) -> None:
+    assert product_bytes(folder.layout, folder.shape, num_tokens=9, element_bytes=2) > 0
+    shape = dataclasses.replace(folder.shape, **change)
+    assert product_bytes(folder.layout, shape, num_tokens=9, element_bytes=2) == 0
+
+
+def chosen(step_s: Callable[[KeptOnDevice], float], *, room: int, products: int = 10) -> KeptOnDevice:
+    return choose_kept(
+        step_s, room_bytes=room, num_layers=8, resident_bytes=lambda n: 3 * n, layer_product_bytes=products
+    )
+
+
+def test_what_saves_most_gets_the_room() -> None:
+    by_compute = chosen(lambda kept: 100 - 5 * kept.product_layers - kept.resident_layers * 0.01, room=45)
+    assert by_compute == KeptOnDevice(product_layers=4)
+    by_link = chosen(lambda kept: 100 - 5 * kept.resident_layers - kept.product_layers * 0.01, room=45)
+    assert by_link == KeptOnDevice(resident_layers=8)
+    both = chosen(lambda kept: 100 - 5 * kept.resident_layers - 5 * kept.product_layers, room=45)
+    assert both == KeptOnDevice(resident_layers=8, product_layers=2)
+
+
+def test_what_saves_nothing_or_has_no_room_is_not_kept() -> None:
+    assert chosen(lambda kept: 100 - 0.05 * kept.product_layers, room=1000) == NOTHING_KEPT
+    assert chosen(lambda kept: 100 - kept.resident_layers, room=2) == NOTHING_KEPT
+    assert chosen(lambda kept: 100 - kept.product_layers, room=1000, products=0) == NOTHING_KEPT
+
+
+def work_of(folder: ModelFolder, kept: KeptOnDevice, *, grad_bytes: int = 2) -> StepWork:
+    return work_of_step(
+        folder, tokens_per_step=160, sequence_length=64, device_kind="cuda", grad_bytes=grad_bytes,
+        activation_placement="device", kept=kept,
+    )  # fmt: skip
+
+
+def test_a_resident_layer_goes_up_once_a_step_and_takes_no_slot_from_the_others(folder: ModelFolder) -> None:
+    seconds = Seconds.of(work_of(folder, KeptOnDevice(resident_layers=2)), RATES)
+    stay = {unit.index for unit in resident_units(folder.layout, 2)}
+    layers = [visit for visit in seconds.visits if visit.ring == "layer"]
+    assert {visit.unit for visit in layers if visit.resident} == stay == {4, 8}
+    # Forward sends all; backward neither those nor the last two of the others.
+    assert [visit.unit for visit in layers if not visit.upload_s] == [8, 7, 6, 4]
+
+
+def test_a_kept_layer_recomputes_no_product(folder: ModelFolder) -> None:
+    plain, kept = (Seconds.of(work_of(folder, KeptOnDevice(product_layers=n)), RATES) for n in (0, 3))
+    layer = work_of(folder, NOTHING_KEPT).layer
+    saved = {name: seconds - kept.compute()[name] for name, seconds in plain.compute().items()}
+    assert saved["gemm"] == pytest.approx(3 * layer.recompute_flops / 1e9)
+    assert saved["attention"] == pytest.approx(3 * layer.attention_flops / 5e8)
+    assert all(seconds == pytest.approx(0) for name, seconds in saved.items() if name not in ("gemm", "attention"))
+    backward = [visit.compute_s for visit in kept.visits if visit.ring == "layer" and visit.gradient]
+    assert backward[0] == backward[2] < backward[3] == backward[7]
+
+
+@pytest.mark.parametrize("grad_bytes", [0, 2])
+def test_more_that_stays_never_makes_a_step_longer(folder: ModelFolder, grad_bytes: int) -> None:
+    rates = dataclasses.replace(RATES, h2d_bytes_per_s=1e4)
+    steps = [
+        predict_step(work_of(folder, kept, grad_bytes=grad_bytes), rates, shares_processors=False).step_s
+        for kept in (
+            *(KeptOnDevice(resident_layers=n) for n in range(9)),
+            KeptOnDevice(resident_layers=8, product_layers=8),
+        )
+    ]
+    assert all(after <= before * (1 + 1e-12) for before, after in pairwise(steps))
+    assert steps[8] < 0.8 * steps[0]
+
+
+def planned(
+    path: Path, rates: DeviceRates | None, *, device: str = "cuda", memory: int = 80 * GIB, **train: Any
+) -> WorkerMemory:
+    planner = Planner(
+        memory=lambda: HostMemory(limit_bytes=64 * GIB, available_bytes=64 * GIB),
+        limit_bytes=None,
+        reserve_bytes=0,
+        arena_limit_bytes=GIB,
+        num_threads=1,
+        accelerators=(Accelerator(index=0, name="H100", memory_bytes=memory),),
+        rates=lambda: {} if rates is None else {device: rates},
+    )
+    spec = {
+        "name": "j", "model": "m", "dataset": "d", "device": device,
+        "train": {"max_steps": 1, "tokens_per_step": 4096, "sequence_length": 64, **train},
+    }  # fmt: skip
+    return planner.worker_memory(parse_job_spec(spec), path)
+
+
+SLOW_LINK = dataclasses.replace(RATES, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e9, gather_bytes_per_s=1e9)
+
+
+def test_a_slow_link_is_spared_by_weights_that_stay(path: Path) -> None:
+    memory = planned(path, SLOW_LINK)
+    plan, kept = memory.plan, memory.kept
+    assert plan.kept == kept
+    # With every other layer on the device, backward is no longer bound by the link.
+    assert (kept.resident_layers, kept.product_layers) == (4, 0)
+    without = planned(path, None).plan
+    assert plan.device_bytes["weights"] - without.device_bytes["weights"] == kept.resident_bytes > 0
+    assert plan.host_bytes == without.host_bytes
+    assert plan.fits
+    assert 0.1 < kept.saved_share < 0.3
+    assert "weights of 4 layers" in kept.text and "of a step" in kept.text
+
+
+def test_eager_layers_keep_products_where_compute_is_what_takes_long(path: Path) -> None:
+    eager, compiled = (planned(path, RATES, compile=choice) for choice in ("off", "auto"))
+    assert eager.kept.product_layers == LAYERS and compiled.kept.product_layers == 0
+    folder = open_model_folder(path)
+    a_layer = product_bytes(folder.layout, folder.shape, num_tokens=4096, element_bytes=2)
+    assert eager.kept.product_bytes == LAYERS * a_layer
+    plain = planned(path, None, compile="off").plan
+    assert eager.plan.device_bytes["activations"] - plain.device_bytes["activations"] == LAYERS * a_layer
+    assert eager.kept.saved_share > 0.05
+
+
+def test_what_is_kept_leaves_a_twentieth_of_the_device_free(path: Path) -> None:
+    without = planned(path, None).plan
+    # The context and fragmentation take 4 percent and one GiB of what the GPU has.
+    usable = int(without.device_total_bytes / 0.95) + 40_000
+    tight = planned(path, SLOW_LINK, memory=int((usable + GIB) / 0.96))
+    assert 0 < tight.kept.resident_layers < 4
+    assert tight.plan.device_total_bytes <= 0.95 * tight.plan.device_limit_bytes
+
+
+def test_nothing_is_kept_on_the_host_nor_at_a_speed_that_is_not_known(path: Path) -> None:
+    assert planned(path, SLOW_LINK, device="host").plan.kept is None
+    assert planned(path, None).plan.kept is None
+    assert planned(path, None).kept.resident_layers == 0
