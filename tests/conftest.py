@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,19 @@ def _children() -> set[int]:
         with suppress(OSError):  # a thread that has ended meanwhile
             found.update(map(int, (task / "children").read_text().split()))
     return found
+
+
+@pytest.fixture(autouse=True)
+def logs_go_where_they_went() -> Iterator[None]:
+    """Undo what a test, or the program that it ran in this process, has set up for logs: their stream may be closed afterwards."""
+    levels = {name: logging.getLogger(name).level for name in (None, "alembic", "uvicorn", "asyncio")}
+    handlers = logging.getLogger().handlers[:]
+    yield
+    logging.getLogger().handlers[:] = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    if structlog := sys.modules.get("structlog"):  # not on the machine that lends the GPU
+        structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 from tests.conftest import MakeDaemon
 from tests.daemon_parts import DaemonParts, Script, blob_file, chat_rows
 from tests.support.limited_python import limited
@@ -150,14 +151,15 @@ async def test_a_preparation_at_its_limit(daemon: DaemonParts, tmp_path: Path, n
 # --- What the daemon measures, and what a worker compiles --------------------------------------------------------------------------------
 
 
-async def test_a_measurement_at_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_measurement_at_its_limit(tmp_path: Path) -> None:
     tight = limited(tmp_path / "limited", child_environment(), memory_bytes=200 * MIB)
     book = RateBook(tmp_path, Machine.of((), num_threads=1))
     with pytest.raises(OutOfMemory, match=r"^the measurement( of host)? ran out of memory$"):
         await measure_rates(book.machine, environment=tight)
-    await IdleMeasurement(book, environment=tight, idle_s=0)()
+    with capture_logs() as logged:
+        await IdleMeasurement(book, environment=tight, idle_s=0)()
     assert book.read() == {}
-    assert "the machine's speed could not be measured; plans carry no prediction" in capsys.readouterr().out
+    assert [line["event"] for line in logged] == ["the machine's speed could not be measured; plans carry no prediction"]
     assert children("worker.measure") == []
 
 

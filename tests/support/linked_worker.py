@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import Line, decode_line
+from horizon_server.events import WorkerProgress
 from horizon_server.worker_link.protocol import (
     PROTOCOL,
     SOCKET_FILE,
@@ -77,11 +78,12 @@ class LinkedWorker:
         self._connection.sendall(orders)
 
     def lines(self) -> Iterator[Line]:
-        """Yield what it says, to the end of the connection."""
+        """Yield what it says, to the end of the connection, without the signs of life, which come by the clock."""
         assert self._connection is not None
         with self._connection.makefile("rb") as stream:
-            for raw in stream:
-                yield decode_line(raw)
+            for line in map(decode_line, stream):
+                if not isinstance(line, WorkerProgress):
+                    yield line
 
     def hang_up(self) -> None:
         """End the connection, as a daemon does that dies."""

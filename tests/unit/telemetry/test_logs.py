@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,18 +21,6 @@ from horizon_server.telemetry.logs import (
 )
 
 TOKEN = "hzn_0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    for name in ("alembic", "uvicorn", "asyncio"):
-        logging.getLogger(name).setLevel(logging.NOTSET)
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
