@@ -159,7 +159,9 @@ async def test_a_measurement_at_its_limit(tmp_path: Path) -> None:
     with capture_logs() as logged:
         await IdleMeasurement(book, environment=tight, idle_s=0)()
     assert book.read() == {}
-    assert [line["event"] for line in logged] == ["the machine's speed could not be measured; plans carry no prediction"]
+    assert [line["event"] for line in logged] == [
+        "the machine's speed could not be measured; plans carry no prediction"
+    ]
     assert children("worker.measure") == []
 
 
