@@ -98,7 +98,8 @@ class UnitLayout:
         return {"hi": self.num_elements, "lo": self.exact_elements}.get(plane, self.trained_elements)
 
     def _end_of(self, tensors: Sequence[TensorLayout]) -> int:
-        return _padded(max(tensor.offset + tensor.num_elements for tensor in tensors)) if tensors else 0
+        end = max((tensor.offset + tensor.num_elements for tensor in tensors), default=0)
+        return min(_padded(end), self.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True)
