@@ -181,6 +181,9 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
         return
     current = getattr(message, field.name)
     if isinstance(current, MutableSequence):
+        # `trainable: all` is a list of one.
+        if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            value = [value]
         if not isinstance(value, list | tuple):
             raise _Refused("must be a list")
         current.extend([_converted(field, item) for item in value])

@@ -51,6 +51,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
         compile=draw(st.sampled_from(["auto", "on", "off"])),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
+        trainable=draw(st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])),
     )
 
 

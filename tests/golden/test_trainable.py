@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -147,15 +147,16 @@ def test_nothing_that_changes_memory_or_time_changes_a_bit(
     rows: list[MicroBatch],
 ) -> None:
     _, frozen = both(tiny_model(architecture), PARTS[part])
-    stores = []
-    for options in (
+    stores: list[HostStore] = []
+    choices: list[dict[str, Any]] = [
         {},
         {"activation_placement": "host"},
         {"num_weight_slots": 1, "num_gradient_slots": 3},
         {"resident_layers": 2},
         {"product_layers": 3},
         {"released": True},
-    ):
+    ]
+    for options in choices:
         device = HostDevice(num_threads=1, compute_dtype=dtype, max_delay_s=0.0005, delay_seed=len(stores))
         released = options.pop("released", False)
         run = start(frozen, device=device, store=frozen.store(), **options)
@@ -203,7 +204,7 @@ def test_what_the_device_holds_is_what_the_plan_says(
     tmp_path: Path,
 ) -> None:
     _, frozen = both(tiny_model("llama", num_hidden_layers=4), PARTS[part])
-    AutoModelForCausalLM.from_config(frozen.config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(frozen.config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     shape = open_model_folder(tmp_path).shape
     run = start(frozen, activation_placement=placement)
     # More tokens than the trial of packing has.
@@ -291,7 +292,7 @@ def test_parts_of_one_parameter_of_the_model_are_trained_together(
     tiny_model: Callable[..., TinyModel], tmp_path: Path
 ) -> None:
     model = tiny_model("qwen3_moe")
-    AutoModelForCausalLM.from_config(model.config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(model.config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     layout = open_model_folder(tmp_path).layout
     some = with_trained(layout, lambda name: "experts.1." in name, is_bfloat16=lambda _: False)
     with pytest.raises(

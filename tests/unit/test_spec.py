@@ -57,6 +57,11 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"limits": {"max_steps": 0}}, "limits.max_steps"),
         ({"limits": {"max_step": 9}}, "limits.max_step"),
         ({"eval": {"patience": -1}}, "eval.patience"),
+        ({"train": {"trainable": []}}, "train.trainable"),
+        ({"train": {"trainable": ["norm", "(bias"]}}, "train.trainable"),
+        ({"train": {"trainable": ["n" * 257]}}, "train.trainable"),
+        ({"train": {"trainable": ["norm"] * 65}}, "train.trainable"),
+        ({"train": {"trainable": 3}}, "train.trainable"),
         ({"eval": {"min_delta": -0.5}}, "eval.min_delta"),
         ({"eval": {"patience": 2}, "eval_fraction": 0.1}, "eval.patience"),
         ({"eval": {"patience": 2}, "eval_every_steps": 5}, "eval.patience"),
@@ -67,6 +72,12 @@ def test_a_wrong_field_is_named_with_what_is_allowed(change: dict[str, Any], fie
     found = violations({**MINIMAL, **change})
     assert list(found) == [field]
     assert found[field].startswith(field)
+
+
+def test_one_expression_need_not_be_a_list() -> None:
+    specs = [parse_job_spec({**MINIMAL, "train": {"trainable": given}}) for given in ("norm", ["norm"], "all")]
+    assert [spec.train.trainable for spec in specs] == [("norm",), ("norm",), ("all",)]
+    assert parse_job_spec(MINIMAL).train.trainable == ("all",)
 
 
 def test_all_violations_are_told_at_once() -> None:

@@ -38,11 +38,11 @@ from horizon_server.planning.machine import (
     host_memory,
     rates_name,
 )
-from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
-from horizon_server.planning.trainable import laid_out
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
@@ -283,8 +283,7 @@ class Planner:
     def _against(
         self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
     ) -> tuple[JobPlan, StoreLayout, _Choice]:
-        found = open_model_folder(folder)
-        found = dataclasses.replace(found, layout=laid_out(found, spec.train))
+        found = open_for_training(folder, spec.train)
         choice = dataclasses.replace(
             choice,
             layer=self._layer_memory(found),

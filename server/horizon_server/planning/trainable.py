@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import regex
 
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.spec import EVERYTHING, TrainSpec
-from horizon_server.store.layout import StoreLayout, with_decay, with_trained
+from horizon_server.store.layout import with_decay, with_trained
 
 _FIELD = "train.trainable"
 # For all names of a model and all expressions together: users write expressions, and some take forever.
@@ -17,22 +19,21 @@ _TIMEOUT_S = 2.0
 _SHOWN_NAMES = 3
 
 
-def laid_out(folder: ModelFolder, train: TrainSpec) -> StoreLayout:
-    """The store's layout for a job: what is frozen has no moments and no gradient, and no `lo` half where the folder has it in bfloat16.
+def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
+    """Open a model folder, laid out for a job: what is frozen has no moments and no gradient, and no `lo` half where it is in bfloat16.
 
     Raises:
+        InvalidModel: the folder cannot be trained from.
         InvalidSpec: an expression of `train.trainable` fits no tensor, or takes too long.
     """
-    layout = with_decay(folder.layout, train.decay)
-    if train.trainable == EVERYTHING:
-        return layout
-    names = [tensor.name for _, tensor in layout.tensors()]
-    trained = {name for expression in train.trainable for name in _fitting(expression, names)}
-    return with_trained(
-        layout,
-        trained.__contains__,
-        is_bfloat16=lambda name: name in folder.headers and folder.headers[name].dtype == "BF16",
-    )
+    found = open_model_folder(folder)
+    layout = with_decay(found.layout, train.decay)
+    if train.trainable != EVERYTHING:
+        names = [tensor.name for _, tensor in layout.tensors()]
+        trained = {name for expression in train.trainable for name in _fitting(expression, names)}
+        in_bfloat16 = {name for name, header in found.headers.items() if header.dtype == "BF16"}
+        layout = with_trained(layout, trained.__contains__, is_bfloat16=in_bfloat16.__contains__)
+    return dataclasses.replace(found, layout=layout)
 
 
 def _fitting(expression: str, names: Sequence[str]) -> list[str]:

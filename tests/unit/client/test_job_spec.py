@@ -103,6 +103,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
             "compute_dtype": "bfloat16",
             "compile": "off",
             "matmul": "fp8",
+            "trainable": "norm",
         },
         "eval_every_steps": 12,
         "checkpoint": {"every_steps": 13, "keep_last": 14, "keep_best": False, "dtype": "fp32"},
