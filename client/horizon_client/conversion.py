@@ -25,6 +25,8 @@ ResourceT = TypeVar("ResourceT")
 REQUIRED = ("name", "model", "dataset")
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+# Choices that users write with underscores, because transformers does.
+_UNDERSCORED = frozenset({"LrSchedule"})
 _BOOLEAN_WORDS = {True: ("true", "on"), False: ("false", "off")}
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"
@@ -83,7 +85,10 @@ def _enum_text(descriptor: Any, number: int) -> str:
 def enum_choices(descriptor: Any) -> dict[str, int]:
     """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the unset value."""
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {v.name.removeprefix(prefix).lower().replace("_", "-"): v.number for v in descriptor.values if v.number != 0}
+    dash = "_" if descriptor.name in _UNDERSCORED else "-"
+    return {
+        v.name.removeprefix(prefix).lower().replace("_", dash): v.number for v in descriptor.values if v.number != 0
+    }
 
 
 def enum_number(enum: Any, field: str, text: str) -> Any:

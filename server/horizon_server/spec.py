@@ -37,6 +37,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 # Named, because a preview takes the same two choices without being a job.
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
+LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
 ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -94,10 +95,26 @@ class TrainSpec(_Section):
         json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
     )
     learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="Shape of the learning rate after the warmup."
+    lr_schedule: LrSchedule = Field(
+        default="cosine",
+        description="Shape of the learning rate after the warmup. constant: stays; linear, cosine: falls to 0; cosine_with_min_lr: falls "
+        "to min_lr_ratio; wsd (warmup, stable, decay): stays, and falls to min_lr_ratio at the end. All as in transformers.",
     )
-    warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
+    warmup_steps: int = Field(
+        default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0 (wsd: from min_lr_ratio)."
+    )
+    min_lr_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of learning_rate that is left at the end. For lr_schedule cosine_with_min_lr and wsd only.",
+    )
+    lr_decay_ratio: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of all steps, the last ones, in which the learning rate falls along half a cosine. For lr_schedule wsd only.",
+    )
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
     decay: Literal["trainer", "matrices", "all"] = Field(
         default="trainer",
@@ -150,6 +167,19 @@ class TrainSpec(_Section):
         if isinstance(given, Mapping) and given.get("epochs") is None and given.get("max_steps") is None:
             return {**given, "epochs": 1.0}
         return given
+
+    @field_validator("min_lr_ratio", "lr_decay_ratio")
+    @classmethod
+    def _of_its_schedule(cls, share: float, info: ValidationInfo) -> float:
+        assert info.field_name is not None
+        users = {"min_lr_ratio": ("cosine_with_min_lr", "wsd"), "lr_decay_ratio": ("wsd",)}[info.field_name]
+        schedule = info.data.get("lr_schedule")
+        # Absent where it was refused itself.
+        if schedule is not None and schedule not in users and share != cls.model_fields[info.field_name].default:
+            raise ValueError(
+                f"is {share:g}, and lr_schedule {schedule} does not use it; leave it out or set train.lr_schedule to {' or '.join(users)}"
+            )
+        return share
 
     @field_validator("max_steps")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, LrSchedule, TrainSpec, parse_job_spec
 
 
 def from_wire(message: job_pb2.JobSpec) -> JobSpec:
@@ -31,6 +33,7 @@ def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchSt
 @st.composite
 def train_specs(draw: st.DrawFn) -> TrainSpec:
     by_steps = draw(st.booleans())
+    schedule = draw(st.sampled_from(get_args(LrSchedule)))
     return TrainSpec(
         epochs=None if by_steps else draw(floats(0, 10_000, exclude_min=True)),
         max_steps=draw(st.integers(1, 100_000_000)) if by_steps else None,
@@ -38,7 +41,9 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         tokens_per_step=draw(st.integers(8, 67_108_864)),
         packing=draw(st.sampled_from(["auto", "true", "false"])),
         learning_rate=draw(floats(0, 10)),
-        lr_schedule=draw(st.sampled_from(["constant", "linear", "cosine"])),
+        lr_schedule=schedule,
+        min_lr_ratio=draw(floats(0, 1)) if schedule in ("cosine_with_min_lr", "wsd") else 0.0,
+        lr_decay_ratio=draw(floats(0, 1)) if schedule == "wsd" else 0.1,
         warmup_steps=draw(steps),
         weight_decay=draw(floats(0, 10)),
         decay=draw(st.sampled_from(["trainer", "matrices", "all"])),

@@ -38,6 +38,10 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"max_grad_norm": 0}}, "train.max_grad_norm"),
         ({"train": {"packing": "maybe"}}, "train.packing"),
         ({"train": {"lr_schedul": "cosine"}}, "train.lr_schedul"),
+        ({"train": {"min_lr_ratio": 0.1}}, "train.min_lr_ratio"),
+        ({"train": {"min_lr_ratio": 1.1, "lr_schedule": "wsd"}}, "train.min_lr_ratio"),
+        ({"train": {"lr_schedule": "cosine_with_min_lr", "lr_decay_ratio": 0.2}}, "train.lr_decay_ratio"),
+        ({"train": {"lr_schedule": "exponential", "min_lr_ratio": 0.2}}, "train.lr_schedule"),
         ({"train": {"epochs": 1, "max_steps": 5}}, "train.max_steps"),
         ({"train": {"max_skipped_steps": 0}}, "train.max_skipped_steps"),
         ({"train": 3}, "train"),
@@ -103,6 +107,16 @@ def test_patience_needs_evaluations_between_steps_and_data_for_them() -> None:
 def test_limits_are_off_by_default_and_a_section_left_empty_is_the_default() -> None:
     spec = parse_job_spec({**MINIMAL, "limits": None, "eval": None})
     assert (spec.limits.max_hours, spec.limits.max_steps, spec.eval.patience) == (None, None, 0)
+
+
+def test_the_parts_of_a_schedule_belong_to_it() -> None:
+    found = violations({**MINIMAL, "train": {"lr_decay_ratio": 0.2}})
+    assert found == {
+        "train.lr_decay_ratio": "train.lr_decay_ratio is 0.2, and lr_schedule cosine does not use it; leave it out or set "
+        "train.lr_schedule to wsd"
+    }
+    train = parse_job_spec({**MINIMAL, "train": {"lr_schedule": "wsd", "min_lr_ratio": 0.1}}).train
+    assert (train.min_lr_ratio, train.lr_decay_ratio) == (0.1, 0.1)
 
 
 def test_null_turns_clipping_off() -> None:

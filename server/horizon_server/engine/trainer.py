@@ -60,6 +60,8 @@ class TrainConfig:
     learning_rate: float
     lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    lr_decay_ratio: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -179,6 +181,8 @@ class Trainer:
             schedule=config.lr_schedule,
             warmup_steps=config.warmup_steps,
             num_steps=config.num_steps,
+            min_ratio=config.min_lr_ratio,
+            decay_ratio=config.lr_decay_ratio,
         )
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.

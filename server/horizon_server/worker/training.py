@@ -474,6 +474,8 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         learning_rate=train.learning_rate,
         lr_schedule=train.lr_schedule,
         warmup_steps=train.warmup_steps,
+        min_lr_ratio=train.min_lr_ratio,
+        lr_decay_ratio=train.lr_decay_ratio,
         weight_decay=train.weight_decay,
         betas=train.betas,
         eps=train.eps,
