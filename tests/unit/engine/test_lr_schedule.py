@@ -66,7 +66,7 @@ def test_a_cosine_ends_at_its_share(min_ratio: float, warmup_steps: int, num_ste
 @pytest.mark.parametrize("min_ratio", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("warmup_steps", "num_steps", "decay_ratio", "decay_steps"),
-    # The last two: a share is rounded up, and a decay begins after the warmup.
+    # The last three: a share is rounded up, and a decay begins after the warmup.
     [
         (0, 12, 0.5, 6),
         (5, 12, 0.25, 3),
@@ -74,6 +74,7 @@ def test_a_cosine_ends_at_its_share(min_ratio: float, warmup_steps: int, num_ste
         (20, 12, 0.5, 0),
         (3, 12, 0.0, 0),
         (5, 12, 0.2, 3),
+        (9, 100, 0.07, 7),
         (5, 12, 1.0, 7),
     ],
 )
