@@ -155,6 +155,13 @@ class TrainSpec(_Section):
         description="The job fails with reason DIVERGED after this number of skipped steps in a row.",
     )
 
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over the vocabulary, in training; as torch's cross_entropy. Steps report "
+        "the smoothed loss, evaluations the loss without smoothing.",
+    )
     matmul: Literal["bf16", "fp8"] = Field(
         default="bf16",
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "

@@ -55,6 +55,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         max_skipped_steps=draw(st.integers(1, 100_000_000)),
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
         compile=draw(st.sampled_from(["auto", "on", "off"])),
+        label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
     )
 

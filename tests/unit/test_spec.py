@@ -42,6 +42,7 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"min_lr_ratio": 1.1, "lr_schedule": "wsd"}}, "train.min_lr_ratio"),
         ({"train": {"lr_schedule": "cosine_with_min_lr", "lr_decay_ratio": 0.2}}, "train.lr_decay_ratio"),
         ({"train": {"lr_schedule": "exponential", "min_lr_ratio": 0.2}}, "train.lr_schedule"),
+        ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing"),
         ({"train": {"epochs": 1, "max_steps": 5}}, "train.max_steps"),
         ({"train": {"max_skipped_steps": 0}}, "train.max_skipped_steps"),
         ({"train": 3}, "train"),

@@ -92,12 +92,14 @@ class ForwardBackward:
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
         matmul: Matmul = "bf16",
+        label_smoothing: float = 0.0,
         product_layers: int = 0,
         max_product_bytes: int | None = None,
         compiled: CompiledLayers,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
+        self._label_smoothing = label_smoothing
         self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
         kind = Activations if activation_placement == "device" else OffloadedActivations
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
@@ -281,7 +283,13 @@ class ForwardBackward:
                 # The logits' own memory becomes their gradient, unless the model's backward wants them again.
                 gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
                 targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
-                loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
+                loss = chunk_loss(
+                    values_SV,
+                    targets_S,
+                    num_targets_of_step=num_targets,
+                    gradient_SV=gradient_SV,
+                    smoothing=self._label_smoothing,
+                )
                 torch.autograd.backward(edge, gradient_SV)
             current.loss += loss
             assert hidden_1SD.grad is not None

@@ -62,6 +62,7 @@ class TrainConfig:
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
     lr_decay_ratio: float = 0.0
+    label_smoothing: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -124,6 +125,7 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
             matmul=config.matmul,
+            label_smoothing=config.label_smoothing,
             product_layers=config.product_layers,
             max_product_bytes=config.max_product_bytes,
             compiled=compiled or CompiledLayers(template),
@@ -209,9 +211,9 @@ class Trainer:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training does.
+        """Mean loss over all supervised tokens, without label smoothing, with the weights of the last step.
 
-        It need not wait for the last update: each unit is read after its own.
+        It needs no more memory than training does, and need not wait for the last update: each unit is read after its own.
 
         Raises:
             InvalidData: as `train_step`.

@@ -476,6 +476,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         warmup_steps=train.warmup_steps,
         min_lr_ratio=train.min_lr_ratio,
         lr_decay_ratio=train.lr_decay_ratio,
+        label_smoothing=train.label_smoothing,
         weight_decay=train.weight_decay,
         betas=train.betas,
         eps=train.eps,
