@@ -106,7 +106,7 @@ def spec_to_mapping(spec: Message) -> dict[str, Any]:
         name, value = field.name, getattr(spec, field.name)
         if isinstance(value, MutableSequence):
             if value:
-                plain[name] = list(value)
+                plain[name] = [spec_to_mapping(item) if isinstance(item, Message) else item for item in value]
         elif field.has_presence and not spec.HasField(name):
             continue
         elif isinstance(value, Message):
@@ -188,6 +188,15 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
     if isinstance(current, MutableSequence):
         if not isinstance(value, list | tuple):
             raise _Refused("must be a list")
+        if field.message_type is not None:
+            items: Any = current
+            for index, item in enumerate(value):
+                if not isinstance(item, Mapping):
+                    raise _Refused(
+                        f"must be a list of mappings, each with {', '.join(_known_keys(field.message_type))}"
+                    )
+                _fill(items.add(), item, f"{path}[{index}].", violations)
+            return
         current.extend([_converted(field, item) for item in value])
     elif isinstance(current, Message):
         if not isinstance(value, Mapping):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,12 +24,16 @@ from pydantic import (
 )
 
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.expressions import problem_of
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 NAME_PATTERN = re.compile(_NAME)
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
 
 MAX_STEPS = 100_000_000
+MAX_EXPRESSIONS = 64
+MAX_EXPRESSION_CHARS = 256
+MAX_LR_SCALE = 1000
 # Schema key of a field whose pattern is not readable: what is allowed, in words.
 _RULE = "x-allowed"
 
@@ -68,6 +73,13 @@ class _Section(BaseModel):
     def _keys_as_text(cls, given: Any) -> Any:
         # YAML keys may be numbers; as text they are reported like any other unknown field.
         return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else given
+
+
+class LrGroup(_Section):
+    """Tensors whose learning rate is the schedule's times `scale`: those whose name the regular expression `match` is found in."""
+
+    match: str = Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)
+    scale: float = Field(gt=0, le=MAX_LR_SCALE)
 
 
 class TrainSpec(_Section):
@@ -162,6 +174,16 @@ class TrainSpec(_Section):
         description="Share of each target that is spread evenly over the vocabulary, in training; as torch's cross_entropy. Steps report "
         "the smoothed loss, evaluations the loss without smoothing.",
     )
+    lr_groups: Annotated[tuple[LrGroup, ...], _list_as_tuple] = Field(
+        default=(),
+        max_length=MAX_EXPRESSIONS,
+        description="Learning rates of single tensors: [{match: embed_tokens, scale: 0.1}] gives the tensors in whose name the regular "
+        "expression is found a tenth of learning_rate, in weight decay too. The first group that fits counts; other tensors have scale 1.",
+        json_schema_extra={
+            _RULE: f"a list of up to {MAX_EXPRESSIONS} groups, each with match (a regular expression of 1 to {MAX_EXPRESSION_CHARS} "
+            f"characters) and scale (a number above 0 up to {MAX_LR_SCALE}; what is not to be trained is left out of train.trainable)"
+        },
+    )
     matmul: Literal["bf16", "fp8"] = Field(
         default="bf16",
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
@@ -187,6 +209,14 @@ class TrainSpec(_Section):
                 f"is {share:g}, and lr_schedule {schedule} does not use it; leave it out or set train.lr_schedule to {' or '.join(users)}"
             )
         return share
+
+    @field_validator("lr_groups")
+    @classmethod
+    def _regular_expressions(cls, groups: tuple[LrGroup, ...]) -> tuple[LrGroup, ...]:
+        for group in groups:
+            if problem := problem_of(group.match):
+                raise ValueError(problem)
+        return groups
 
     @field_validator("max_steps")
     @classmethod
@@ -365,7 +395,7 @@ def parse_job_spec(plain: object) -> JobSpec:
         violations: dict[str, FieldViolation] = {}
         for error in refused.errors(include_url=False):
             # An element of a list is reported as the list: users write, and change, the whole of it.
-            keys = [str(key) for key in error["loc"] if not isinstance(key, int)]
+            keys = [str(key) for key in takewhile(lambda key: not isinstance(key, int), error["loc"])]
             if isinstance(cause := error.get("ctx", {}).get("error"), _WrongField):
                 keys.append(cause.key)
             path = ".".join(keys)
@@ -379,11 +409,12 @@ def parse_job_spec(plain: object) -> JobSpec:
 
 def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, Any]) -> str:
     """Return what is wrong with one field: the part of the message after its path."""
-    if error["type"] == "missing":
+    in_list = any(isinstance(key, int) for key in error["loc"])
+    if error["type"] == "missing" and not in_list:
         return "is required"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    if error["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden" and not in_list:
         known = list(_field(schema, keys[:-1])["properties"])
         # Often right but one level off: learning_rate for train.learning_rate.
         near = [path for path in _paths(schema) if path.rpartition(".")[2] == keys[-1]]
@@ -393,7 +424,7 @@ def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, A
     value = plain
     for key in keys:
         value = value[key]
-    if error["type"] == "model_type":
+    if error["type"] == "model_type" and not in_list:
         return f"must be a mapping, not {value!r:.40}"
     return f"is {value!r:.60}; it must be {allowed_values(_field(schema, keys))}"
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, LrSchedule, TrainSpec, parse_job_spec
+from horizon_server.spec import (
+    CheckpointSpec,
+    EvalSpec,
+    JobSpec,
+    LimitsSpec,
+    LrGroup,
+    LrSchedule,
+    TrainSpec,
+    parse_job_spec,
+)
 
 
 def from_wire(message: job_pb2.JobSpec) -> JobSpec:
@@ -28,6 +37,12 @@ steps = st.integers(0, 100_000_000)
 
 def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchStrategy[float]:
     return st.floats(low, high, exclude_min=exclude_min, allow_nan=False)
+
+
+lr_groups = st.lists(
+    st.builds(LrGroup, match=st.sampled_from(["norm", r"layers\.1[0-9]\."]), scale=floats(0, 1000, exclude_min=True)),
+    max_size=3,
+).map(tuple)
 
 
 @st.composite
@@ -55,6 +70,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         max_skipped_steps=draw(st.integers(1, 100_000_000)),
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
         compile=draw(st.sampled_from(["auto", "on", "off"])),
+        lr_groups=draw(lr_groups),
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
     )
@@ -161,7 +177,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
     wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e"}))
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
     assert unset == set()
-    optional = {"epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
+    optional = {"lr_groups", "epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
     sections = (
         (wire.train, TrainSpec),
         (wire.checkpoint, CheckpointSpec),

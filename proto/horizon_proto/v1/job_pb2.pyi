@@ -551,6 +551,7 @@ class TrainSpec(google.protobuf.message.Message):
     MIN_LR_RATIO_FIELD_NUMBER: builtins.int
     LR_DECAY_RATIO_FIELD_NUMBER: builtins.int
     LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
+    LR_GROUPS_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -599,6 +600,10 @@ class TrainSpec(google.protobuf.message.Message):
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
 
+    @property
+    def lr_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LrGroup]:
+        """Tensors that learn at a rate of their own; the first group that fits counts; at most 64."""
+
     def __init__(
         self,
         *,
@@ -625,9 +630,10 @@ class TrainSpec(google.protobuf.message.Message):
         min_lr_ratio: builtins.float | None = ...,
         lr_decay_ratio: builtins.float | None = ...,
         label_smoothing: builtins.float | None = ...,
+        lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -658,6 +664,30 @@ class TrainSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["clipping", b"clipping"]) -> typing.Literal["max_grad_norm", "no_clipping"] | None: ...
 
 global___TrainSpec = TrainSpec
+
+@typing.final
+class LrGroup(google.protobuf.message.Message):
+    """LrGroup gives tensors a learning rate of their own."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
+    match: builtins.str
+    """Regular expression that is found in the tensors' names; required; at most 256 characters."""
+    scale: builtins.float
+    """What the learning rate is multiplied by; above 0, at most 1000; required."""
+    def __init__(
+        self,
+        *,
+        match: builtins.str = ...,
+        scale: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scale", b"_scale", "scale", b"scale"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scale", b"_scale", "match", b"match", "scale", b"scale"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
+
+global___LrGroup = LrGroup
 
 @typing.final
 class CheckpointSpec(google.protobuf.message.Message):

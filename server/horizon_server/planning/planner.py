@@ -30,6 +30,7 @@ from horizon_server.planning.ledger import (
     micro_batch_tokens,
     plan_memory,
 )
+from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.planning.machine import (
     Accelerator,
     HostMemory,
@@ -290,9 +291,12 @@ class Planner:
         )
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
-            field = "train.sequence_length"
-            what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            what = (
+                f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
+            )
+            raise InvalidSpec.of("train.sequence_length", what)
+        # For its refusals, which belong before the job is queued: sizes do not depend on it.
+        with_lr_groups(found.layout, spec.train.lr_groups)
         ledger, choice = self._placed(spec, found, choice, limit_bytes)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
             raise InvalidModel(

@@ -55,13 +55,16 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it."""
+    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it, and `lr_scale`
+    multiplies its learning rate.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     num_elements: int
     decay: bool
+    lr_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,15 @@ def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
     """The same layout with weight decay on other parameters."""
     units = (
         replace(unit, tensors=tuple(replace(t, decay=_decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
+        for unit in layout.units
+    )
+    return replace(layout, units=tuple(units))
+
+
+def with_lr_scales(layout: StoreLayout, scales: Mapping[str, float]) -> StoreLayout:
+    """The same layout with these factors of the learning rate, by tensors' names, and 1 for all other tensors."""
+    units = (
+        replace(unit, tensors=tuple(replace(t, lr_scale=scales.get(t.name, 1.0)) for t in unit.tensors))
         for unit in layout.units
     )
     return replace(layout, units=tuple(units))

@@ -29,6 +29,7 @@ from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
+from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store import numa
@@ -146,6 +147,7 @@ class Training:
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
+        layout = with_lr_groups(layout, self._spec.train.lr_groups)
         template = self._template = Template.from_folder(request.model, layout=layout)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
