@@ -143,7 +143,7 @@ class TrainSpec(_Section):
         le=1e9,
         description="Clip gradients to this global norm; null turns clipping off and saves the memory of the gradient planes.",
     )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order, dropout and noise.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
         default="assistant", description="Which tokens of a chat carry loss."
     )
@@ -183,6 +183,13 @@ class TrainSpec(_Section):
             _RULE: f"a list of up to {MAX_EXPRESSIONS} groups, each with match (a regular expression of 1 to {MAX_EXPRESSION_CHARS} "
             f"characters) and scale (a number above 0 up to {MAX_LR_SCALE}; what is not to be trained is left out of train.trainable)"
         },
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        le=1000,
+        description="NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a document of L tokens and "
+        "embeddings of D numbers. 5 to 15 are usual; 0 is none.",
     )
     matmul: Literal["bf16", "fp8"] = Field(
         default="bf16",

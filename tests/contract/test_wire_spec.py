@@ -71,6 +71,7 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
         compile=draw(st.sampled_from(["auto", "on", "off"])),
         lr_groups=draw(lr_groups),
+        neftune_noise_alpha=draw(floats(0, 1000)),
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
     )

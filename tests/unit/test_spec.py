@@ -56,6 +56,7 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"lr_groups": [{"match": "a(", "scale": 1}]}}, "train.lr_groups"),
         ({"train": {"lr_groups": [7]}}, "train.lr_groups"),
         ({"train": {"lr_groups": "norm"}}, "train.lr_groups"),
+        ({"train": {"neftune_noise_alpha": -1}}, "train.neftune_noise_alpha"),
         ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing"),
         ({"train": {"epochs": 1, "max_steps": 5}}, "train.max_steps"),
         ({"train": {"max_skipped_steps": 0}}, "train.max_skipped_steps"),

@@ -552,6 +552,7 @@ class TrainSpec(google.protobuf.message.Message):
     LR_DECAY_RATIO_FIELD_NUMBER: builtins.int
     LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
     LR_GROUPS_FIELD_NUMBER: builtins.int
+    NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -577,7 +578,7 @@ class TrainSpec(google.protobuf.message.Message):
     no_clipping: builtins.bool
     """True turns clipping off (null in YAML)."""
     seed: builtins.int
-    """Seed of data order and dropout; default 0."""
+    """Seed of data order, dropout and noise; default 0."""
     train_on: global___TrainOn.ValueType
     """Which tokens of a chat carry loss; default assistant."""
     max_skipped_steps: builtins.int
@@ -596,6 +597,8 @@ class TrainSpec(google.protobuf.message.Message):
     """Share of all steps in which the learning rate falls, with lr_schedule wsd; from 0 to 1; default 0.1."""
     label_smoothing: builtins.float
     """Share of each target that is spread evenly over the vocabulary, in training; from 0 to below 1; default 0."""
+    neftune_noise_alpha: builtins.float
+    """NEFTune's alpha, the noise on the embeddings in training; from 0 to 1000; default 0, none."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -631,9 +634,10 @@ class TrainSpec(google.protobuf.message.Message):
         lr_decay_ratio: builtins.float | None = ...,
         label_smoothing: builtins.float | None = ...,
         lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
+        neftune_noise_alpha: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -650,6 +654,8 @@ class TrainSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_lr_ratio", b"_min_lr_ratio"]) -> typing.Literal["min_lr_ratio"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_neftune_noise_alpha", b"_neftune_noise_alpha"]) -> typing.Literal["neftune_noise_alpha"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload

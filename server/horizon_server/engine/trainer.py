@@ -45,15 +45,16 @@ _STATE_VERSION = 1
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
-    `micro_batch_tokens` only its rounding, and what dropout draws).
+    `micro_batch_tokens` only its rounding, and what dropout and noise draw).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
     `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Where the
     model keeps documents apart, they are computed up to `micro_batch_tokens` at a time, whatever row they are in; 0 computes row by row.
     `activation_placement` says where layer inputs wait for backward. The weights of `resident_layers` stay on the device from step to
     step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
-    dropout, where the model's config asks for it. After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns
-    that off. `matmul` does change the result: fp8 rounds the layers' products.
+    dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
+    `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
+    rounds the layers' products.
     """
 
     num_steps: int
@@ -63,6 +64,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.0
     lr_decay_ratio: float = 0.0
     label_smoothing: float = 0.0
+    neftune_noise_alpha: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -126,6 +128,7 @@ class Trainer:
             activation_placement=config.activation_placement,
             matmul=config.matmul,
             label_smoothing=config.label_smoothing,
+            neftune_alpha=config.neftune_noise_alpha,
             product_layers=config.product_layers,
             max_product_bytes=config.max_product_bytes,
             compiled=compiled or CompiledLayers(template),

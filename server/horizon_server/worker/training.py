@@ -479,6 +479,7 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         min_lr_ratio=train.min_lr_ratio,
         lr_decay_ratio=train.lr_decay_ratio,
         label_smoothing=train.label_smoothing,
+        neftune_noise_alpha=train.neftune_noise_alpha,
         weight_decay=train.weight_decay,
         betas=train.betas,
         eps=train.eps,
