@@ -118,6 +118,16 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LrGroup:
+    """LrGroup gives tensors a learning rate of their own."""
+
+    match: str
+    """Regular expression that is found in the tensors' names; required; at most 256 characters."""
+    scale: float | None
+    """What the learning rate is multiplied by; above 0, at most 1000; required."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One submitted job."""
 

@@ -45,21 +45,26 @@ _STATE_VERSION = 1
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
-    `micro_batch_tokens` only its rounding, and what dropout draws).
+    `micro_batch_tokens` only its rounding, and what dropout and noise draw).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
     `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Where the
     model keeps documents apart, they are computed up to `micro_batch_tokens` at a time, whatever row they are in; 0 computes row by row.
     `activation_placement` says where layer inputs wait for backward. The weights of `resident_layers` stay on the device from step to
     step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
-    dropout, where the model's config asks for it. After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns
-    that off. `matmul` does change the result: fp8 rounds the layers' products.
+    dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
+    `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
+    rounds the layers' products.
     """
 
     num_steps: int
     learning_rate: float
     lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    lr_decay_ratio: float = 0.0
+    label_smoothing: float = 0.0
+    neftune_noise_alpha: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -123,6 +128,8 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
             matmul=config.matmul,
+            label_smoothing=config.label_smoothing,
+            neftune_alpha=config.neftune_noise_alpha,
             product_layers=config.product_layers,
             max_product_bytes=config.max_product_bytes,
             compiled=compiled or CompiledLayers(template),
@@ -184,6 +191,8 @@ class Trainer:
             schedule=config.lr_schedule,
             warmup_steps=config.warmup_steps,
             num_steps=config.num_steps,
+            min_ratio=config.min_lr_ratio,
+            decay_ratio=config.lr_decay_ratio,
         )
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
@@ -210,9 +219,9 @@ class Trainer:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training does.
+        """Mean loss over all supervised tokens, without label smoothing, with the weights of the last step.
 
-        It need not wait for the last update: each unit is read after its own.
+        It needs no more memory than training does, and need not wait for the last update: each unit is read after its own.
 
         Raises:
             InvalidData: as `train_step`.
