@@ -51,7 +51,9 @@ class NoiseScale:
         return self._variance / self._square
 
     def state(self) -> dict[str, Any]:
-        """What to keep to continue exactly, as JSON values."""
+        """What to keep to continue exactly, as JSON values; nothing where nothing was measured."""
+        if not self._num_measured:
+            return {}
         return {"variance": self._variance, "square": self._square, "num_measured": self._num_measured}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -275,7 +275,7 @@ class Trainer:
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
-            "noise_scale": self._noise_scale.state(),
+            **({"noise_scale": state} if (state := self._noise_scale.state()) else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
