@@ -355,6 +355,9 @@ class StepEvent:
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: float
     """Model FLOPs of the step (6PT and attention)."""
+    noise_scale_tokens: float | None
+    """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
+    little. Absent while unknown, as where steps are a single micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1260,6 +1260,7 @@ class StepEvent(google.protobuf.message.Message):
     ETA_S_FIELD_NUMBER: builtins.int
     OVERLAP_RATIO_FIELD_NUMBER: builtins.int
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
+    NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -1296,6 +1297,10 @@ class StepEvent(google.protobuf.message.Message):
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: builtins.float
     """Model FLOPs of the step (6PT and attention)."""
+    noise_scale_tokens: builtins.float
+    """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
+    little. Absent while unknown, as where steps are a single micro-batch.
+    """
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -1336,9 +1341,11 @@ class StepEvent(google.protobuf.message.Message):
         eta_s: builtins.float = ...,
         overlap_ratio: builtins.float = ...,
         model_flops: builtins.float = ...,
+        noise_scale_tokens: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent
 

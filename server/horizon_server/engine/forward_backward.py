@@ -72,6 +72,8 @@ class _Pass:
     key: StepKey | None
     noise_N1: Tensor | None = None
     """How far noise may move each element of a token's embedding; None without noise."""
+    first_square: Tensor | None = None
+    """Where the square sum of the layers' gradients of the first micro-batch adds up, if it is measured."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
     products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
@@ -114,10 +116,16 @@ class ForwardBackward:
         self.activations = kind(device, num_layers=self._num_kept, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
+        self.first_square: float | None = None
+        """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
-        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host."""
+    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey, *, measure_first: bool = False) -> float:
+        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host. With
+        `measure_first`, and of more micro-batches than one, `first_square` is what the first of them gave the layers.
+        """
         template, current = self._template, self._start(micro_batches, key)
+        if measure_first and len(micro_batches) > 1:
+            current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
         self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         # The skipped layers write their outputs into one place, which is the input of the first that is not.
@@ -140,6 +148,7 @@ class ForwardBackward:
         if self._first_trained == 0:
             program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
         self._run(current, program)
+        self.first_square = None if current.first_square is None else float(current.first_square)
         return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -374,9 +383,15 @@ class ForwardBackward:
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])
 
+        def measure(total: Tensor) -> None:
+            if gradients is not None:
+                total.add_(gradients.square_sum())
+
         for index, span in enumerate(current.tokens.spans):
             activations.await_input(kept_input, span)
             self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
+            if index == 0 and current.first_square is not None:
+                self._device.compute.submit(partial(measure, current.first_square), label=f"backward {layer + 1}")
             # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
             activations.consumed(kept_input, span)
         self._sink.send(layer + 1)

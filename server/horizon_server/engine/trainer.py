@@ -21,6 +21,7 @@ from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
+from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
 from horizon_server.engine.optimizer import (
     LrSchedule,
     Optimizer,
@@ -147,6 +148,7 @@ class Trainer:
         )
         self.on_update: Callable[[StepFigures, dict[str, Any]], str] | None = None
         """Is given what is known of a step before its update begins, and the state after it; returns the text to keep with the weights."""
+        self._noise_scale = NoiseScale()
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
     @cached_property
@@ -197,7 +199,10 @@ class Trainer:
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(self._micro_batches(rows), StepKey(seed=config.seed, step=self.step))
+        parts, key = self._micro_batches(rows), StepKey(seed=config.seed, step=self.step)
+        loss = self._forward_backward.gradients(parts, key, measure_first=self.step % EVERY_STEPS == 0)
+        if self._forward_backward.first_square is not None:
+            self._measure_noise(self._forward_backward.first_square, parts)
         figures = StepFigures(
             step=self.step + 1,
             loss=loss,
@@ -206,6 +211,7 @@ class Trainer:
             num_tokens=sum(row.num_tokens for row in rows),
             duration_s=time.perf_counter() - start_s,
             model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
+            noise_scale_tokens=self._noise_scale.tokens,
         )
         figures = self._update(figures)
         use = self._device.take_use()
@@ -274,6 +280,7 @@ class Trainer:
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
+            **({"noise_scale": state} if (state := self._noise_scale.state()) else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -286,6 +293,8 @@ class Trainer:
         self._num_skipped = int(state["num_skipped"])
         # Absent in checkpoints of earlier versions.
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
+        if "noise_scale" in state:
+            self._noise_scale.restore(state["noise_scale"])
 
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
@@ -359,6 +368,18 @@ class Trainer:
                 "look for bad rows in the data"
             )
         return figures
+
+    def _measure_noise(self, first_square: float, micro_batches: Sequence[MicroBatch]) -> None:
+        first, total = micro_batches[0].num_targets, sum(part.num_targets for part in micro_batches)
+        if not 0 < first < total:
+            return
+        # Each micro-batch's loss is a sum over the step's count, and its own mean is wanted.
+        self._noise_scale.observe(
+            small_square=first_square * (total / first) ** 2,
+            small_tokens=first,
+            big_square=float(self._sink.square_sums[1:-1].sum()),
+            big_tokens=total,
+        )
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, packed only as far as the model keeps documents independent of each other."""
