@@ -30,19 +30,40 @@ def chunk_loss(
     """
     # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
     scale = 1.0 / num_targets_of_step
+    return _row_losses(logits_SV, targets_S, gradient_SV, scale).double().sum() * scale
+
+
+def log_probabilities(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
+    """The log-probability of each target, in fp32. Shapes: [S]."""
+    return -_row_losses(logits_SV, targets_S, None, 1.0)
+
+
+def write_gradient(logits_SV: Tensor, targets_S: Tensor, coefficients_S: Tensor, gradient_SV: Tensor) -> None:
+    """Write the gradient of a loss by the logits, where `coefficients_S` is its derivative by each target's log-probability.
+
+    Row s becomes `coefficients_S[s] * (onehot(targets_S[s]) - softmax(logits_SV[s]))`. `gradient_SV` may be the logits themselves. With
+    -1 / N as every coefficient it has the bits of `chunk_loss`.
+    """
+    _row_losses(logits_SV, targets_S, gradient_SV, -coefficients_S.float())
+
+
+def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor) -> Tensor:
+    """Every row's loss, in fp32; `gradient_SV` receives its gradient times `scale`, a number or one for each row."""
     if runs_triton(logits_SV.device):
         from horizon_server.engine.cross_entropy_triton import row_losses
 
         losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale)
     else:
-        losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scale)
+        losses_S = _torch_row_losses(logits_SV, targets_S, gradient_SV, scale)
     if gradient_SV is not None:
         # Autograd must know, because an operator of the model may have kept the logits for its own backward.
         torch.autograd.graph.increment_version(gradient_SV)
-    return losses_S.double().sum() * scale
+    return losses_S
 
 
-def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float) -> Tensor:
+def _torch_row_losses(
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor
+) -> Tensor:
     num_rows, vocab_size = logits_SV.shape
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
     size = max(1, (_GPU_BLOCK_ELEMENTS if logits_SV.is_cuda else _BLOCK_ELEMENTS) // vocab_size)
@@ -56,7 +77,11 @@ def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None
         values_RV = torch.log_softmax(logits_SV[rows], 1, dtype=torch.float32)
         losses_S[rows] = -values_RV.gather(1, targets_R1)[:, 0]
         if gradient_SV is not None:
-            grad_RV = at_targets_RV[: values_RV.shape[0]].scatter_(1, targets_R1, -scale)
+            grad_RV = at_targets_RV[: values_RV.shape[0]]
+            if isinstance(scale, Tensor):
+                grad_RV.scatter_(1, targets_R1, -scale[rows, None])
+            else:
+                grad_RV.scatter_(1, targets_R1, -scale)
             out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
             torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
             if out_RV is values_RV:

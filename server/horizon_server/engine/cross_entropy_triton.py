@@ -17,8 +17,8 @@ _NUM_WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits, gradient, targets, losses, logits_stride, gradient_stride, vocab_size, scale,
-    WRITES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, gradient, targets, losses, scales, logits_stride, gradient_stride, vocab_size, scale,
+    WRITES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a chunk of 16k tokens has more than 2^31 logits.
     row = tl.program_id(0).to(tl.int64)
@@ -37,6 +37,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         highest = new_highest
     tl.store(losses + row, highest + tl.log(total) - at_target)
     if WRITES:
+        if SCALES:
+            scale = tl.load(scales + row)
         gradient += row * gradient_stride
         # Every thread has the target's logit before any of them overwrites it.
         tl.debug_barrier()
@@ -50,16 +52,22 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             tl.store(gradient + columns, values.to(gradient.dtype.element_ty), mask=inside)
 
 
-def row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float) -> Tensor:
-    """Every row's loss, in fp32; `gradient_SV`, which may be the logits, receives `scale` times their gradient."""
+def row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor) -> Tensor:
+    """Every row's loss, in fp32; `gradient_SV`, which may be the logits, receives `scale` times their gradient.
+
+    `scale` is a number, or fp32 with one for each row.
+    """
     if logits_SV.stride(1) != 1:
         logits_SV = logits_SV.contiguous()
     out_SV = logits_SV if gradient_SV is None else gradient_SV
     assert out_SV.stride(1) == 1, "a gradient's rows are contiguous"
     num_rows, vocab_size = logits_SV.shape
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
+    has_scales = isinstance(scale, Tensor)
+    # A kernel needs some address for what it does not read.
+    scales, number = (scale, 0.0) if isinstance(scale, Tensor) else (losses_S, scale)
     _row_kernel[(num_rows,)](
-        logits_SV, out_SV, targets_S, losses_S, logits_SV.stride(0), out_SV.stride(0), vocab_size, scale,
-        WRITES=gradient_SV is not None, BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
+        logits_SV, out_SV, targets_S, losses_S, scales, logits_SV.stride(0), out_SV.stride(0), vocab_size, number,
+        WRITES=gradient_SV is not None, SCALES=has_scales, BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses_S

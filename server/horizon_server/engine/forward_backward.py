@@ -1,78 +1,44 @@
 """One optimizer step's loss and gradients, layer by layer over all its micro-batches.
 
-Forward keeps each layer's input and no graph; the head turns chunks of tokens into loss and gradient; backward recomputes one
+Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient; backward recomputes one
 layer at a time with local autograd. Weights cross the link twice a step and gradients once, for any number of micro-batches.
 
-Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of a chunk, D = hidden size, V = vocabulary,
-R = embedding rows in use.
+Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R = embedding rows
+in use.
 Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
-from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
-from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.kept_products import KeptProducts
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
-from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
+from horizon_server.engine.objectives import StepObjective
+from horizon_server.engine.step_pass import StepKey, StepPass
 from horizon_server.engine.template import Template
-from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
 
 # That the driver queues before compute has reached them.
 _UNITS_AHEAD = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepKey:
-    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout draws."""
-
-    seed: int
-    step: int
-
-    def seed_of(self, unit_index: int, micro_batch: int) -> int:
-        """The seed of a unit's work on a micro-batch (for the head: on a chunk), within 63 bits.
-
-        It is the same when the work runs for the first time, is recomputed in backward, or runs after a resume.
-        """
-        text = f"{self.seed}/{self.step}/{unit_index}/{micro_batch}"
-        # Not hash(), which Python salts differently in every process.
-        return int.from_bytes(hashlib.blake2b(text.encode("ascii"), digest_size=8).digest(), "big") >> 1
-
-
-@dataclass
-class _Pass:
-    """What one pass over the units carries along. Thread: after the driver built it, compute's own."""
-
-    tokens: StepTokens
-    embedding: UnitRequest
-    chunks: Sequence[slice]
-    loss: Tensor
-    key: StepKey | None
-    calls: dict[int, list[LayerCall]] = field(default_factory=dict)
-    call_bytes: int = 0
-    products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
-    """By layer and micro-batch."""
-    product_bytes: int = 0
 
 
 class ForwardBackward:
@@ -103,10 +69,18 @@ class ForwardBackward:
         self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
+        self._head_pass = HeadPass(template, device, sink, self.activations)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
-        """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], key: StepKey, objective: StepObjective | None = None
+    ) -> float:
+        """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns, every unit's
+        gradient is on the host.
+        """
         current = self._start(micro_batches, key)
+        if objective is not None:
+            current.objective = objective.placed(self._device.place)
+            current.logprobs_S = self._empty_logprobs(current)
         self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         forward = [(unit, partial(self._enqueue_layer, current, i, i, i + 1)) for i, unit in enumerate(self._layers)]
@@ -116,7 +90,7 @@ class ForwardBackward:
             [
                 (current.embedding, partial(self._enqueue_embed, current)),
                 *forward,
-                (self._head, partial(self._enqueue_head_gradients, current)),
+                (self._head, partial(self._head_pass.enqueue_gradients, current)),
                 *reversed(backward),
                 (current.embedding, partial(self._enqueue_embed_backward, current)),
             ],
@@ -126,17 +100,25 @@ class ForwardBackward:
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over the supervised tokens, without gradients."""
         current = self._start(micro_batches)
+        self._run_forward(current, self._head_pass.enqueue_loss)
+        return self._sink.loss
+
+    def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""
+        current = self._start(micro_batches)
+        current.logprobs_S = self._empty_logprobs(current)
+        self._run_forward(current, self._head_pass.enqueue_log_probabilities)
+        return current.logprobs_S.cpu()
+
+    def _empty_logprobs(self, current: StepPass) -> Tensor:
+        # NaN, so that a token that no chunk reached would show.
+        return self._device.place(torch.full((current.tokens.num_targets,), torch.nan))
+
+    def _run_forward(self, current: StepPass, enqueue_head: Callable[[StepPass, Tensor], None]) -> None:
         # All layers write their outputs into one place, because no backward wants their inputs.
         forward = [(unit, partial(self._enqueue_layer, current, i, 0, 0)) for i, unit in enumerate(self._layers)]
-        self._run(
-            current,
-            [
-                (current.embedding, partial(self._enqueue_embed, current)),
-                *forward,
-                (self._head, partial(self._enqueue_head_loss, current)),
-            ],
-        )
-        return self._sink.loss
+        embed = (current.embedding, partial(self._enqueue_embed, current))
+        self._run(current, [embed, *forward, (self._head, partial(enqueue_head, current))])
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
@@ -149,14 +131,14 @@ class ForwardBackward:
         inputs, outputs = self.activations.layer_input(0), self.activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
-    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
+    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> StepPass:
         by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
         # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
         self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        return _Pass(
+        return StepPass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
             # Of supervised tokens only: the head runs on no others.
@@ -164,9 +146,10 @@ class ForwardBackward:
             # In fp64, because the losses of all chunks of a step add up in it.
             loss=self._device.place(torch.zeros((), dtype=torch.float64)),
             key=key,
+            generator=self._device.generator if self._template.draws_random_numbers else None,
         )
 
-    def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
+    def _run(self, current: StepPass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
         done: deque[Event] = deque()
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
@@ -187,13 +170,13 @@ class ForwardBackward:
             current.products.clear()
             self._device.charge("activations", -current.product_bytes)
 
-    def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
+    def _enqueue_embed(self, current: StepPass, flat: Tensor) -> None:
         template, tokens = self._template, current.tokens
 
         def embed(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
-            self._seed(current, 0, index)
+            current.seed(0, index)
             with torch.no_grad():
                 hidden_1TD, calls = template.embed(
                     parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index]
@@ -209,14 +192,14 @@ class ForwardBackward:
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(embed, index, span), label="forward 0")
 
-    def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
+    def _enqueue_layer(self, current: StepPass, layer: int, source: int, output: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         visit = self._fp8_visit(layer, for_backward=False)
 
         def forward(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
             hidden_1TD = activations.layer_input(source)[span][None]
-            self._seed(current, layer + 1, index)
+            current.seed(layer + 1, index)
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 output_1TD = compiled.forward(parameters, hidden_1TD)
@@ -246,58 +229,7 @@ class ForwardBackward:
             if keeps:
                 activations.produced(output, span)
 
-    def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
-        template, tokens = self._template, current.tokens
-
-        def head(chunk: slice) -> None:
-            parameters = {place.name: place.piece.read(flat) for place in template.places[self._head.unit_index]}
-            hidden_1SD = self.activations.layer_input(0)[tokens.supervised_S[chunk]][None]
-            with torch.no_grad():
-                logits_SV = template.head(parameters, hidden_1SD)
-                current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
-
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label="head loss")
-        self._sink.send_loss(current.loss)
-
-    def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
-        template, tokens, activations = self._template, current.tokens, self.activations
-        unit_index = self._head.unit_index
-        gradients = self._sink.open(unit_index)
-
-        def head(chunk: slice) -> None:
-            supervised_S = tokens.supervised_S[chunk]
-            hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
-            leaves, products = _leaves(template.places[unit_index], flat, gradients)
-            self._seed(current, unit_index, chunk.start)
-            # Autograd does not keep the logits, so that they are not in what `workspace` counts.
-            logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
-            with self._charged(logits_bytes), self._device.workspace(("head", supervised_S.numel())):
-                with products:
-                    logits_SV = template.head(leaves, hidden_1SD)
-                values_SV = logits_SV.detach()
-                # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
-                edge = torch.autograd.graph.get_gradient_edge(logits_SV)
-                # The logits' own memory becomes their gradient, unless the model's backward wants them again.
-                gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
-                targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
-                loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
-                torch.autograd.backward(edge, gradient_SV)
-            current.loss += loss
-            assert hidden_1SD.grad is not None
-            activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
-
-        # Tokens without a target get no gradient from the head, but backward reads theirs.
-        self._device.compute.submit(activations.gradient.zero_, label="zero hidden gradient")
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label=f"backward {unit_index}")
-        # First, because an update in backward looks at the loss as soon as the first gradient has landed.
-        self._sink.send_loss(current.loss)
-        self._sink.send(unit_index)
-        for span in tokens.spans:
-            activations.consumed(template.num_layers, span)
-
-    def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
+    def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         gradients = self._sink.open(layer + 1)
         visit = self._fp8_visit(layer, for_backward=True)
@@ -312,9 +244,9 @@ class ForwardBackward:
                 gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
                 return
             hidden_1TD.requires_grad_()
-            leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
+            leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
-            self._seed(current, layer + 1, index)
+            current.seed(layer + 1, index)
             kept = current.products.pop((layer, index), None)
             if kept is not None:
                 self._charge_products(current, -kept.num_bytes)
@@ -332,7 +264,7 @@ class ForwardBackward:
             activations.consumed(layer, span)
         self._sink.send(layer + 1)
 
-    def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
+    def _enqueue_embed_backward(self, current: StepPass, flat: Tensor) -> None:
         template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
         padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
         # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
@@ -343,12 +275,12 @@ class ForwardBackward:
         table = self._table(current, gradients.flat, by_rows=by_rows)
 
         def backward(index: int, span: slice) -> None:
-            leaves, products = _leaves(template.places_besides_table, flat, gradients)
+            leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
             weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_()
             leaves[template.table_place.name] = weight_TD
-            self._seed(current, 0, index)
+            current.seed(0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with products:
@@ -379,7 +311,7 @@ class ForwardBackward:
             self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
-    def _keep(self, current: _Pass, layer: int, index: int, products: KeptProducts) -> None:
+    def _keep(self, current: StepPass, layer: int, index: int, products: KeptProducts) -> None:
         """Keep a layer's products of a micro-batch, where there is room."""
         if self._template.skips_projection(layer):
             products.drop_last()
@@ -388,18 +320,9 @@ class ForwardBackward:
             current.products[layer, index] = products
             self._charge_products(current, num_bytes)
 
-    def _charge_products(self, current: _Pass, num_bytes: int) -> None:
+    def _charge_products(self, current: StepPass, num_bytes: int) -> None:
         self._device.charge("activations", num_bytes)
         current.product_bytes += num_bytes
-
-    @contextmanager
-    def _charged(self, num_bytes: int) -> Iterator[None]:
-        """Account for working memory of a known size inside the block."""
-        self._device.charge("workspace", num_bytes)
-        try:
-            yield
-        finally:
-            self._device.charge("workspace", -num_bytes)
 
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
@@ -408,43 +331,9 @@ class ForwardBackward:
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 
-    def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:
+    def _table(self, current: StepPass, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
         if not by_rows:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
-
-    def _seed(self, current: _Pass, unit_index: int, index: int) -> None:
-        """Have the work that follows draw the numbers that are its own, the first time and when it is recomputed."""
-        if current.key is not None and self._template.draws_random_numbers:
-            self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
-
-
-def _leaves(
-    places: Sequence[Place], flat: Tensor, gradients: UnitGradients, visit: Fp8Visit | None = None
-) -> tuple[dict[str, Tensor], AccumulatedProducts]:
-    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds their gradients to `gradients`."""
-    leaves = {}
-    for place in places:
-        weight = place.piece.read(flat)
-        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if place.trained else weight
-    accumulators = gradients.accumulators
-    accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
-    return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
-
-
-def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
-    """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is complete."""
-    leaf = weight.detach().requires_grad_()
-
-    def take(finished: Tensor) -> None:
-        # None where all of it went to an accumulator.
-        if finished.grad is None:
-            return
-        # At once and not after backward, so that the gradients of a layer's parameters are never in memory together.
-        accumulate(finished.grad)
-        finished.grad = None
-
-    leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-    return leaf
