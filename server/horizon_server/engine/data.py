@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ class PreparedDataset:
             document_starts=planes["document_starts"],
             report=report,
         )
+
+    @cached_property
+    def num_targets_of_documents(self) -> NDArray[np.int64]:
+        """How many tokens of each document are trained on. Reads the whole mask once. Shapes: [D]."""
+        firsts = self._document_starts[:-1]
+        # A document's first token is nobody's label, whatever its mask says.
+        counts: NDArray[np.int64] = np.add.reduceat(self._trained_N != 0, firsts, dtype=np.int64)
+        counts -= self._trained_N[firsts] != 0
+        return counts
 
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
         """Join these documents to one row."""

@@ -97,8 +97,8 @@ def kto(logprobs: Tensor, *, has_kl: bool, fixed: Tensor = LOGPROBS) -> float:
     mismatched = [gain for gain, label in zip(fixed_gains, LABELS.tolist(), strict=True) if label == MISMATCHED]
     kl = max(0.0, sum(mismatched) / len(mismatched)) if has_kl else 0.0
     labelled = [(gain, label) for gain, label in zip(gains, LABELS.tolist(), strict=True) if label != MISMATCHED]
-    good = [1.5 * (1 - sigmoid(0.2 * (gain - kl))) for gain, label in labelled if label == DESIRABLE]
-    bad = [0.5 * (1 - sigmoid(0.2 * (kl - gain))) for gain, label in labelled if label == UNDESIRABLE]
+    good = [1.3 * (1 - sigmoid(0.2 * (gain - kl))) for gain, label in labelled if label == DESIRABLE]
+    bad = [0.7 * (1 - sigmoid(0.2 * (kl - gain))) for gain, label in labelled if label == UNDESIRABLE]
     return (sum(good) + sum(bad)) / len(labelled)
 
 
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[StepObjective, Callable[[Tensor], float]]] = {
     "orpo": (StepObjective(objective=ORPO(penalty=0.3), documents=PAIRED), orpo),
     "kto": (
         StepObjective(
-            objective=KTO(beta=0.2, desirable_weight=1.5, undesirable_weight=0.5),
+            objective=KTO(beta=0.2, desirable_weight=1.3, undesirable_weight=0.7),
             documents=LABELLED,
             references_S=REFERENCES,
         ),
@@ -210,7 +210,7 @@ def test_the_kl_term_of_kto_is_at_work_in_these_numbers_and_is_zero_without_mism
 
     gains = [p - r for p, r in zip(*(scores(v, average=False) for v in (LOGPROBS, REFERENCES)), strict=True)]
     signs = [1 if label == DESIRABLE else -1 for label in labels.tolist()]
-    weights = {1: 1.5, -1: 0.5}
+    weights = {1: 1.3, -1: 0.7}
     wanted = [weights[sign] * (1 - sigmoid(0.2 * sign * gain)) for gain, sign in zip(gains, signs, strict=True)]
     assert float(loss) == pytest.approx(sum(wanted) / len(wanted), rel=1e-12)
 

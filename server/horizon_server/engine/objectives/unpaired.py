@@ -70,6 +70,7 @@ class KTO(Objective):
         desirable_K = documents.labels_K == DESIRABLE
         kl = ((gains_K.detach() * mismatched_K).sum() / mismatched_K.sum().clamp(min=1)).clamp(min=0)
         margins_K = torch.where(desirable_K, gains_K - kl, kl - gains_K)
-        factors_K = torch.where(desirable_K, self.desirable_weight, self.undesirable_weight) * (1 - mismatched_K)
+        counted_K = 1 - mismatched_K
+        factors_K = torch.where(desirable_K, self.desirable_weight * counted_K, self.undesirable_weight * counted_K)
         # 1 - sigmoid(x), without the cancellation.
-        return (factors_K * torch.sigmoid(-self.beta * margins_K)).sum() / (1 - mismatched_K).sum()
+        return (factors_K * torch.sigmoid(-self.beta * margins_K)).sum() / counted_K.sum()
