@@ -12,9 +12,9 @@ from torch import Tensor
 
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
-from horizon_server.engine.forward_backward import StepKey
 from horizon_server.engine.meta_model import find_layer_list
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.step_pass import StepKey
 
 if TYPE_CHECKING:
     from tests.support.tiny_models import Run, TinyModel

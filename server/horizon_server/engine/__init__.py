@@ -13,5 +13,6 @@ Weights, moments and gradients live in a host store; a device computes with one 
     trainer.close()                                                # waits for the last update; then save_checkpoint
     device.close()
 
-Reading order: `trainer`, `forward_backward`, `layer_stream`, `gradient_sink`, `optimizer`, `template`, `device.protocol`.
+Reading order: `trainer`, `forward_backward`, `head_pass`, `objectives`, `layer_stream`, `gradient_sink`, `optimizer`, `template`,
+`device.protocol`.
 """

@@ -38,20 +38,42 @@ def chunk_loss(
     """
     # A sum over the step's count, because a mean of the chunks' means would weigh tokens of short chunks more.
     scale = 1.0 / num_targets_of_step
+    return _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing).double().sum() * scale
+
+
+def log_probabilities(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
+    """The log-probability of each target, in fp32. Shapes: [S]."""
+    return -_row_losses(logits_SV, targets_S, None, 1.0)
+
+
+def write_gradient(logits_SV: Tensor, targets_S: Tensor, coefficients_S: Tensor, gradient_SV: Tensor) -> None:
+    """Write the gradient of a loss by the logits, where `coefficients_S` is its derivative by each target's log-probability.
+
+    Row s becomes `coefficients_S[s] * (onehot(targets_S[s]) - softmax(logits_SV[s]))`. `gradient_SV` may be the logits themselves. With
+    -1 / N as every coefficient it has the bits of `chunk_loss`.
+    """
+    _row_losses(logits_SV, targets_S, gradient_SV, -coefficients_S.float())
+
+
+def _row_losses(
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor, smoothing: float = 0.0
+) -> Tensor:
+    """Every row's loss, in fp32; `gradient_SV` receives its gradient times `scale`, a number or, without smoothing, one for each row."""
+    assert not (smoothing and isinstance(scale, Tensor)), "smoothing is that of the cross-entropy alone"
     if runs_triton(logits_SV.device):
         from horizon_server.engine.cross_entropy_triton import row_losses
 
         losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing)
     else:
-        losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing)
+        losses_S = _torch_row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing)
     if gradient_SV is not None:
         # Autograd must know, because an operator of the model may have kept the logits for its own backward.
         torch.autograd.graph.increment_version(gradient_SV)
-    return losses_S.double().sum() * scale
+    return losses_S
 
 
-def _row_losses(
-    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float, smoothing: float
+def _torch_row_losses(
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor, smoothing: float
 ) -> Tensor:
     num_rows, vocab_size = logits_SV.shape
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
@@ -69,10 +91,14 @@ def _row_losses(
             losses_R = (1.0 - smoothing) * losses_R - values_RV.sum(1) * (smoothing / vocab_size)
         losses_S[rows] = losses_R
         if gradient_SV is not None:
-            grad_RV = at_targets_RV[: values_RV.shape[0]].scatter_(1, targets_R1, -scale)
+            grad_RV = at_targets_RV[: values_RV.shape[0]]
+            if isinstance(scale, Tensor):
+                grad_RV.scatter_(1, targets_R1, -scale[rows, None])
+            else:
+                grad_RV.scatter_(1, targets_R1, -scale)
             out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
             torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
-            if smoothing:
+            if smoothing and not isinstance(scale, Tensor):
                 # Afterwards, because torch's kernel adds up a gradient's row: a sum over the whole vocabulary would lose digits.
                 out_RV.sub_(scale * smoothing / vocab_size)
                 out_RV.scatter_add_(1, targets_R1, torch.full_like(values_RV[:, :1], scale * smoothing))

@@ -17,8 +17,8 @@ _NUM_WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits, gradient, targets, losses, logits_stride, gradient_stride, vocab_size, scale, smoothing,
-    WRITES: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, gradient, targets, losses, scales, logits_stride, gradient_stride, vocab_size, scale, smoothing,
+    WRITES: tl.constexpr, SCALES: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a chunk of 16k tokens has more than 2^31 logits.
     row = tl.program_id(0).to(tl.int64)
@@ -44,6 +44,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         loss = (1.0 - smoothing) * loss + smoothing * of_all
     tl.store(losses + row, loss)
     if WRITES:
+        if SCALES:
+            scale = tl.load(scales + row)
         gradient += row * gradient_stride
         # Every thread has the target's logit before any of them overwrites it.
         tl.debug_barrier()
@@ -62,11 +64,11 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_losses(
-    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float, smoothing: float = 0.0
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float | Tensor, smoothing: float = 0.0
 ) -> Tensor:
     """Every row's loss, in fp32; `gradient_SV`, which may be the logits, receives `scale` times their gradient.
 
-    `smoothing` is torch's `label_smoothing`.
+    `scale` is a number, or fp32 with one for each row. `smoothing` is torch's `label_smoothing`.
     """
     if logits_SV.stride(1) != 1:
         logits_SV = logits_SV.contiguous()
@@ -74,9 +76,12 @@ def row_losses(
     assert out_SV.stride(1) == 1, "a gradient's rows are contiguous"
     num_rows, vocab_size = logits_SV.shape
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
+    has_scales = isinstance(scale, Tensor)
+    # A kernel needs some address for what it does not read.
+    scales, number = (scale, 0.0) if isinstance(scale, Tensor) else (losses_S, scale)
     _row_kernel[(num_rows,)](
-        logits_SV, out_SV, targets_S, losses_S, logits_SV.stride(0), out_SV.stride(0), vocab_size, scale,
-        smoothing, WRITES=gradient_SV is not None, SMOOTHS=smoothing > 0,
+        logits_SV, out_SV, targets_S, losses_S, scales, logits_SV.stride(0), out_SV.stride(0), vocab_size, number, smoothing,
+        WRITES=gradient_SV is not None, SCALES=has_scales, SMOOTHS=smoothing > 0,
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses_S

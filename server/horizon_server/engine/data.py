@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ class PreparedDataset:
             report=report,
         )
 
+    @cached_property
+    def num_targets_of_documents(self) -> NDArray[np.int64]:
+        """How many tokens of each document are trained on. Reads the whole mask once. Shapes: [D]."""
+        firsts = self._document_starts[:-1]
+        # A document's first token is nobody's label, whatever its mask says.
+        counts: NDArray[np.int64] = np.add.reduceat(self._trained_N != 0, firsts, dtype=np.int64)
+        counts -= self._trained_N[firsts] != 0
+        return counts
+
     def micro_batch(self, documents: Iterable[int]) -> MicroBatch:
         """Join these documents to one row."""
         ids, positions, labels, lengths = [], [], [], []
@@ -109,6 +119,8 @@ class StepPlan:
     the steps are reached; a fraction of `epochs` takes that share of the last epoch's steps, at least one.
 
     `packing=False` gives every document its own row; `packing_limit` is the most tokens of a row with more than one document.
+    With `group_size` 2 the documents 2g and 2g + 1 are a pair (chosen and rejected): they are always in the same step, one after the
+    other, in one row where it holds both. Shuffling moves pairs; a pair that is longer than a step makes a step of its own.
     `shuffle=False` keeps the order of the file: for evaluation. `packing_efficiency` is the share of an epoch's rows that would hold
     tokens if every row were padded to its limit.
     Thread: not thread-safe; a plan caches the epoch it is in.
@@ -129,6 +141,7 @@ class StepPlan:
         epochs: float | None = None,
         max_steps: int | None = None,
         shuffle: bool = True,
+        group_size: int = 1,
     ) -> None:
         assert sequence_length > 0 and tokens_per_step > 0, "sequence_length and tokens_per_step are positive"
         assert seed >= 0, "seed is not negative"
@@ -144,9 +157,16 @@ class StepPlan:
         self._dataset, self._tokens_per_step, self._seed, self._shuffle = dataset, tokens_per_step, seed, shuffle
         # A row longer than a whole step would overrun it, so rows are never packed beyond it.
         row_limit = min(sequence_length, tokens_per_step, packing_limit or sequence_length)
-        self._rows = PackedRows(lengths, row_limit) if packing else SingleRows(lengths)
+        if len(lengths) % group_size:
+            raise InvalidData(
+                f"the dataset was prepared with {len(lengths)} documents, which are no groups of {group_size}; prepare the dataset again"
+            )
+        # What is packed and permuted are groups; the rows that they are in are taken apart again by `documents_of`.
+        self._group_size, self._row_limit, self._packs = group_size, row_limit, packing
+        group_lengths = lengths.reshape(-1, group_size).sum(1)
+        self._rows = PackedRows(group_lengths, row_limit) if packing else SingleRows(group_lengths)
         self.num_rows = self._rows.num_rows
-        self.packing_efficiency = dataset.num_tokens / (self.num_rows * max(row_limit, longest))
+        self.packing_efficiency = dataset.num_tokens / (self.num_rows * max(row_limit, int(group_lengths.max())))
         self._first_steps = [0]  # first_steps[e] is the number of steps before epoch e
         self._epoch: tuple[int, list[int]] | None = None  # the one at hand, and the first row of each of its steps
         if max_steps is not None:
@@ -167,7 +187,17 @@ class StepPlan:
         starts = self._step_starts(epoch)
         rows = self._row_order(epoch, starts[within], starts[within + 1])
         keys = permutation_keys(self._seed, epoch, _DOCUMENTS) if self._shuffle else None
-        return self._rows.documents_of(rows, keys)
+        found = self._rows.documents_of(rows, keys)
+        return found if self._group_size == 1 else self._ungrouped(found)
+
+    def _ungrouped(self, rows: list[list[int]]) -> list[list[int]]:
+        """The documents of rows of groups; a row that the limit does not allow, which is one group, becomes a row per document."""
+        parts: list[list[int]] = []
+        for groups in rows:
+            documents = [self._group_size * group + member for group in groups for member in range(self._group_size)]
+            fits = int(self._dataset.document_lengths[documents].sum()) <= self._row_limit
+            parts += [documents] if self._packs and fits else [[document] for document in documents]
+        return parts
 
     def epoch_of(self, i: int) -> float:
         """Epochs done once step i is done: 0.25 after a quarter of the first epoch's steps, 1.0 at its end."""

@@ -1,39 +1,38 @@
 """One optimizer step's loss and gradients, layer by layer over all its micro-batches.
 
-Forward keeps each layer's input and no graph; the head turns chunks of tokens into loss and gradient; backward recomputes one
+Forward keeps each layer's input and no graph; the head (`head_pass`) turns chunks of tokens into loss and gradient; backward recomputes one
 layer at a time with local autograd. Weights cross the link twice a step and gradients once, for any number of micro-batches.
 
-Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of a chunk, D = hidden size, V = vocabulary,
-R = embedding rows in use.
+Shapes: N = tokens of the step, T = tokens of a micro-batch, S = supervised tokens of the step, D = hidden size, R = embedding rows
+in use.
 Source: Horizon-LM (arXiv 2602.04816), explicit recomputation with layer-local gradients; layer-major order is ours.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from horizon_server.engine.activations import Activations, OffloadedActivations
-from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.binding import Strided
 from horizon_server.engine.compiled.layers import CompiledLayers
-from horizon_server.engine.cross_entropy import chunk_loss
 from horizon_server.engine.device.protocol import Device, Event
 from horizon_server.engine.fp8 import Fp8Visit, Matmul, is_castable
 from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.head_pass import HeadPass
 from horizon_server.engine.kept_products import KeptProducts
 from horizon_server.engine.layer_stream import LayerStream, UnitRequest
-from horizon_server.engine.layer_stubs import LayerCall
+from horizon_server.engine.leaves import unit_leaves
 from horizon_server.engine.linear import AccumulatedProducts
 from horizon_server.engine.micro_batch import MicroBatch, StepTokens
+from horizon_server.engine.objectives import StepObjective
+from horizon_server.engine.step_pass import StepKey, StepPass, charged
 from horizon_server.engine.template import Template
-from horizon_server.engine.unit_gradients import UnitGradients
 from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
 
 Enqueue = Callable[[Tensor], None]
@@ -42,43 +41,6 @@ Enqueue = Callable[[Tensor], None]
 _UNITS_AHEAD = 2
 # In the place of a unit's index: the noise on the embeddings has numbers of its own, apart from dropout's.
 NOISE = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepKey:
-    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout and noise draw."""
-
-    seed: int
-    step: int
-
-    def seed_of(self, unit_index: int, micro_batch: int) -> int:
-        """The seed of a unit's work on a micro-batch (for the head: on a chunk), within 63 bits.
-
-        It is the same when the work runs for the first time, is recomputed in backward, or runs after a resume.
-        """
-        text = f"{self.seed}/{self.step}/{unit_index}/{micro_batch}"
-        # Not hash(), which Python salts differently in every process.
-        return int.from_bytes(hashlib.blake2b(text.encode("ascii"), digest_size=8).digest(), "big") >> 1
-
-
-@dataclass
-class _Pass:
-    """What one pass over the units carries along. Thread: after the driver built it, compute's own."""
-
-    tokens: StepTokens
-    embedding: UnitRequest
-    chunks: Sequence[slice]
-    loss: Tensor
-    key: StepKey | None
-    noise_N1: Tensor | None = None
-    """How far noise may move each element of a token's embedding; None without noise."""
-    first_square: Tensor | None = None
-    """Where the square sum of the layers' gradients of the first micro-batch adds up, if it is measured."""
-    calls: dict[int, list[LayerCall]] = field(default_factory=dict)
-    call_bytes: int = 0
-    products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
-    """By layer and micro-batch."""
-    product_bytes: int = 0
 
 
 class ForwardBackward:
@@ -106,30 +68,44 @@ class ForwardBackward:
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
-        self._label_smoothing, self._neftune_alpha = label_smoothing, neftune_alpha
         self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
+        self._neftune_alpha = neftune_alpha
         kind = Activations if activation_placement == "device" else OffloadedActivations
         layout = template.layout
         # Backward ends at the first trained unit, and wants no inputs of the layers before it.
         self._first_trained, self._num_skipped = layout.first_trained_unit, layout.num_skipped_layers
-        self._num_kept = template.num_layers - self._num_skipped
-        self.activations = kind(device, num_layers=self._num_kept, hidden_size=template.hidden_size)
+        num_kept = template.num_layers - self._num_skipped
+        self.activations = kind(device, num_layers=num_kept, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
+        self._head_pass = HeadPass(
+            template, device, sink, self.activations, last_output=num_kept, label_smoothing=label_smoothing
+        )
         self.first_square: float | None = None
         """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey, *, measure_first: bool = False) -> float:
-        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host. With
-        `measure_first`, and of more micro-batches than one, `first_square` is what the first of them gave the layers.
+    def gradients(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        key: StepKey,
+        objective: StepObjective | None = None,
+        *,
+        measure_first: bool = False,
+    ) -> float:
+        """The objective's loss, without one the mean loss over the supervised tokens; with dropout. When it returns, every trained unit's
+        gradient is on the host. With `measure_first`, and of more micro-batches than one, `first_square` is what the first of them gave
+        the layers.
         """
-        template, current = self._template, self._start(micro_batches, key)
+        current = self._start(micro_batches, key)
         if measure_first and len(micro_batches) > 1:
             current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
+        if objective is not None:
+            current.objective = objective.placed(self._device.place)
+            current.logprobs_S = self._empty_logprobs(current)
         self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         # The skipped layers write their outputs into one place, which is the input of the first that is not.
-        places = [max(0, i - self._num_skipped) for i in range(template.num_layers + 1)]
+        places = [max(0, i - self._num_skipped) for i in range(len(self._layers) + 1)]
         forward = [
             (unit, partial(self._enqueue_layer, current, i, places[i], places[i + 1]))
             for i, unit in enumerate(self._layers)
@@ -142,7 +118,7 @@ class ForwardBackward:
         program = [
             (current.embedding, partial(self._enqueue_embed, current)),
             *forward,
-            (self._head, partial(self._enqueue_head_gradients, current)),
+            (self._head, partial(self._head_pass.enqueue_gradients, current)),
             *reversed(backward),
         ]
         if self._first_trained == 0:
@@ -154,17 +130,25 @@ class ForwardBackward:
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over the supervised tokens, without gradients."""
         current = self._start(micro_batches)
+        self._run_forward(current, self._head_pass.enqueue_loss)
+        return self._sink.loss
+
+    def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""
+        current = self._start(micro_batches)
+        current.logprobs_S = self._empty_logprobs(current)
+        self._run_forward(current, self._head_pass.enqueue_log_probabilities)
+        return current.logprobs_S.cpu()
+
+    def _empty_logprobs(self, current: StepPass) -> Tensor:
+        # NaN, so that a token that no chunk reached would show.
+        return self._device.place(torch.full((current.tokens.num_targets,), torch.nan))
+
+    def _run_forward(self, current: StepPass, enqueue_head: Callable[[StepPass, Tensor], None]) -> None:
         # All layers write their outputs into one place, because no backward wants their inputs.
         forward = [(unit, partial(self._enqueue_layer, current, i, 0, 0)) for i, unit in enumerate(self._layers)]
-        self._run(
-            current,
-            [
-                (current.embedding, partial(self._enqueue_embed, current)),
-                *forward,
-                (self._head, partial(self._enqueue_head_loss, current)),
-            ],
-        )
-        return self._sink.loss
+        embed = (current.embedding, partial(self._enqueue_embed, current))
+        self._run(current, [embed, *forward, (self._head, partial(enqueue_head, current))])
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
         """What goes into the first layer and what comes out of the last. Shapes: [N, D] both."""
@@ -177,14 +161,14 @@ class ForwardBackward:
         inputs, outputs = self.activations.layer_input(0), self.activations.layer_input(1)
         return inputs.cpu().clone(), outputs.cpu().clone()
 
-    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> _Pass:
+    def _start(self, micro_batches: Sequence[MicroBatch], key: StepKey | None = None) -> StepPass:
         by_rows, size = self._template.embeds_by_rows, self._head_chunk_tokens
         # Dropout is for training steps alone; compute is idle between passes, so no work sees the switch.
         self._template.train(key is not None)
         # Before the tokens take memory: a step that is too large is refused by its account, with the numbers.
         self.activations.reserve(sum(micro_batch.num_tokens for micro_batch in micro_batches))
         tokens = StepTokens.of(micro_batches, self._device, num_rows=None if by_rows else self._template.vocab_size)
-        return _Pass(
+        return StepPass(
             tokens=tokens,
             embedding=UnitRequest(unit_index=0, rows_R=tokens.rows_R if by_rows else None),
             # Of supervised tokens only: the head runs on no others.
@@ -192,6 +176,7 @@ class ForwardBackward:
             # In fp64, because the losses of all chunks of a step add up in it.
             loss=self._device.place(torch.zeros((), dtype=torch.float64)),
             key=key,
+            generator=self._device.generator if self._template.draws_random_numbers else None,
             noise_N1=self._noise_magnitudes(micro_batches) if key is not None and self._neftune_alpha else None,
         )
 
@@ -201,7 +186,7 @@ class ForwardBackward:
         magnitudes = self._neftune_alpha / (lengths * self._template.hidden_size).sqrt()
         return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
 
-    def _noise(self, current: _Pass, index: int, span: slice) -> Tensor | None:
+    def _noise(self, current: StepPass, index: int, span: slice) -> Tensor | None:
         """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T, D].
 
         Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are packed.
@@ -214,7 +199,7 @@ class ForwardBackward:
         self._device.generator.manual_seed(current.key.seed_of(NOISE, index))
         return noise_1TD.uniform_(-1.0, 1.0, generator=self._device.generator).mul_(magnitudes_T1)
 
-    def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
+    def _run(self, current: StepPass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
         done: deque[Event] = deque()
         for (_, flat), (_, enqueue) in zip(walk, program, strict=True):
@@ -235,15 +220,15 @@ class ForwardBackward:
             current.products.clear()
             self._device.charge("activations", -current.product_bytes)
 
-    def _enqueue_embed(self, current: _Pass, flat: Tensor) -> None:
+    def _enqueue_embed(self, current: StepPass, flat: Tensor) -> None:
         template, tokens = self._template, current.tokens
 
         def embed(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
             noise_1TD = self._noise(current, index, span)
-            self._seed(current, 0, index)
-            with torch.no_grad(), self._charged(0 if noise_1TD is None else noise_1TD.nbytes):
+            current.seed(0, index)
+            with torch.no_grad(), charged(self._device, 0 if noise_1TD is None else noise_1TD.nbytes):
                 hidden_1TD, calls = template.embed(
                     parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index], noise_1TD
                 )
@@ -258,14 +243,14 @@ class ForwardBackward:
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(embed, index, span), label="forward 0")
 
-    def _enqueue_layer(self, current: _Pass, layer: int, source: int, output: int, flat: Tensor) -> None:
+    def _enqueue_layer(self, current: StepPass, layer: int, source: int, output: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         visit = self._fp8_visit(layer, for_backward=False)
 
         def forward(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
             hidden_1TD = activations.layer_input(source)[span][None]
-            self._seed(current, layer + 1, index)
+            current.seed(layer + 1, index)
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 output_1TD = compiled.forward(parameters, hidden_1TD)
@@ -296,65 +281,7 @@ class ForwardBackward:
             if keeps:
                 activations.produced(output, span)
 
-    def _enqueue_head_loss(self, current: _Pass, flat: Tensor) -> None:
-        template, tokens = self._template, current.tokens
-
-        def head(chunk: slice) -> None:
-            parameters = {place.name: place.piece.read(flat) for place in template.places[self._head.unit_index]}
-            hidden_1SD = self.activations.layer_input(0)[tokens.supervised_S[chunk]][None]
-            with torch.no_grad():
-                logits_SV = template.head(parameters, hidden_1SD)
-                current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
-
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label="head loss")
-        self._sink.send_loss(current.loss)
-
-    def _enqueue_head_gradients(self, current: _Pass, flat: Tensor) -> None:
-        template, tokens, activations = self._template, current.tokens, self.activations
-        unit_index = self._head.unit_index
-        gradients = self._sink.open(unit_index)
-        has_backward = self._first_trained < unit_index
-
-        def head(chunk: slice) -> None:
-            supervised_S = tokens.supervised_S[chunk]
-            hidden_1SD = activations.layer_input(self._num_kept)[supervised_S][None].requires_grad_(has_backward)
-            leaves, products = _leaves(template.places[unit_index], flat, gradients)
-            self._seed(current, unit_index, chunk.start)
-            # Autograd does not keep the logits, so that they are not in what `workspace` counts.
-            logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
-            with self._charged(logits_bytes), self._device.workspace(("head", supervised_S.numel())):
-                with products:
-                    logits_SV = template.head(leaves, hidden_1SD)
-                values_SV = logits_SV.detach()
-                # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
-                edge = torch.autograd.graph.get_gradient_edge(logits_SV)
-                # The logits' own memory becomes their gradient, unless the model's backward wants them again.
-                gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
-                targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
-                loss = chunk_loss(
-                    values_SV,
-                    targets_S,
-                    num_targets_of_step=num_targets,
-                    gradient_SV=gradient_SV,
-                    smoothing=self._label_smoothing,
-                )
-                torch.autograd.backward(edge, gradient_SV)
-            current.loss += loss
-            if hidden_1SD.grad is not None:
-                activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
-
-        # Tokens without a target get no gradient from the head, but backward reads theirs.
-        self._device.compute.submit(activations.gradient.zero_, label="zero hidden gradient")
-        for chunk in current.chunks:
-            self._device.compute.submit(partial(head, chunk), label=f"backward {unit_index}")
-        # First, because an update in backward looks at the loss as soon as the first gradient has landed.
-        self._sink.send_loss(current.loss)
-        self._sink.send(unit_index)
-        for span in tokens.spans:
-            activations.consumed(self._num_kept, span)
-
-    def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
+    def _enqueue_layer_backward(self, current: StepPass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         gradients = self._sink.open(layer + 1)
         visit = self._fp8_visit(layer, for_backward=True)
@@ -370,9 +297,9 @@ class ForwardBackward:
                 gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
                 return
             hidden_1TD.requires_grad_(not is_last)
-            leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
+            leaves, products = unit_leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
-            self._seed(current, layer + 1, index)
+            current.seed(layer + 1, index)
             kept = current.products.pop((layer, index), None)
             if kept is not None:
                 self._charge_products(current, -kept.num_bytes)
@@ -396,7 +323,7 @@ class ForwardBackward:
             activations.consumed(kept_input, span)
         self._sink.send(layer + 1)
 
-    def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
+    def _enqueue_embed_backward(self, current: StepPass, flat: Tensor) -> None:
         template, sink, tokens, activations = self._template, self._sink, current.tokens, self.activations
         padding_rows = [] if template.padding_id is None else (tokens.rows_R == template.padding_id).nonzero().tolist()
         # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
@@ -408,13 +335,13 @@ class ForwardBackward:
         table = self._table(current, gradients.flat, by_rows=by_rows) if has_table else None
 
         def backward(index: int, span: slice) -> None:
-            leaves, products = _leaves(template.places_besides_table, flat, gradients)
+            leaves, products = unit_leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
             weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
             noise_1TD = self._noise(current, index, span)
-            self._seed(current, 0, index)
+            current.seed(0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with products:
@@ -446,7 +373,7 @@ class ForwardBackward:
             self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
 
-    def _keep(self, current: _Pass, layer: int, index: int, products: KeptProducts) -> None:
+    def _keep(self, current: StepPass, layer: int, index: int, products: KeptProducts) -> None:
         """Keep a layer's products of a micro-batch, where there is room."""
         if self._template.skips_projection(layer):
             products.drop_last()
@@ -455,18 +382,9 @@ class ForwardBackward:
             current.products[layer, index] = products
             self._charge_products(current, num_bytes)
 
-    def _charge_products(self, current: _Pass, num_bytes: int) -> None:
+    def _charge_products(self, current: StepPass, num_bytes: int) -> None:
         self._device.charge("activations", num_bytes)
         current.product_bytes += num_bytes
-
-    @contextmanager
-    def _charged(self, num_bytes: int) -> Iterator[None]:
-        """Account for working memory of a known size inside the block."""
-        self._device.charge("workspace", num_bytes)
-        try:
-            yield
-        finally:
-            self._device.charge("workspace", -num_bytes)
 
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
@@ -475,44 +393,9 @@ class ForwardBackward:
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 
-    def _table(self, current: _Pass, flat: Tensor, *, by_rows: bool) -> Tensor:
+    def _table(self, current: StepPass, flat: Tensor, *, by_rows: bool) -> Tensor:
         """The embedding table in a flat buffer: the rows of this pass one after the other, or all."""
         if not by_rows:
             return self._template.table_place.piece.read(flat)
         hidden_size = self._template.hidden_size
         return flat[: current.tokens.rows_R.numel() * hidden_size].view(-1, hidden_size)
-
-    def _seed(self, current: _Pass, unit_index: int, index: int) -> None:
-        """Have the work that follows draw the numbers that are its own, the first time and when it is recomputed."""
-        if current.key is not None and self._template.draws_random_numbers:
-            self._device.generator.manual_seed(current.key.seed_of(unit_index, index))
-
-
-def _leaves(
-    places: Sequence[Place], flat: Tensor, gradients: UnitGradients | None, visit: Fp8Visit | None = None
-) -> tuple[dict[str, Tensor], AccumulatedProducts]:
-    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds the gradients of the trained ones to
-    `gradients`."""
-    leaves = {}
-    for place in places:
-        weight = place.piece.read(flat)
-        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if gradients and place.trained else weight
-    accumulators = {} if gradients is None else gradients.accumulators
-    accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
-    return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
-
-
-def _leaf(weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor:
-    """A view that autograd differentiates; its gradient goes to `accumulate` and is dropped as soon as it is complete."""
-    leaf = weight.detach().requires_grad_()
-
-    def take(finished: Tensor) -> None:
-        # None where all of it went to an accumulator.
-        if finished.grad is None:
-            return
-        # At once and not after backward, so that the gradients of a layer's parameters are never in memory together.
-        accumulate(finished.grad)
-        finished.grad = None
-
-    leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-    return leaf

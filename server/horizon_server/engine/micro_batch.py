@@ -64,6 +64,12 @@ class MicroBatch:
         """Positions that are trained on."""
         return int((self.labels_T != IGNORED_LABEL).sum())
 
+    @property
+    def num_targets_of_documents(self) -> Tensor:
+        """Positions that are trained on, for each document. Shapes: [documents]."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), (self.labels_T != IGNORED_LABEL).cumsum(0)])
+        return before[torch.tensor([0, *accumulate(self.document_lengths)])].diff()
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
@@ -137,12 +143,12 @@ def check_micro_batches(
             of all the rows is trained; the violations name the fields.
     """
     if not micro_batches:
-        raise _refused("micro_batches", "is empty; a step needs at least one micro-batch")
+        raise refused("micro_batches", "is empty; a step needs at least one micro-batch")
     for index, row in enumerate(micro_batches):
         field = f"micro_batches[{index}]"
         longest = max(row.document_lengths)
         if max_document_tokens is not None and longest > max_document_tokens:
-            raise _refused(
+            raise refused(
                 f"{field}.document_lengths",
                 f"has a document of {longest} tokens; the model allows at most {max_document_tokens} positions",
             )
@@ -151,14 +157,15 @@ def check_micro_batches(
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if wrong.numel():
                 what = f"holds token {int(wrong[0])}; the model's vocabulary has {vocab_size} tokens, from 0"
-                raise _refused(f"{field}.{name}", what)
+                raise refused(f"{field}.{name}", what)
     if not any(row.num_targets for row in micro_batches):
-        raise _refused(
+        raise refused(
             "micro_batches.labels_T",
             f"hold no trained token, only {IGNORED_LABEL}; a batch needs at least one, so look at how its rows were masked",
         )
 
 
-def _refused(field: str, description: str) -> InvalidData:
+def refused(field: str, description: str) -> InvalidData:
+    """The error for rows, or what belongs to them, that cannot be trained on."""
     violation = FieldViolation(field=field, description=description)
     return InvalidData(f"{field} {description}", violations=[violation])

@@ -13,15 +13,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from horizon_server.engine.compiled.layers import CompiledLayers
 from horizon_server.engine.device.protocol import Device
-from horizon_server.engine.forward_backward import ForwardBackward, StepKey
+from horizon_server.engine.forward_backward import ForwardBackward
 from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
 from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
+from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.optimizer import (
     LrSchedule,
     Optimizer,
@@ -31,6 +33,7 @@ from horizon_server.engine.optimizer import (
     num_updated_in_backward,
 )
 from horizon_server.engine.packing_limit import split_row, supports_packing
+from horizon_server.engine.step_pass import StepKey
 from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
@@ -168,8 +171,8 @@ class Trainer:
         self._device.take_use()
         return answer
 
-    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepFigures:
-        """One optimizer step over all micro-batches, which together are the batch.
+    def train_step(self, micro_batches: Sequence[MicroBatch], objective: StepObjective | None = None) -> StepFigures:
+        """One optimizer step over all micro-batches, which together are the batch. Without an objective it is mean cross-entropy.
 
         When it returns, the gradients are known and the update is under way; it never reads or blocks on it, the next step or
         `flush` does. A step whose loss or gradients are not finite touches nothing.
@@ -179,13 +182,16 @@ class Trainer:
         after it keep their weights, and the report says `partly_non_finite_gradient`.
 
         Raises:
-            InvalidData: the micro-batches are not for this model, or have no trained token; nothing has been touched.
+            InvalidData: the micro-batches are not for this model, or have no trained token, or the objective is not for them; nothing
+                has been touched.
             Diverged: this was one skipped step too many in a row.
             DoesNotFit: the step needs more device memory than its limit.
         """
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
+        if objective is not None:
+            objective.check(rows)
         config = self.config
         learning_rate = learning_rate_at(
             self.step,
@@ -200,7 +206,9 @@ class Trainer:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
         parts, key = self._micro_batches(rows), StepKey(seed=config.seed, step=self.step)
-        loss = self._forward_backward.gradients(parts, key, measure_first=self.step % EVERY_STEPS == 0)
+        # The noise scale is that of the mean over tokens, which an objective's loss is not.
+        measure = objective is None and self.step % EVERY_STEPS == 0
+        loss = self._forward_backward.gradients(parts, key, objective, measure_first=measure)
         if self._forward_backward.first_square is not None:
             self._measure_noise(self._forward_backward.first_square, parts)
         figures = StepFigures(
@@ -253,6 +261,31 @@ class Trainer:
             num_targets=num_targets,
             duration_s=time.perf_counter() - start_s,
         )
+
+    def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The log-probability of every supervised token of each row, with the weights of the last step, without dropout.
+
+        What an objective compares with (`StepObjective.references_S`) is this, of the weights before the first step: no second model is
+        in memory. Layers are streamed once for as many rows as fit into the memory of a step (`TrainConfig.tokens_per_step`).
+
+        Shapes: [supervised tokens of the row] each, fp32, on the CPU.
+
+        Raises:
+            InvalidData: as `train_step`.
+        """
+        self._take_device()
+        rows = self._checked_rows(micro_batches)
+        limit = self._forward_backward.activations.capacity_tokens
+        # A group without a target has nothing for the head to do, and so nothing for the layers.
+        parts = [
+            self._forward_backward.log_probabilities(self._micro_batches(group))
+            for group in grouped(rows, (row.num_tokens for row in rows), limit)
+            if any(row.num_targets for row in group)
+        ]
+        # They do not count in any step's figures.
+        self._device.take_use()
+        # Rows may have been divided and joined, their tokens' order is the same.
+        return list(torch.split(torch.cat(parts), [row.num_targets for row in micro_batches]))
 
     def flush(self) -> None:
         """Block until the store holds the result of every step taken; before saving, exporting or pausing.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizon_server.engine import cross_entropy
-from horizon_server.engine.cross_entropy import chunk_loss
+from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, write_gradient
 
 RowLosses = Callable[..., Tensor]
 NUM_TARGETS = 50
@@ -100,6 +100,45 @@ def test_rows_are_cut_into_blocks_without_a_change(monkeypatch: pytest.MonkeyPat
     assert torch.equal(parts, smoothed)
 
 
+def exact_with(logits: Tensor, targets: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, and the gradient of their sum with these coefficients."""
+    leaf = logits.double().requires_grad_()
+    logprobs = torch.log_softmax(leaf, 1).gather(1, targets[:, None])[:, 0]
+    torch.autograd.backward((coefficients * logprobs).sum())
+    assert leaf.grad is not None
+    return logprobs.detach(), leaf.grad
+
+
+COEFFICIENTS = torch.tensor([0.3, -2.0, 0.0, 1e-3, -0.7, 5.0, -1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_token_may_have_a_coefficient_of_its_own(vocab_size: int, dtype: torch.dtype, in_place: bool) -> None:
+    logits, targets = case(vocab_size, dtype)
+    logprobs, gradient = exact_with(logits, targets, COEFFICIENTS)
+    out = logits if in_place else torch.empty_like(logits)
+
+    got = log_probabilities(logits, targets)
+    write_gradient(logits, targets, COEFFICIENTS, out)
+
+    assert got.dtype == torch.float32
+    assert error(got, logprobs) <= 2e-7
+    assert error(out, gradient) <= (3e-7 if dtype == torch.float32 else 3e-3)
+    assert not out[2].any()
+
+
+def test_one_coefficient_for_all_gives_the_bits_of_the_mean_loss() -> None:
+    logits, targets = case(4099, torch.float32)
+    mean, weighted = torch.empty_like(logits), torch.empty_like(logits)
+    chunk_loss(logits, targets, num_targets_of_step=NUM_TARGETS, gradient_SV=mean)
+
+    write_gradient(logits, targets, torch.full((7,), -1 / NUM_TARGETS, dtype=torch.float64), weighted)
+
+    assert torch.equal(weighted, mean)
+
+
 def test_autograd_refuses_logits_that_were_kept_and_overwritten() -> None:
     hidden = torch.randn(4, 6, requires_grad=True)
     logits = torch.tanh(hidden)
@@ -136,6 +175,19 @@ def test_the_kernel_agrees(
 
     assert error(losses.double().sum() / NUM_TARGETS, loss) <= 2e-7
     # The interpreter cuts bits off where a GPU rounds to bf16.
+    assert error(out, gradient) <= (3e-7 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_kernel_agrees_with_coefficients_too(kernel: RowLosses, dtype: torch.dtype, in_place: bool) -> None:
+    logits, targets = case(4099, dtype)
+    logprobs, gradient = exact_with(logits, targets, COEFFICIENTS)
+    out = logits if in_place else torch.empty_like(logits)
+
+    losses = kernel(logits, targets, out, -COEFFICIENTS.float())
+
+    assert error(losses, -logprobs) <= 2e-7
     assert error(out, gradient) <= (3e-7 if dtype == torch.float32 else 6e-3)
 
 

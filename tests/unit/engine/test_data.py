@@ -189,3 +189,32 @@ def test_refuses_folders_that_are_not_prepared_datasets(tmp_path: Path) -> None:
 def test_refuses_documents_longer_than_the_sequence() -> None:
     with pytest.raises(InvalidData, match=r"documents of up to 9 tokens, train\.sequence_length is 8"):
         StepPlan(dataset_of([4, 9]), sequence_length=8, tokens_per_step=8, epochs=1)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=60).filter(lambda lengths: len(lengths) % 2 == 0),
+    options=plans,
+)
+def test_pairs_stay_together_in_every_step(lengths: list[int], options: dict[str, Any]) -> None:
+    dataset = dataset_of(lengths)
+    plan = StepPlan(dataset, epochs=2, group_size=2, **options)
+    limit = min(options["sequence_length"], options["tokens_per_step"], options["packing_limit"] or 50)
+    seen: list[int] = []
+    for i in range(plan.num_steps):
+        rows = plan.documents_of(i)
+        documents = [document for row in rows for document in row]
+        seen += documents
+        for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+            assert chosen % 2 == 0
+            assert rejected == chosen + 1
+        assert all(len(row) == 1 or sum(lengths[document] for document in row) <= limit for row in rows)
+        assert options["packing"] or all(len(row) == 1 for row in rows)
+        tokens = sum(lengths[document] for document in documents)
+        assert tokens <= options["tokens_per_step"] or len(documents) == 2
+    assert sorted(seen) == sorted(2 * list(range(len(lengths))))
+
+
+def test_documents_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(InvalidData, match="3 documents, which are no groups of 2"):
+        StepPlan(dataset_of([1, 2, 3]), sequence_length=8, tokens_per_step=8, epochs=1, group_size=2)

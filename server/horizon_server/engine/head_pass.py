@@ -1,0 +1,149 @@
+"""The head's part of a step: the last hidden states become loss and gradient, a chunk of supervised tokens at a time.
+
+Cross-entropy needs each chunk once: its logits become their own gradient. An objective needs the log-probabilities of all tokens before
+it knows the gradient of any, so the chunks run twice: forward for the log-probabilities, of which one number per token stays, then again
+for the gradients, now that every token has its coefficient. The head's weights are on the device all the while, so nothing more crosses
+the link, and no more logits live at a time.
+
+Shapes: S = supervised tokens of a chunk, D = hidden size, V = vocabulary.
+Thread: methods are called by the driving thread; they only queue work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.activations import Activations
+from horizon_server.engine.cross_entropy import chunk_loss, log_probabilities, write_gradient
+from horizon_server.engine.device.protocol import Device
+from horizon_server.engine.gradient_sink import GradientSink
+from horizon_server.engine.leaves import unit_leaves
+from horizon_server.engine.step_pass import StepPass, charged
+from horizon_server.engine.template import Template
+from horizon_server.engine.unit_gradients import UnitGradients
+
+WriteGradient = Callable[[Tensor, Tensor], None]
+"""Writes the gradient of a chunk's logits: from the logits, to the second tensor, which may be the first."""
+
+
+class HeadPass:
+    """Queues the head's work of a pass; the hidden states are in `activations`, those of a training step at `last_output`; gradients and
+    loss go to `sink`. `label_smoothing` is that of the cross-entropy of training steps.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        device: Device,
+        sink: GradientSink,
+        activations: Activations,
+        *,
+        last_output: int,
+        label_smoothing: float,
+    ) -> None:
+        self._template, self._device, self._sink, self._activations = template, device, sink, activations
+        self._last_output, self._label_smoothing = last_output, label_smoothing
+        self._unit_index = template.layout.units[-1].index
+        self._has_backward = template.layout.first_trained_unit < self._unit_index
+
+    def enqueue_loss(self, current: StepPass, flat: Tensor) -> None:
+        """The mean cross-entropy, without gradients; hidden states are those of a pass without backward."""
+        tokens = current.tokens
+
+        def head(chunk: slice) -> None:
+            logits_SV = self._logits(current, flat, self._activations.layer_input(0), chunk)
+            current.loss += chunk_loss(logits_SV, tokens.targets_S[chunk], num_targets_of_step=tokens.num_targets)
+
+        for chunk in current.chunks:
+            self._device.compute.submit(partial(head, chunk), label="head loss")
+        self._sink.send_loss(current.loss)
+
+    def enqueue_log_probabilities(self, current: StepPass, flat: Tensor) -> None:
+        """Each supervised token's log-probability, into `logprobs_S`; hidden states are those of a pass without backward."""
+        self._enqueue_log_probabilities(current, flat, layer_input=0)
+
+    def enqueue_gradients(self, current: StepPass, flat: Tensor) -> None:
+        """Loss and gradients, of the cross-entropy or of the objective that the pass has."""
+        tokens, activations, compute = current.tokens, self._activations, self._device.compute
+        gradients = self._sink.open(self._unit_index)
+        coefficients_S = torch.empty(0)
+
+        def cross_entropy(chunk: slice, logits_SV: Tensor, gradient_SV: Tensor) -> None:
+            targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
+            current.loss += chunk_loss(
+                logits_SV,
+                targets_S,
+                num_targets_of_step=num_targets,
+                gradient_SV=gradient_SV,
+                smoothing=self._label_smoothing,
+            )
+
+        def weighted(chunk: slice, logits_SV: Tensor, gradient_SV: Tensor) -> None:
+            write_gradient(logits_SV, tokens.targets_S[chunk], coefficients_S[chunk], gradient_SV)
+
+        def ask() -> None:
+            nonlocal coefficients_S
+            assert current.objective is not None and current.logprobs_S is not None
+            loss, coefficients_S = current.objective(current.logprobs_S)
+            current.loss += loss
+
+        # Tokens without a target get no gradient from the head, but backward reads theirs.
+        compute.submit(activations.gradient.zero_, label="zero hidden gradient")
+        write = cross_entropy
+        if current.objective is not None:
+            self._enqueue_log_probabilities(current, flat, layer_input=self._last_output)
+            compute.submit(ask, label="objective")
+            write = weighted
+        for chunk in current.chunks:
+            work = partial(self._chunk_gradients, current, flat, gradients, chunk, partial(write, chunk))
+            compute.submit(work, label=f"backward {self._unit_index}")
+        # First, because an update in backward looks at the loss as soon as the first gradient has landed.
+        self._sink.send_loss(current.loss)
+        self._sink.send(self._unit_index)
+        for span in tokens.spans:
+            activations.consumed(self._last_output, span)
+
+    def _enqueue_log_probabilities(self, current: StepPass, flat: Tensor, *, layer_input: int) -> None:
+        def head(chunk: slice) -> None:
+            assert current.logprobs_S is not None
+            logits_SV = self._logits(current, flat, self._activations.layer_input(layer_input), chunk)
+            current.logprobs_S[chunk] = log_probabilities(logits_SV, current.tokens.targets_S[chunk])
+
+        for chunk in current.chunks:
+            self._device.compute.submit(partial(head, chunk), label="head log-probabilities")
+
+    def _logits(self, current: StepPass, flat: Tensor, hidden_ND: Tensor, chunk: slice) -> Tensor:
+        """The logits of a chunk, without a graph. Shapes: [S, V]."""
+        parameters = {place.name: place.piece.read(flat) for place in self._template.places[self._unit_index]}
+        # Outside training it draws nothing. In training the same as when the chunk runs again for its gradients.
+        current.seed(self._unit_index, chunk.start)
+        with torch.no_grad():
+            return self._template.head(parameters, hidden_ND[current.tokens.supervised_S[chunk]][None])
+
+    def _chunk_gradients(
+        self, current: StepPass, flat: Tensor, gradients: UnitGradients | None, chunk: slice, write: WriteGradient
+    ) -> None:
+        """The gradients of a chunk, for the hidden states and the head's weights, from that of the logits, which `write` writes."""
+        template, activations = self._template, self._activations
+        supervised_S = current.tokens.supervised_S[chunk]
+        hidden_1SD = activations.layer_input(self._last_output)[supervised_S][None].requires_grad_(self._has_backward)
+        leaves, products = unit_leaves(template.places[self._unit_index], flat, gradients)
+        current.seed(self._unit_index, chunk.start)
+        # Autograd does not keep the logits, so that they are not in what `workspace` counts.
+        logits_bytes = supervised_S.numel() * template.vocab_size * self._device.compute_dtype.itemsize
+        with charged(self._device, logits_bytes), self._device.workspace(("head", supervised_S.numel())):
+            with products:
+                logits_SV = template.head(leaves, hidden_1SD)
+            values_SV = logits_SV.detach()
+            # Before the values change: of a view that has changed, autograd makes another graph, with copies of the whole.
+            edge = torch.autograd.graph.get_gradient_edge(logits_SV)
+            # The logits' own memory becomes their gradient, unless the model's backward wants them again.
+            gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
+            write(values_SV, gradient_SV)
+            torch.autograd.backward(edge, gradient_SV)
+        if hidden_1SD.grad is not None:
+            activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])

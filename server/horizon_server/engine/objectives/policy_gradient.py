@@ -1,0 +1,80 @@
+"""Policy gradients on samples that were recorded with their log-probabilities and advantages.
+
+Shapes: K = documents of the step, S = supervised tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from horizon_server.engine.micro_batch import refused
+from horizon_server.engine.objectives.objective import Documents, Objective, StepObjective
+
+Mean = Literal["tokens", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Objective):
+    """With the ratio of the policy to the one that sampled, r_t = exp(log p_t - recorded_t), and the advantage A_t::
+
+        loss_t = - r_t A_t                                                         no clipping: importance sampling
+        loss_t = - min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)        with it: PPO
+        loss_t += kl_coefficient (exp(d_t) - d_t - 1),  d_t = log ref_t - log p_t  where kl_coefficient is above 0
+
+    Advantages are data: GRPO's are one number per document, (reward - mean of its group) / standard deviation of its group, which
+    `Documents.of` takes as `advantages_K`. On samples of the very policy that is trained r_t is 1, and the gradient is REINFORCE's.
+
+    `mean` is over what losses are averaged: all tokens of the step alike (DAPO), or the tokens of each document and then the
+    documents, so that every document counts the same (GRPO). Documents without a supervised token do not count.
+
+    Source: PPO, Schulman et al. (arXiv 1707.06347), equations 6 and 7; GRPO, Shao et al. (arXiv 2402.03300), equations 3 and 4; mean
+    over tokens and two clips, Yu et al., DAPO (arXiv 2503.14476), equation 8.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"documents.recorded_S", "documents.advantages_S"})
+
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coefficient: float = 0.0
+    mean: Mean = "tokens"
+
+    def __post_init__(self) -> None:
+        assert (self.clip_low is None) == (self.clip_high is None), "give both clips or none"
+        assert self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low is from 0 to 1"
+        assert self.clip_high is None or self.clip_high >= 0, "clip_high is not negative"
+        assert self.kl_coefficient >= 0, "kl_coefficient is not negative"
+
+    def check(self, step: StepObjective) -> None:
+        """A KL term needs a reference model. Raises: InvalidData."""
+        if self.kl_coefficient and step.references_S is None:
+            raise refused(
+                "objective.references_S", "is missing; PolicyGradient needs it where kl_coefficient is above 0"
+            )
+
+    def _loss(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        assert documents.recorded_S is not None and documents.advantages_S is not None, "checked before the step"
+        ratios_S, advantages_S = torch.exp(logprobs_S - documents.recorded_S.double()), documents.advantages_S.double()
+        gains_S = ratios_S * advantages_S
+        if self.clip_low is not None and self.clip_high is not None:
+            clipped_S = ratios_S.clamp(1 - self.clip_low, 1 + self.clip_high)
+            gains_S = torch.minimum(gains_S, clipped_S * advantages_S)
+        losses_S = -gains_S
+        if self.kl_coefficient:
+            assert references_S is not None, "checked before the step"
+            differences_S = references_S - logprobs_S
+            # expm1, because exp(d) - 1 loses its digits where the policies are still alike.
+            losses_S = losses_S + self.kl_coefficient * (torch.expm1(differences_S) - differences_S)
+        if weights_S is not None:
+            losses_S = losses_S * weights_S.double()
+        sizes_K = documents.sizes(weights_S)
+        if self.mean == "tokens":
+            return losses_S.sum() / sizes_K.sum()
+        counted_K = sizes_K > 0
+        means_K = documents.sums(losses_S) / torch.where(counted_K, sizes_K, 1.0)
+        return means_K.sum() / counted_K.sum()

@@ -1,0 +1,128 @@
+"""Reference log-probabilities that are kept next to a prepared dataset."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny_models import VOCAB
+from torch import Tensor
+
+from horizon_server.engine.data import PreparedDataset, StepPlan
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.objectives import DPO, Documents, StepObjective
+from horizon_server.engine.references import References
+from horizon_server.engine.trainer import Trainer
+from horizon_server.errors import DiskFull
+
+if TYPE_CHECKING:
+    from tests.support.tiny_models import Run, TinyModel
+
+LENGTHS = [9, 14, 5, 11, 20, 7, 8, 13]
+UNTRAINED = 2
+
+
+@pytest.fixture
+def dataset() -> PreparedDataset:
+    """Eight documents, of which one has nothing that is trained."""
+    draw = np.random.default_rng(0)
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    trained = draw.integers(0, 2, sum(LENGTHS), dtype=np.uint8)
+    trained[starts[1:] - 1] = 1
+    trained[starts[UNTRAINED] : starts[UNTRAINED + 1]] = 0
+    # Of a first token the mask means nothing.
+    trained[starts[UNTRAINED]] = 1
+    ids = draw.integers(0, VOCAB, sum(LENGTHS), dtype=np.int32)
+    return PreparedDataset(input_ids_N=ids, trained_N=trained, document_starts=starts, report={})
+
+
+@pytest.fixture
+def run(tiny_model: Callable[..., TinyModel], start: Callable[..., Run]) -> Run:
+    return start(tiny_model("qwen3"), tokens_per_step=40, micro_batch_tokens=64, lr_schedule="constant")
+
+
+def test_they_are_the_log_probabilities_of_the_starting_weights_for_any_step(
+    dataset: PreparedDataset, run: Run, tmp_path: Path
+) -> None:
+    assert References.open(tmp_path, dataset, key="model/float32") is None
+    references = References.computed(tmp_path, dataset, run.trainer, key="model/float32", tokens_at_once=50)
+    plan = StepPlan(dataset, sequence_length=24, tokens_per_step=60, epochs=1)
+    wanted = [torch.cat(run.trainer.log_probabilities(plan.step(i))) for i in range(plan.num_steps)]
+
+    # What is trained meanwhile does not change them.
+    run.trainer.train_step(plan.step(0))
+    opened = References.open(tmp_path, dataset, key="model/float32")
+
+    assert opened is not None
+    for i in range(plan.num_steps):
+        documents = [document for row in plan.documents_of(i) for document in row]
+        assert torch.equal(opened.of(documents), references.of(documents))
+        assert torch.allclose(opened.of(documents), wanted[i], rtol=1e-6, atol=2e-6)
+    assert opened.of([UNTRAINED]).numel() == 0
+    assert not torch.allclose(torch.cat(run.trainer.log_probabilities(plan.step(0))), wanted[0], rtol=1e-3)
+
+
+def test_a_step_of_pairs_begins_at_the_logarithm_of_two(dataset: PreparedDataset, run: Run, tmp_path: Path) -> None:
+    references = References.computed(tmp_path, dataset, run.trainer, key="model", tokens_at_once=1000)
+    # Documents 2 and 3 are left out: one of them has nothing that is trained.
+    plan = StepPlan(dataset, sequence_length=24, tokens_per_step=60, epochs=1, shuffle=False, group_size=2)
+    documents = next(
+        documents
+        for i in range(plan.num_steps)
+        if UNTRAINED not in (documents := [document for row in plan.documents_of(i) for document in row])
+    )
+    rows = [dataset.micro_batch(documents)]
+    objective = StepObjective(
+        objective=DPO(),
+        documents=Documents.of(rows, pairs_P2=torch.arange(len(documents)).view(-1, 2)),
+        references_S=references.of(documents),
+    )
+
+    first = run.trainer.train_step(rows, objective).loss
+    second = run.trainer.train_step(rows, objective).loss
+
+    assert first == pytest.approx(float(torch.tensor(2.0).log()), rel=1e-6)
+    assert second < first
+
+
+def test_another_key_another_dataset_or_a_damaged_file_is_not_taken_for_them(
+    dataset: PreparedDataset, run: Run, tmp_path: Path
+) -> None:
+    References.computed(tmp_path, dataset, run.trainer, key="model", tokens_at_once=1000)
+    (path,) = tmp_path.iterdir()
+    shorter = PreparedDataset(
+        input_ids_N=np.zeros(9, dtype=np.int32),
+        trained_N=np.ones(9, dtype=np.uint8),
+        document_starts=np.array([0, 9], dtype=np.int64),
+        report={},
+    )
+
+    assert References.open(tmp_path, dataset, key="another model") is None
+    assert References.open(tmp_path, shorter, key="model") is None
+    path.write_bytes(path.read_bytes()[:-4])
+    assert References.open(tmp_path, dataset, key="model") is None
+
+
+def test_what_is_interrupted_leaves_nothing_and_a_full_disk_is_named(
+    dataset: PreparedDataset, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    log_probabilities = Trainer.log_probabilities
+
+    def fill_the_disk(self: Trainer, rows: list[MicroBatch]) -> list[Tensor]:
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return log_probabilities(self, rows)
+
+    monkeypatch.setattr(Trainer, "log_probabilities", fill_the_disk)
+
+    with pytest.raises(DiskFull, match="reference log-probabilities"):
+        References.computed(tmp_path, dataset, run.trainer, key="model", tokens_at_once=30)
+
+    assert list(tmp_path.iterdir()) == []
