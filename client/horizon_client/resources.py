@@ -235,6 +235,8 @@ class MemoryPlan:
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     kept: KeptMemory | None
     """What stays on the device because it has memory to spare; None where it has not, or that would save nothing."""
+    num_trained_parameters: int
+    """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -34,6 +35,10 @@ _RULE = "x-allowed"
 
 Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={_RULE: NAME_RULE})]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+EVERYTHING = ("all",)
+"""`train.trainable` of a job that trains every parameter."""
+MAX_EXPRESSIONS = 64
+MAX_EXPRESSION_CHARS = 256
 # Named, because a preview takes the same two choices without being a job.
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
@@ -45,6 +50,7 @@ _switch_as_text = BeforeValidator(lambda value: {True: "on", False: "off"}[value
 _boolean_as_text = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 # `train:` with nothing below it is null in YAML and means every default.
 _absent_as_empty = BeforeValidator(lambda value: {} if value is None else value)
+_text_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 # YAML and JSON have lists only; strict mode would refuse one where a tuple is declared.
 _list_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
@@ -143,6 +149,30 @@ class TrainSpec(_Section):
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
         "faster on GPUs of compute capability 8.9 or higher, with coarser rounding; a host emulates it.",
     )
+
+    trainable: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)], ...], _list_as_tuple, _text_as_list
+    ] = Field(
+        default=EVERYTHING,
+        min_length=1,
+        max_length=MAX_EXPRESSIONS,
+        description="What is trained: all, or regular expressions of which one must be found in a tensor's name (layers\\.1[0-9]\\., "
+        "norm). The other tensors are frozen: they take 2 bytes of host memory a parameter where the model has them in bfloat16, else 4, "
+        "instead of 12 to 16, and no gradient of theirs is computed. What comes before the first trained tensor has no backward.",
+        json_schema_extra={
+            _RULE: f"all, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
+        },
+    )
+
+    @field_validator("trainable")
+    @classmethod
+    def _regular_expressions(cls, trainable: tuple[str, ...]) -> tuple[str, ...]:
+        for expression in trainable:
+            try:
+                regex.compile(expression)
+            except regex.error as error:
+                raise ValueError(f"holds {expression!r}, which is not a regular expression: {error}") from error
+        return trainable
 
     @model_validator(mode="before")
     @classmethod

@@ -105,7 +105,10 @@ def _memory_page(plan: MemoryPlan) -> str:
     if plan.compute_dtype:
         where += f" in {clean(plan.compute_dtype)}"
     kept = f"\nkept on the device: {_kept_text(plan.kept)}" if plan.kept else ""
-    return f"{amounts}\n\n{plan.num_parameters:,} parameters, computed on {where}: {fits}{message}{kept}"
+    parameters = f"{plan.num_parameters:,} parameters"
+    if 0 < plan.num_trained_parameters < plan.num_parameters:
+        parameters += f" ({plan.num_trained_parameters:,} trained, the others frozen)"
+    return f"{amounts}\n\n{parameters}, computed on {where}: {fits}{message}{kept}"
 
 
 def _kept_text(kept: KeptMemory) -> str:

@@ -538,6 +538,7 @@ class TrainSpec(google.protobuf.message.Message):
     MAX_SKIPPED_STEPS_FIELD_NUMBER: builtins.int
     DECAY_FIELD_NUMBER: builtins.int
     COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
+    TRAINABLE_FIELD_NUMBER: builtins.int
     COMPILE_FIELD_NUMBER: builtins.int
     MATMUL_FIELD_NUMBER: builtins.int
     epochs: builtins.float
@@ -582,6 +583,10 @@ class TrainSpec(google.protobuf.message.Message):
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
 
+    @property
+    def trainable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is trained: "all", or regular expressions of tensors' names; default all."""
+
     def __init__(
         self,
         *,
@@ -603,11 +608,12 @@ class TrainSpec(google.protobuf.message.Message):
         max_skipped_steps: builtins.int | None = ...,
         decay: global___Decay.ValueType = ...,
         compute_dtype: global___ComputeDtype.ValueType = ...,
+        trainable: collections.abc.Iterable[builtins.str] | None = ...,
         compile: global___Compile.ValueType = ...,
         matmul: global___Matmul.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -938,6 +944,7 @@ class MemoryPlan(google.protobuf.message.Message):
     COMPUTE_DTYPE_FIELD_NUMBER: builtins.int
     HINT_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    NUM_TRAINED_PARAMETERS_FIELD_NUMBER: builtins.int
     host_total_bytes: builtins.int
     """Sum over the host's components."""
     device_total_bytes: builtins.int
@@ -958,6 +965,8 @@ class MemoryPlan(google.protobuf.message.Message):
     """What layers are computed in: float32 or bfloat16."""
     hint: builtins.str
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
+    num_trained_parameters: builtins.int
+    """Parameters that are trained; the others are frozen. 0 in a plan that an earlier version has made."""
     @property
     def host_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Host bytes by component: weights, moments, gradients, activations, staging, other."""
@@ -991,9 +1000,10 @@ class MemoryPlan(google.protobuf.message.Message):
         compute_dtype: builtins.str = ...,
         hint: builtins.str = ...,
         kept: global___KeptMemory | None = ...,
+        num_trained_parameters: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["kept", b"kept", "prediction", b"prediction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "prediction", b"prediction"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_dtype", b"compute_dtype", "device", b"device", "device_bytes", b"device_bytes", "device_limit_bytes", b"device_limit_bytes", "device_total_bytes", b"device_total_bytes", "fits", b"fits", "hint", b"hint", "host_bytes", b"host_bytes", "host_limit_bytes", b"host_limit_bytes", "host_total_bytes", b"host_total_bytes", "kept", b"kept", "message", b"message", "num_parameters", b"num_parameters", "num_trained_parameters", b"num_trained_parameters", "prediction", b"prediction"]) -> None: ...
 
 global___MemoryPlan = MemoryPlan
 

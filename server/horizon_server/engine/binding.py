@@ -201,14 +201,20 @@ Pieces = dict[str, list[Piece]]
 class Place:
     """A parameter inside a unit's flat buffer, under the name its model (or, in `Template`, its module) knows it by.
 
-    A buffer that belongs to the checkpoint has a place too; it is not trained.
+    A buffer that belongs to the checkpoint has a place too; it is no parameter. The store keeps a gradient of what `has_gradient`.
     """
 
     name: str
     unit_index: int
     piece: Piece | Exact
     stored_names: tuple[str, ...]
-    trained: bool
+    is_parameter: bool
+    has_gradient: bool
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is differentiated."""
+        return self.is_parameter and self.has_gradient
 
     @property
     def is_matrix(self) -> bool:
@@ -322,12 +328,18 @@ def _place(target: str, piece: Piece, sources: _Sources, wanted: Tensor | None) 
         raise InvalidModel(
             f"tensors {names[0]} and {names[-1]} make one parameter, {target}, but belong to different layers"
         )
+    if differing := [tensor.name for tensor in tensors if tensor.trained != tensors[0].trained]:
+        raise InvalidModel(
+            f"train.trainable trains only one of {tensors[0].name} and {differing[0]}, which the model computes with as one parameter, "
+            f"{target}; train both or neither"
+        )
     return Place(
         name=target,
         unit_index=next(iter(sources.unit_indices)),
         piece=piece,
         stored_names=tuple(tensor.name for tensor in tensors),
-        trained=isinstance(wanted, nn.Parameter),
+        is_parameter=isinstance(wanted, nn.Parameter),
+        has_gradient=tensors[0].trained,
     )
 
 

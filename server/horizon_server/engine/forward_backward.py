@@ -100,27 +100,39 @@ class ForwardBackward:
         self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
         self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
         kind = Activations if activation_placement == "device" else OffloadedActivations
-        self.activations = kind(device, num_layers=template.num_layers, hidden_size=template.hidden_size)
+        layout = template.layout
+        # Backward ends at the first trained unit, and wants no inputs of the layers before it.
+        self._first_trained, self._num_skipped = layout.first_trained_unit, layout.num_skipped_layers
+        self._num_kept = template.num_layers - self._num_skipped
+        self.activations = kind(device, num_layers=self._num_kept, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
-        """Mean loss over the supervised tokens, with dropout; when it returns, every unit's gradient is on the host."""
-        current = self._start(micro_batches, key)
+        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host."""
+        template, current = self._template, self._start(micro_batches, key)
         self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
-        forward = [(unit, partial(self._enqueue_layer, current, i, i, i + 1)) for i, unit in enumerate(self._layers)]
-        backward = [(unit, partial(self._enqueue_layer_backward, current, i)) for i, unit in enumerate(self._layers)]
-        self._run(
-            current,
-            [
-                (current.embedding, partial(self._enqueue_embed, current)),
-                *forward,
-                (self._head, partial(self._enqueue_head_gradients, current)),
-                *reversed(backward),
-                (current.embedding, partial(self._enqueue_embed_backward, current)),
-            ],
-        )
+        # The skipped layers write their outputs into one place, which is the input of the first that is not.
+        places = [max(0, i - self._num_skipped) for i in range(template.num_layers + 1)]
+        forward = [
+            (unit, partial(self._enqueue_layer, current, i, places[i], places[i + 1]))
+            for i, unit in enumerate(self._layers)
+        ]
+        backward = [
+            (unit, partial(self._enqueue_layer_backward, current, i))
+            for i, unit in enumerate(self._layers)
+            if unit.unit_index >= self._first_trained
+        ]
+        program = [
+            (current.embedding, partial(self._enqueue_embed, current)),
+            *forward,
+            (self._head, partial(self._enqueue_head_gradients, current)),
+            *reversed(backward),
+        ]
+        if self._first_trained == 0:
+            program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
+        self._run(current, program)
         return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -234,12 +246,13 @@ class ForwardBackward:
             activations.layer_input(output)[span].copy_(output_1TD[0])
 
         # Only a training step has a backward, which wants the inputs again.
-        keeps = current.key is not None
-        keeps_products = keeps and layer >= template.num_layers - self._product_layers
+        keeps = current.key is not None and layer >= self._num_skipped
+        has_backward = keeps and layer + 1 >= self._first_trained
+        keeps_products = has_backward and layer >= template.num_layers - self._product_layers
         for index, span in enumerate(current.tokens.spans):
             if keeps:
-                # The embedding's output too, which is the first layer's input.
-                if layer == 0:
+                # The embedding's output too, or the last skipped layer's, which is the first one's input.
+                if layer == self._num_skipped:
                     activations.produced(0, span)
                 activations.before_write(output, span)
             self._device.compute.submit(partial(forward, index, span), label=f"forward {layer + 1}")
@@ -264,10 +277,11 @@ class ForwardBackward:
         template, tokens, activations = self._template, current.tokens, self.activations
         unit_index = self._head.unit_index
         gradients = self._sink.open(unit_index)
+        has_backward = self._first_trained < unit_index
 
         def head(chunk: slice) -> None:
             supervised_S = tokens.supervised_S[chunk]
-            hidden_1SD = activations.layer_input(template.num_layers)[supervised_S][None].requires_grad_()
+            hidden_1SD = activations.layer_input(self._num_kept)[supervised_S][None].requires_grad_(has_backward)
             leaves, products = _leaves(template.places[unit_index], flat, gradients)
             self._seed(current, unit_index, chunk.start)
             # Autograd does not keep the logits, so that they are not in what `workspace` counts.
@@ -284,8 +298,8 @@ class ForwardBackward:
                 loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
                 torch.autograd.backward(edge, gradient_SV)
             current.loss += loss
-            assert hidden_1SD.grad is not None
-            activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
+            if hidden_1SD.grad is not None:
+                activations.gradient.index_copy_(0, supervised_S, hidden_1SD.grad[0])
 
         # Tokens without a target get no gradient from the head, but backward reads theirs.
         self._device.compute.submit(activations.gradient.zero_, label="zero hidden gradient")
@@ -295,23 +309,24 @@ class ForwardBackward:
         self._sink.send_loss(current.loss)
         self._sink.send(unit_index)
         for span in tokens.spans:
-            activations.consumed(template.num_layers, span)
+            activations.consumed(self._num_kept, span)
 
     def _enqueue_layer_backward(self, current: _Pass, layer: int, flat: Tensor) -> None:
         template, activations = self._template, self.activations
         gradients = self._sink.open(layer + 1)
         visit = self._fp8_visit(layer, for_backward=True)
+        kept_input, is_last = layer - self._num_skipped, layer + 1 == self._first_trained
 
         def backward(index: int, span: slice) -> None:
             gradient_TD = activations.gradient[span]
             # `data`, not `detach`: other tokens of the same block may be on their way in, which autograd would take for a change here.
-            hidden_1TD = activations.layer_input(layer)[span][None].data
+            hidden_1TD = activations.layer_input(kept_input)[span][None].data
             call = current.calls[index][layer]
             if compiled := self._compiled.serve(layer, call, hidden_1TD.shape[1]):
                 parameters = {place.name: place.piece.read(flat) for place in template.places[layer + 1]}
                 gradient_TD.copy_(compiled.backward(parameters, hidden_1TD, gradient_TD[None], gradients)[0])
                 return
-            hidden_1TD.requires_grad_()
+            hidden_1TD.requires_grad_(not is_last)
             leaves, products = _leaves(template.places[layer + 1], flat, gradients, visit)
             # As in forward, so that the recompute draws the same dropout masks.
             self._seed(current, layer + 1, index)
@@ -322,14 +337,14 @@ class ForwardBackward:
                 with products, kept.taken() if kept is not None else nullcontext():
                     output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])
-            assert hidden_1TD.grad is not None
-            gradient_TD.copy_(hidden_1TD.grad[0])
+            if hidden_1TD.grad is not None:
+                gradient_TD.copy_(hidden_1TD.grad[0])
 
         for index, span in enumerate(current.tokens.spans):
-            activations.await_input(layer, span)
+            activations.await_input(kept_input, span)
             self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
             # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
-            activations.consumed(layer, span)
+            activations.consumed(kept_input, span)
         self._sink.send(layer + 1)
 
     def _enqueue_embed_backward(self, current: _Pass, flat: Tensor) -> None:
@@ -338,15 +353,16 @@ class ForwardBackward:
         # As nn.Embedding does, whose padding_idx the template removed: the token of padding gets no gradient.
         padding_row = padding_rows[0][0] if padding_rows else -1
         # A tied table's gradient holds the head's part already, and that is of all rows.
-        by_rows = template.embeds_by_rows and not template.tied
+        by_rows, has_table = template.embeds_by_rows and not template.tied, template.table_place.has_gradient
         gradients = sink.open(0, tokens.rows_R if by_rows else None)
-        table = self._table(current, gradients.flat, by_rows=by_rows)
+        assert gradients is not None, "backward comes here only for what is trained"
+        table = self._table(current, gradients.flat, by_rows=by_rows) if has_table else None
 
         def backward(index: int, span: slice) -> None:
             leaves, products = _leaves(template.places_besides_table, flat, gradients)
             row_ids_T = tokens.row_ids_N[span]
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
-            weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_()
+            weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
@@ -354,9 +370,9 @@ class ForwardBackward:
                 with products:
                     hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
                 torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
-            assert weight_TD.grad is not None
             # Not by a hook: other parameters of the unit may still read what came in.
-            activations.gradient[span].copy_(weight_TD.grad)
+            if weight_TD.grad is not None:
+                activations.gradient[span].copy_(weight_TD.grad)
 
         def add_up(span: slice) -> None:
             sink.reached.update(template.table_place.stored_names)
@@ -365,6 +381,7 @@ class ForwardBackward:
             gradient_RD = torch.ops.aten.embedding_dense_backward(
                 activations.gradient[span].float(), tokens.row_ids_N[span], tokens.rows_R.numel(), padding_row, False
             )
+            assert table is not None
             if by_rows or not template.embeds_by_rows:
                 table.add_(gradient_RD)
             else:
@@ -374,7 +391,7 @@ class ForwardBackward:
         for index, span in enumerate(tokens.spans):
             self._device.compute.submit(partial(backward, index, span), label="backward 0")
         num_tokens = tokens.row_ids_N.numel()
-        for start in range(0, num_tokens, EMBEDDING_GRADIENT_TOKENS):
+        for start in range(0, num_tokens if has_table else 0, EMBEDDING_GRADIENT_TOKENS):
             span = slice(start, min(start + EMBEDDING_GRADIENT_TOKENS, num_tokens))
             self._device.compute.submit(partial(add_up, span), label="backward 0")
         sink.send(0, tokens.rows_R if by_rows else None)
@@ -404,7 +421,7 @@ class ForwardBackward:
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
         places = self._template.places[layer + 1] if self._matmul == "fp8" else []
-        views = [place for place in places if place.trained and isinstance(place.piece, Strided)]
+        views = [place for place in places if place.is_parameter and isinstance(place.piece, Strided)]
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 
@@ -422,14 +439,15 @@ class ForwardBackward:
 
 
 def _leaves(
-    places: Sequence[Place], flat: Tensor, gradients: UnitGradients, visit: Fp8Visit | None = None
+    places: Sequence[Place], flat: Tensor, gradients: UnitGradients | None, visit: Fp8Visit | None = None
 ) -> tuple[dict[str, Tensor], AccumulatedProducts]:
-    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds their gradients to `gradients`."""
+    """The parameters of a unit, in its flat weights, and the mode to use them in; autograd adds the gradients of the trained ones to
+    `gradients`."""
     leaves = {}
     for place in places:
         weight = place.piece.read(flat)
-        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if place.trained else weight
-    accumulators = gradients.accumulators
+        leaves[place.name] = _leaf(weight, partial(gradients.add, place)) if gradients and place.trained else weight
+    accumulators = {} if gradients is None else gradients.accumulators
     accumulated = [(leaves[name], accumulators[name]) for name in leaves if name in accumulators]
     return leaves, AccumulatedProducts(accumulated, visit.of(leaves) if visit else ())
 

@@ -47,8 +47,9 @@ class GradientSink:
             # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
             allocate=lambda num_elements: device.allocate("gradients", num_elements, torch.float32),
             give_back=device.free,
+            plane="grad",
             num_slots=num_slots,
-            edge_elements=max(units[0].num_elements, template.head_elements),
+            edge_elements=max(units[0].trained_elements, template.layout.head_gradient_elements),
         )
         self._landing: SlotRings | None = None
         self._has_rows = template.layout.has_row_gradients
@@ -61,9 +62,10 @@ class GradientSink:
                 units,
                 allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
                 give_back=device.free_host,
+                plane="grad",
                 num_slots=num_slots,
                 edge_elements=max(
-                    unit.num_elements
+                    unit.trained_elements
                     for unit in units
                     if unit.kind == "head" or (unit.kind == "embedding" and not self._has_rows)
                 ),
@@ -98,20 +100,27 @@ class GradientSink:
         return self._device.allocate_host("staging", num_values, dtype)
 
     def start_step(self) -> None:
-        """Forget the last step's numbers, so that a unit that sends no gradient is noticed."""
+        """Forget the last step's numbers, so that a trained unit that sends no gradient is noticed."""
         self._set = 1 - self._set
         self._sets[self._set].fill_(torch.nan)
+        for unit in self._template.layout.units:
+            if not unit.trained_elements:
+                self.square_sums[unit.index] = 0
         # A new one, because updates of the last step may still look at theirs.
         self.reached = set()
 
-    def open(self, unit_index: int, rows_R: Tensor | None = None) -> UnitGradients:
-        """Memory for a unit's gradients; compute waits until it is free. With `rows_R` it is zeros for these rows of the embedding."""
+    def open(self, unit_index: int, rows_R: Tensor | None = None) -> UnitGradients | None:
+        """Memory for a unit's gradients, None where it has none; compute waits until it is free. With `rows_R` it is zeros for these rows
+        of the embedding.
+        """
+        if not self._has_gradient(unit_index):
+            return None
         template, units, compute = self._template, self._template.layout.units, self._device.compute
         places, unit = template.places[unit_index], units[unit_index]
-        if unit_index == 0 and template.tied:
+        if unit_index == 0 and template.layout.shares_gradient:
             # A table that serves as projection too has the head's part of its gradient in the head's slot, which stayed for it.
             slot = self._open[0] = self._open.pop(len(units) - 1)
-            flat = slot.flat[units[-1].num_elements : template.head_elements]
+            flat = slot.flat[units[-1].num_elements : template.layout.head_gradient_elements]
             places = template.places_besides_table
         else:
             slot = self._open[unit_index] = self._rings.take(unit_index, compute)
@@ -122,7 +131,7 @@ class GradientSink:
             compute.submit(flat.zero_, label=f"zero gradient {unit_index}")
             return UnitGradients([], flat, unit, reached=self.reached)
         gradients = self._gradients[unit_index] = UnitGradients(places, flat, unit, reached=self.reached)
-        if unit_index == 0 and not template.tied:
+        if unit_index == 0 and template.table_place.has_gradient and not template.tied:
             zero = partial(gradients.start_from_zero, template.table_place)
             compute.submit(zero, label=f"zero gradient {unit_index}")
         return gradients
@@ -134,6 +143,8 @@ class GradientSink:
 
     def send(self, unit_index: int, rows_R: Tensor | None = None) -> None:
         """Send what compute has accumulated since `open`; with `rows_R` these rows of the embedding, one after the other."""
+        if not self._has_gradient(unit_index):
+            return
         device, template, unit = self._device, self._template, self._template.layout.units[unit_index]
         slot, landing = self._open[unit_index], None
         if rows_R is not None:
@@ -142,11 +153,15 @@ class GradientSink:
             self.row_gradient = RowGradient(rows_R=rows_R, values_RD=target.view_as(gradient))
         else:
             device.compute.submit(self._gradients.pop(unit_index).finish, label=f"backward {unit_index}")
-            start = template.layout.units[-1].num_elements if unit_index == 0 and template.tied else 0
-            gradient = slot.flat[start : start + unit.num_elements]
+            if not unit.trained_elements:
+                # A head that is frozen but for the table that it shares, whose gradient follows.
+                return
+            shares = template.layout.shares_gradient
+            start = template.layout.units[-1].num_elements if unit_index == 0 and shares else 0
+            gradient = slot.flat[start : start + unit.trained_elements]
             if self._landing is not None:
                 landing = self._landing.take(unit_index, device.d2h)
-                target = landing.flat[: unit.num_elements]
+                target = landing.flat[: unit.trained_elements]
             else:
                 target = self._store.unit(unit_index, "grad")
         if unit_index == 0:
@@ -168,8 +183,13 @@ class GradientSink:
             if landing is not None:
                 # To the update's queue and not to d2h: the update still reads it when the copy is over.
                 self._landing.release(landing, self._optimizer.queue)
-        if not (unit.kind == "head" and template.tied):
+        if not (unit.kind == "head" and template.layout.shares_gradient):
             self._rings.release(self._open.pop(unit_index), device.d2h)
+
+    def _has_gradient(self, unit_index: int) -> bool:
+        layout = self._template.layout
+        unit = layout.units[unit_index]
+        return unit.trained_elements > 0 or (unit.kind == "head" and layout.shares_gradient)
 
     def open_slots(self) -> None:
         """Have slots on the device again after `close_slots`."""

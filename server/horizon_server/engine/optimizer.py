@@ -46,7 +46,7 @@ class _HeldUpdate:
 class Optimizer:
     """Updates every unit of the store once per submitted step, on a queue of its own, and rows in use on another.
 
-    `table` names the embedding table where a pass reads rows of it; None where it is read and updated as a whole.
+    `table` names the embedding table where a pass reads rows of it; None where it is frozen, or read and updated as a whole.
     Thread: one driving thread submits; updates of one unit, or of one row, never overlap.
     """
 
@@ -68,7 +68,7 @@ class Optimizer:
         """The generation of the store's units after all that was submitted."""
 
     def submit(self, hyper: AdamWStep, reached: Set[str], gradient: RowGradient | None = None) -> None:
-        """Queue the update of all units. The gradients must be in the store and stay until updated.
+        """Queue the update of all trained units. The gradients must be in the store and stay until updated.
 
         `reached` are the tensors that have a gradient; the others stay as they are. `gradient` is the embedding's, where the store has no
         room for it.
@@ -77,7 +77,7 @@ class Optimizer:
         embedding, first, *others = self._store.layout.units
         # The order in which the next step asks for the weights (see LayerStream.walk).
         for unit in (first, embedding, *others):
-            if unit is embedding and self._table is not None:
+            if not unit.trained_elements or (unit is embedding and self._table is not None):
                 continue
             work = partial(update_unit, self._store, unit.index, hyper, num_threads=self._num_threads, only=reached)
             self._queue_update(unit.index, work)

@@ -27,7 +27,8 @@ class Slot:
 class SlotRings:
     """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
 
-    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot has `more_layer_elements` beyond the layer.
+    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds what `plane` has of a layer, and
+    `more_layer_elements` beyond that.
     Units that are `resident` have a slot of their own each, and use none of the ring.
     """
 
@@ -38,13 +39,14 @@ class SlotRings:
         *,
         allocate: Callable[[int], Tensor],
         give_back: Callable[[Tensor], None],
+        plane: str,
         num_slots: int,
         edge_elements: int,
         more_layer_elements: int = 0,
         resident: Collection[int] = (),
     ) -> None:
         self._device, self._units = device, units
-        self._allocate, self._give_back = allocate, give_back
+        self._allocate, self._give_back, self._plane = allocate, give_back, plane
         self._num_slots, self._edge_elements, self._more_layer_elements = num_slots, edge_elements, more_layer_elements
         self._resident = resident
         self.open()
@@ -52,7 +54,8 @@ class SlotRings:
     def open(self) -> None:
         """Take the memory; also after `close`, with nothing kept in it."""
         units, resident, more = self._units, self._resident, self._more_layer_elements
-        passing = [unit.num_elements for unit in units if unit.kind == "layer" and unit.index not in resident]
+        sizes = [unit.elements_in(self._plane) for unit in units]
+        passing = [sizes[unit.index] for unit in units if unit.kind == "layer" and unit.index not in resident]
         # None where every layer has its own.
         layer_elements = max(passing, default=0) + more
         layers = deque(Slot(flat=self._allocate(layer_elements)) for _ in range(self._num_slots if passing else 0))
@@ -60,7 +63,7 @@ class SlotRings:
         edges = deque([Slot(flat=self._allocate(self._edge_elements))])
         self._rings = [layers if unit.kind == "layer" else edges for unit in units]
         for index in resident:
-            self._rings[index] = deque([Slot(flat=self._allocate(units[index].num_elements + more))])
+            self._rings[index] = deque([Slot(flat=self._allocate(sizes[index] + more))])
 
     def available(self, unit_index: int) -> bool:
         """Whether the slot that `take` would give for a unit has been released."""

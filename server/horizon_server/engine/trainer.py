@@ -101,7 +101,8 @@ class Trainer:
         device.adopt(store)
         template.place_buffers(device.place)
         num_threads = config.optimizer_threads or update_threads(available_cpus(), device_kind=device.name)
-        table = template.embedding_name if template.embeds_by_rows else None
+        is_table_trained = template.embeds_by_rows and template.table_place.has_gradient
+        table = template.embedding_name if is_table_trained else None
         self._optimizer = Optimizer(store, device, num_threads=num_threads, table=table)
         self._updates_in_backward = store.grad_dtype is None
         assert not self._updates_in_backward or config.max_grad_norm is None, "clipping needs the store's grad plane"
@@ -131,7 +132,11 @@ class Trainer:
         self._forward_backward.activations.reserve(config.tokens_per_step)
         self._sink.reserve(config.tokens_per_step)
         self._flops = FlopsCount(
-            template.shapes, template.config.to_dict(), tied=template.tied, embedding_name=template.embedding_parameter
+            template.shapes,
+            template.config.to_dict(),
+            tied=template.tied,
+            embedding_name=template.embedding_parameter,
+            layout=template.layout,
         )
         self.on_update: Callable[[StepFigures, dict[str, Any]], str] | None = None
         """Is given what is known of a step before its update begins, and the state after it; returns the text to keep with the weights."""
@@ -314,10 +319,11 @@ class Trainer:
 
     def _update(self, figures: StepFigures) -> StepFigures:
         """Submit the update if all is finite, and count the step. Returns the figures with why it was skipped, if it was."""
-        num_units, num_updated, skipped = len(self._template.layout.units), 0, ""
+        trained = [unit.index for unit in self._template.layout.units if unit.trained_elements]
+        num_units, num_updated, skipped = len(trained), 0, ""
         loss, grad_norm, hyper = figures.loss, figures.grad_norm, None
         if self._updates_in_backward:
-            num_updated = num_updated_in_backward(loss, self._sink.square_sums)
+            num_updated = num_updated_in_backward(loss, self._sink.square_sums[trained])
         elif math.isfinite(loss) and math.isfinite(grad_norm):
             grad_scale = clip_coefficient(grad_norm, self.config.max_grad_norm)
             hyper = self._adamw_step(figures.learning_rate, grad_scale=grad_scale)

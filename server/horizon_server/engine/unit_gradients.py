@@ -19,9 +19,12 @@ from horizon_server.store.layout import UnitLayout
 
 
 class UnitGradients:
-    """The gradients of `places` in `flat`. `reached` receives the stored tensors that got one, at the latest in `finish`."""
+    """The gradients of those of `places` that have one, in `flat`. `reached` receives the stored tensors that got one, at the latest in
+    `finish`.
+    """
 
     def __init__(self, places: Sequence[Place], flat: Tensor, unit: UnitLayout, *, reached: set[str]) -> None:
+        places = [place for place in places if place.has_gradient]
         self.flat, self._places, self._unit, self._reached = flat, places, unit, reached
         # A tensor, because operators that are traced look at it when they run.
         flags = torch.ones(len(places), dtype=torch.bool)
@@ -51,7 +54,7 @@ class UnitGradients:
         self._first[place.name].fill_(False)
 
     def finish(self) -> None:
-        """Zero what nothing was written to. After it, every element of the unit has its value."""
+        """Zero what nothing was written to. After it, every trained element of the unit has its value."""
         for place in self._places:
             if self._first[place.name]:
                 self.start_from_zero(place)
@@ -65,8 +68,10 @@ def _gaps(unit: UnitLayout) -> Iterator[tuple[int, int]]:
     """Where a unit's buffer has no tensor: every tensor is covered by places, but tensors begin at multiples of a size."""
     end = 0
     for tensor in unit.tensors:
+        if not tensor.trained:
+            break
         if tensor.offset > end:
             yield end, tensor.offset
         end = tensor.offset + tensor.num_elements
-    if unit.num_elements > end:
-        yield end, unit.num_elements
+    if unit.trained_elements > end:
+        yield end, unit.trained_elements

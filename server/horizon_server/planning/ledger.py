@@ -166,11 +166,12 @@ def plan_memory(
     formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
-    on_device, on_host = _activation_elements(model, tokens_per_step, activation_placement)
+    num_kept = model.num_hidden_layers - layout.num_skipped_layers
+    on_device, on_host = _activation_elements(model, num_kept, tokens_per_step, activation_placement)
     device = {
         "weights": _weight_slot_elements(layout, kept) * element_bytes
         + (_exact_bytes(layout, model, kept) if element_bytes == _BF16 else 0),
-        "gradients": _slot_elements(layout) * _FP32,
+        "gradients": _gradient_slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes
         + kept.product_layers * product_bytes(layout, model, num_tokens=tokens_per_step, element_bytes=element_bytes),
         "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
@@ -188,7 +189,7 @@ def plan_memory(
     }
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
-        device["gradients"] += min(CAST_ELEMENTS, max(unit.num_elements for unit in layout.units)) * _BF16
+        device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
@@ -235,10 +236,16 @@ def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
 
 
 def _slot_elements(layout: StoreLayout) -> int:
-    """The rings of layer_stream and gradient_sink: two layers each, and one slot for embedding rows or the head."""
+    """The ring of layer_stream: two layers, and one slot for embedding rows or the head."""
     embedding, head = layout.units[0], layout.units[-1]
     head_elements = head.num_elements + (embedding.num_elements if layout.tied else 0)
     return NUM_SLOTS * _largest_layer_elements(layout) + max(embedding.num_elements, head_elements)
+
+
+def _gradient_slot_elements(layout: StoreLayout) -> int:
+    """The ring of gradient_sink: the same, of what is trained."""
+    edge_elements = max(layout.units[0].trained_elements, layout.head_gradient_elements)
+    return NUM_SLOTS * _largest_layer_elements(layout, "grad") + edge_elements
 
 
 def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
@@ -264,8 +271,8 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> 
     return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
-def _largest_layer_elements(layout: StoreLayout) -> int:
-    return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+def _largest_layer_elements(layout: StoreLayout, plane: str = "hi") -> int:
+    return max(unit.elements_in(plane) for unit in layout.units if unit.kind == "layer")
 
 
 def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
@@ -276,8 +283,8 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int
         num_bytes += min(tokens_per_step, num_rows) * width * element_bytes
     if kept:
         return num_bytes
-    largest_edge = max(unit.num_elements for unit in edges)
-    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout) + largest_edge) * element_bytes
+    largest_edge = max(unit.trained_elements for unit in edges)
+    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout, "grad") + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
@@ -289,15 +296,17 @@ def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int,
     return WORKER_BYTES + threads + tokens_per_step * _TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
 
 
-def _activation_elements(model: ModelShape, tokens_per_step: int, placement: ActivationPlacement) -> tuple[int, int]:
-    """Engine activations for all tokens of a step, on the device and offloaded to the host."""
+def _activation_elements(
+    model: ModelShape, num_layers: int, tokens_per_step: int, placement: ActivationPlacement
+) -> tuple[int, int]:
+    """Engine activations for all tokens of a step and the layers whose inputs are kept, on the device and offloaded to the host."""
     elements = tokens_per_step * model.hidden_size
     if placement == "device":
         # Every layer's input, the last output and one gradient.
-        return (model.num_hidden_layers + 2) * elements, 0
+        return (num_layers + 2) * elements, 0
     pages = -(-elements // ACTIVATION_ALIGN_ELEMENTS)
     # An input, an output and the gradient; on the host the input of every layer but the last.
-    return 3 * elements, (model.num_hidden_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
+    return 3 * elements, (num_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
 def _chunk_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:

@@ -42,6 +42,7 @@ from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
+from horizon_server.planning.trainable import laid_out
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
@@ -283,6 +284,7 @@ class Planner:
         self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
     ) -> tuple[JobPlan, StoreLayout, _Choice]:
         found = open_model_folder(folder)
+        found = dataclasses.replace(found, layout=laid_out(found, spec.train))
         choice = dataclasses.replace(
             choice,
             layer=self._layer_memory(found),
@@ -310,6 +312,7 @@ class Planner:
             host_limit_bytes=limit_bytes,
             device_limit_bytes=choice.device_limit_bytes,
             num_parameters=found.layout.num_parameters,
+            num_trained_parameters=found.layout.num_trained_parameters,
             device=choice.device_kind,
             compute_dtype=choice.compute_dtype,
             message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, choice),

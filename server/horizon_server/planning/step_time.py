@@ -192,10 +192,12 @@ class Seconds:
     def compute(self) -> dict[str, float]:
         """Seconds of compute by kind of work, over the whole step."""
         total: dict[str, float] = {}
-        num_layers = sum(visit.ring == "layer" and visit.gradient for visit in self.visits)
+        forward = sum(visit.ring == "layer" and not visit.gradient for visit in self.visits)
+        backward = sum(visit.ring == "layer" and visit.gradient for visit in self.visits)
+        kept = min(self.product_layers, backward)
         for parts, times in (
-            (self.layer_forward, num_layers), (self.layer_backward, num_layers - self.product_layers),
-            (self.layer_kept, self.product_layers), (self.head, 1), (self.embedding, 1),
+            (self.layer_forward, forward), (self.layer_backward, backward - kept), (self.layer_kept, kept), (self.head, 1),
+            (self.embedding, sum(visit.unit == 0 and visit.gradient for visit in self.visits)),
         ):  # fmt: skip
             for name, seconds in parts.items():
                 total[name] = total.get(name, 0.0) + times * seconds
@@ -243,10 +245,14 @@ def _visits(work: StepWork, rates: DeviceRates, computed: Sequence[float]) -> tu
                 download_s=unit.download_bytes / down, gradient=True, resident=unit.resident,
             )
             for index, unit in reversed(numbered)
+            if index >= work.first_trained
         ),
-        Visit(
-            unit=0, ring="edge", upload_s=rows_up_s, compute_s=embedding_s,
-            download_s=rows_down_s + rows.clear_host_bytes / rates.zero_bytes_per_s, gradient=True,
+        *(
+            Visit(
+                unit=0, ring="edge", upload_s=rows_up_s, compute_s=embedding_s,
+                download_s=rows_down_s + rows.clear_host_bytes / rates.zero_bytes_per_s, gradient=True,
+            )
+            for _ in range(work.first_trained == 0)
         ),
     )  # fmt: skip
 

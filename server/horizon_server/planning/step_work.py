@@ -117,7 +117,7 @@ class EmbeddingTraffic:
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """One optimizer step as the schedule carries it out. `layers` and `head` are the units' traffic; `layer` is an average layer. The last
-    `product_layers` recompute no products."""
+    `product_layers` recompute no products. Backward ends at the `first_trained` unit."""
 
     num_tokens: int
     hidden_size: int
@@ -132,6 +132,7 @@ class StepWork:
     head_traffic: UnitTraffic
     embedding: EmbeddingTraffic
     product_layers: int = 0
+    first_trained: int = 0
 
 
 def work_of_step(
@@ -180,6 +181,7 @@ def work_of_step(
         head_traffic=counter.head_traffic(),
         embedding=counter.embedding(),
         product_layers=kept.product_layers,
+        first_trained=folder.layout.first_trained_unit,
     )
 
 
@@ -224,17 +226,20 @@ class _Counter:
         # Only a dense layer's last product is left out.
         skips = self.facts.skips_projection and model.experts is None
         skipped = model.hidden_size * model.intermediate_size if skips else 0
+        layers = [unit for unit in self.folder.layout.units if unit.kind == "layer"]
+        # A frozen weight has no gradient of its own, which is half of its backward.
+        trained = sum(u.trained_elements for u in layers) / sum(u.num_elements for u in layers)
         elementwise = elementwise_bytes(model, self.element, fused=self.facts.fused)
         forward, recompute, backward = (part * num_tokens for part in elementwise)
         return LayerWork(
             forward_flops=own_flops * _FORWARD_SHARE,
             recompute_flops=own_flops * _FORWARD_SHARE * max(0.0, 1 - skipped / matrices),
-            backward_flops=own_flops * (1 - _FORWARD_SHARE),
+            backward_flops=own_flops * (1 - _FORWARD_SHARE) * (1 + trained) / 2,
             attention_flops=count.of_attention(self.lengths) * _FORWARD_SHARE / model.num_hidden_layers,
             forward_bytes=forward,
             recompute_bytes=recompute,
             backward_bytes=backward,
-            accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches,
+            accumulate_bytes=self.accumulate_bytes * matrices * self.num_micro_batches * trained,
         )
 
     def head(self) -> HeadWork:
@@ -255,9 +260,9 @@ class _Counter:
         return tuple(
             UnitTraffic(
                 upload_bytes=unit.num_elements * self.element,
-                download_bytes=unit.num_elements * self.grad_bytes,
-                clear_bytes=unit.num_elements * self.clear_bytes,
-                update_bytes=unit.num_elements * self.update_bytes,
+                download_bytes=unit.trained_elements * self.grad_bytes,
+                clear_bytes=unit.trained_elements * self.clear_bytes,
+                update_bytes=unit.trained_elements * self.update_bytes,
                 # The last layer's input is still on the device when backward begins.
                 offload_bytes=offload if unit is not units[-1] else 0,
                 resident=unit.index in resident,
@@ -267,29 +272,30 @@ class _Counter:
 
     def head_traffic(self) -> UnitTraffic:
         layout = self.folder.layout
-        head = layout.units[-1].num_elements
+        head = layout.units[-1]
         # The projection of a tied model is the embedding's table, whose gradient leaves with the embedding's.
-        projection = head + (layout.units[0].num_elements if layout.tied else 0)
+        projection = head.num_elements + (layout.units[0].num_elements if layout.tied else 0)
         return UnitTraffic(
             upload_bytes=projection * self.element,
-            download_bytes=head * self.grad_bytes,
-            clear_bytes=projection * self.clear_bytes,
-            update_bytes=head * self.update_bytes,
+            download_bytes=head.trained_elements * self.grad_bytes,
+            clear_bytes=layout.head_gradient_elements * self.clear_bytes,
+            update_bytes=head.trained_elements * self.update_bytes,
         )
 
     def embedding(self) -> EmbeddingTraffic:
-        model, tied, table = self.folder.shape, self.folder.layout.tied, self.folder.layout.units[0].num_elements
+        model, tied, table = self.folder.shape, self.folder.layout.tied, self.folder.layout.units[0].trained_elements
         rows = min(sum(self.lengths), model.vocab_size) * model.hidden_size
+        trained_rows = rows if table else 0
         kept = self.facts.keeps_embedding and not tied
         # All rows of a tied table have a gradient, from the head.
         by_rows = self.facts.sends_rows and not tied
-        first = rows if by_rows else table
+        first = trained_rows if by_rows else table
         return EmbeddingTraffic(
             rows_up_bytes=0 if kept else rows * self.element,
-            rows_down_bytes=0 if kept or tied else rows * self.grad_bytes,
+            rows_down_bytes=0 if kept or tied else trained_rows * self.grad_bytes,
             table_down_bytes=table * self.grad_bytes if tied else 0,
             clear_host_bytes=0 if kept or tied or by_rows else table * self.grad_bytes,
-            gradient_bytes=_ROW_GRADIENT_PASSES * self.element * rows * self.num_micro_batches,
+            gradient_bytes=_ROW_GRADIENT_PASSES * self.element * trained_rows * self.num_micro_batches,
             first_update_bytes=0 if kept else first * self.update_bytes,
             last_update_bytes=0 if kept else (table - first) * self.update_bytes,
         )

@@ -92,6 +92,8 @@ class JobPlan:
     """A change to the spec that would make the job faster, with what it costs; empty where none is known."""
     prediction: StepPrediction | None = None
     """None while the machine's speed has not been measured."""
+    num_trained_parameters: int = 0
+    """The others are frozen; 0 in the plan of an earlier version."""
     kept: KeptMemory | None = None
     """None where the device has nothing to spare, or it would save nothing."""
 

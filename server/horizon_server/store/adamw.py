@@ -70,14 +70,14 @@ def update_unit(
     Weight decay applies where the layout says so; padding is not touched. With `only`, the unit's other tensors are not touched
     either: a tensor without a gradient is not decayed and keeps its moments, as in torch.optim.AdamW.
 
-    Shapes: grad [unit.num_elements], fp32 or bf16; the store's own `grad` plane where it is None.
+    Shapes: grad [unit.trained_elements], fp32 or bf16; the store's own `grad` plane where it is None.
     """
     unit = store.layout.units[unit_index]
     grads = store.unit(unit_index, "grad") if grad is None else grad
-    assert grads.shape == (unit.num_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
+    assert grads.shape == (unit.trained_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
     decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
-    tensors = [tensor for tensor in unit.tensors if only is None or tensor.name in only]
+    tensors = [tensor for tensor in unit.tensors if tensor.trained and (only is None or tensor.name in only)]
     segments = (Segment * len(tensors))(
         *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
     )

@@ -202,9 +202,14 @@ def _form(stem: str, place: TensorLayout, exported_as: str) -> tuple[str, tuple[
     if stem == _MODEL:
         return exported_as, place.shape
     if stem == _ROUNDING:
-        return ("U8", (-(-place.num_elements // 8),)) if exported_as == "BF16" else None
-    is_exact = (stem == "lo" and exported_as == "F32") or (stem == "hi" and exported_as != "F16")
-    return None if is_exact else (_DTYPE_OF_PLANE[stem], place.shape)
+        return ("U8", (-(-place.num_elements // 8),)) if exported_as == "BF16" and place.exact else None
+    if stem == "hi":
+        is_kept = exported_as == "F16"
+    elif stem == "lo":
+        is_kept = place.exact and exported_as != "F32"
+    else:
+        is_kept = place.trained
+    return (_DTYPE_OF_PLANE[stem], place.shape) if is_kept else None
 
 
 def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memoryview]:
@@ -212,19 +217,22 @@ def _pieces(store: HostStore, name: str, stem: str, dtype: str) -> Iterator[memo
     if stem in _DTYPE_OF_PLANE:
         yield store.flat(name, stem).view(torch.uint8).numpy().data
         return
-    hi, lo = store.flat(name, "hi"), store.flat(name, "lo")
+    hi, is_exact = store.flat(name, "hi"), store.layout.find(name)[1].exact
+    # What has no `lo` half is what it would be if all of that were 0.
+    lo = store.flat(name, "lo") if is_exact else torch.zeros(min(len(hi), _PIECE_ELEMENTS), dtype=torch.int16)
     is_merged = dtype in ("F32", "F16")
     master = torch.empty(min(len(hi), _PIECE_ELEMENTS) if is_merged else 0, dtype=torch.float32)
     for start in range(0, len(hi), _PIECE_ELEMENTS):
         part = slice(start, start + _PIECE_ELEMENTS)
+        lo_part = lo[part] if is_exact else lo[: len(hi[part])]
         if is_merged:
             merged = master[: len(hi[part])]
-            merge_master(hi[part], lo[part], merged)
+            merge_master(hi[part], lo_part, merged)
             yield (merged if dtype == "F32" else merged.to(torch.float16)).view(torch.uint8).numpy().data
             continue
         bits = hi[part].view(torch.uint16).numpy()
         # 1 where half to even gives the number below `hi`: on a tie, and where `hi` is odd.
-        down = np.where(lo[part].numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
+        down = np.where(lo_part.numpy() == _TIE, bits & np.uint16(1), np.uint16(0))
         if stem == _ROUNDING:
             yield np.packbits(down.astype(np.bool_)).data
         else:
@@ -276,7 +284,7 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
         _read_into(stream, header)
         digest.update(header)
         for tensor in headers:
-            hi, lo = store.flat(tensor.name, "hi"), store.flat(tensor.name, "lo")
+            hi, is_exact = store.flat(tensor.name, "hi"), store.layout.find(tensor.name)[1].exact
             # BF16 is `hi` but for its rounding; these bytes go to the plane as they are, all others through staging.
             plane = "hi" if stem == _MODEL and tensor.dtype == "BF16" else stem
             in_place = None
@@ -292,7 +300,8 @@ def _restore_tensors(store: HostStore, file: Path, stem: str, headers: Sequence[
                     bits += np.unpackbits(np.frombuffer(piece, dtype=np.uint8), count=len(bits))
                 elif stem == _MODEL and tensor.dtype == "F32":
                     part = slice(start // 4, (start + size) // 4)
-                    split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo[part])
+                    lo = store.flat(tensor.name, "lo")[part] if is_exact else torch.empty(size // 4, dtype=torch.int16)
+                    split_master(torch.frombuffer(piece, dtype=torch.float32), hi[part], lo)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""How far each unit of the host store is, in shared memory next to its planes: what a new worker needs to continue where one was killed.
+"""How far each trained unit of the host store is, in shared memory next to its planes: what a new worker continues from after a kill.
 
 A unit's number is 2 * g once the update of generation g is done, and 2 * g - 1 while it is being done. Each optimizer step that updates
 is one generation. Next to the numbers are the last two states that the trainer kept, each with the generation whose weights it is of: the
@@ -55,6 +55,7 @@ class Generations:
 
     def __init__(self, layout: StoreLayout, fd: int | None) -> None:
         self._num_units, size_bytes = len(layout.units), plane_bytes(layout)
+        self._trained = [unit.index for unit in layout.units if unit.trained_elements]
         self.is_shared = fd is not None and os.fstat(fd).st_size == size_bytes
         memory = mmap.mmap(fd, size_bytes) if fd is not None and self.is_shared else mmap.mmap(-1, size_bytes)
         num_words = _HEADER_WORDS + self._num_units + 2 * _SLOT_WORDS
@@ -64,8 +65,8 @@ class Generations:
 
     @property
     def generation(self) -> int | None:
-        """The generation that all units have in full; None where they differ, or one is being updated."""
-        numbers = set(self._words[_HEADER_WORDS : _HEADER_WORDS + self._num_units])
+        """The generation that all trained units have in full; None where they differ, or one is being updated."""
+        numbers = {self._words[_HEADER_WORDS + unit_index] for unit_index in self._trained}
         number = numbers.pop()
         return None if numbers or number % 2 else number // 2
 

@@ -95,19 +95,20 @@ class HostStore:
         return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
 
     def plane(self, name: str) -> torch.Tensor:
-        """A whole plane. Shapes: [layout.num_elements], or less for a `grad` plane that leaves the embedding out."""
+        """A whole plane. Shapes: [layout.num_elements] for `hi`, less for a plane that holds no frozen tensors."""
         # The caller may write to the view.
         self.blank.discard(name)
         return self._planes[name]
 
     def unit(self, index: int, plane: str) -> torch.Tensor:
-        """One unit's block of a plane, with its padding. Shapes: [unit.num_elements]."""
+        """One unit's block of a plane, with its padding. Shapes: [unit.elements_in(plane)]."""
         unit = self.layout.units[index]
-        return self.plane(plane).narrow(0, self._offset(unit, plane), unit.num_elements)
+        return self.plane(plane).narrow(0, self._offset(unit, plane), unit.elements_in(plane))
 
     def flat(self, name: str, plane: str) -> torch.Tensor:
-        """One parameter in a plane. Shapes: [parameter.num_elements]."""
+        """One parameter in a plane that holds it. Shapes: [parameter.num_elements]."""
         unit, place = self.layout.find(name)
+        assert plane == "hi" or (place.exact if plane == "lo" else place.trained), f"{plane} does not hold {name}"
         return self.plane(plane).narrow(0, self._offset(unit, plane) + place.offset, place.num_elements)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
@@ -122,20 +123,36 @@ class HostStore:
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""
-        merge_master(self.unit(index, "hi"), self.unit(index, "lo"), out, num_threads=num_threads)
+        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        num_exact = len(lo)
+        merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
+        out[num_exact:].copy_(hi[num_exact:])
 
     def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
-        hi, lo = read(self.unit(index, "hi")), read(self.unit(index, "lo"))
-        bits: torch.Tensor = (hi.view(torch.int16).int() << 16) + lo.int()
+        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        # `read` expects the whole unit.
+        both = torch.zeros(len(hi), dtype=torch.int16)
+        both[: len(lo)] = lo
+        bits: torch.Tensor = (read(hi).view(torch.int16).int() << 16) + read(both if len(lo) < len(hi) else lo).int()
         return bits.contiguous().view(torch.float32)
 
+    def exact_rows(self, name: str, rows_R: torch.Tensor) -> torch.Tensor:
+        """The exact fp32 master of some rows of a 2-D parameter. Shapes: [R, width]."""
+        bits: torch.Tensor = self.tensor(name, "hi")[rows_R].view(torch.int16).int() << 16
+        if self.layout.find(name)[1].exact:
+            bits += self.tensor(name, "lo")[rows_R].int()
+        return bits.view(torch.float32)
+
     def write_master(self, name: str, tensor: torch.Tensor) -> None:
-        """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards)."""
+        """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards), or where bf16 does if it
+        has no `lo` half.
+        """
         _, place = self.layout.find(name)
         assert tuple(tensor.shape) == place.shape, f"{name}: {tuple(tensor.shape)} given, {place.shape} stored"
         master = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
-        split_master(master, self.flat(name, "hi"), self.flat(name, "lo"))
+        hi = self.flat(name, "hi")
+        split_master(master, hi, self.flat(name, "lo") if place.exact else torch.empty(len(hi), dtype=torch.int16))
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by component: weights, moments, gradients."""

@@ -2,7 +2,10 @@
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-Units: offsets and sizes are elements unless a name says bytes; one element offset serves all planes but `grad`.
+A unit's tensors come in three groups: those that are trained, frozen ones whose exact value takes both halves, and frozen ones that
+bfloat16 holds exactly. So what a plane holds of a unit is always its first part, and one offset of a tensor serves all planes.
+
+Units: offsets and sizes are elements unless a name says bytes.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
 """
 
@@ -10,9 +13,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from horizon_server.errors import InvalidModel
@@ -55,18 +59,22 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it."""
+    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it. A tensor that is not
+    `trained` has no moments and no gradient; one that is not `exact` has no `lo` half either, because `hi` holds its value.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     num_elements: int
     decay: bool
+    trained: bool = True
+    exact: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """The streaming grain: one block of each plane. `offset` counts from the plane's start; sizes are padded."""
+    """The streaming grain: one block of each plane. `offset` counts from the start of the `hi` plane; sizes are padded."""
 
     name: str
     kind: UnitKind
@@ -75,10 +83,27 @@ class UnitLayout:
     num_elements: int
     tensors: tuple[TensorLayout, ...]
 
+    @cached_property
+    def trained_elements(self) -> int:
+        """Of the part with the trained tensors, which moments and gradients have."""
+        return self._end_of([tensor for tensor in self.tensors if tensor.trained])
+
+    @cached_property
+    def exact_elements(self) -> int:
+        """Of the part whose values take both halves."""
+        return self._end_of([tensor for tensor in self.tensors if tensor.exact])
+
+    def elements_in(self, plane: str) -> int:
+        """How much of the unit a plane holds, from its beginning."""
+        return {"hi": self.num_elements, "lo": self.exact_elements}.get(plane, self.trained_elements)
+
+    def _end_of(self, tensors: Sequence[TensorLayout]) -> int:
+        return _padded(max(tensor.offset + tensor.num_elements for tensor in tensors)) if tensors else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLayout:
-    """The whole store: embedding, layers in order, head. `num_elements` is a plane's length with padding, but for the `grad` plane's."""
+    """The whole store: embedding, layers in order, head. `num_elements` is the length of the `hi` plane with padding."""
 
     units: tuple[UnitLayout, ...]
     num_elements: int
@@ -90,14 +115,42 @@ class StoreLayout:
         return sum(tensor.num_elements for _, tensor in self.tensors())
 
     @property
+    def num_trained_parameters(self) -> int:
+        """Those that training changes."""
+        return sum(tensor.num_elements for _, tensor in self.tensors() if tensor.trained)
+
+    @cached_property
     def has_row_gradients(self) -> bool:
         """Whether the embedding's gradient is kept as rows: a table that is not the projection too, with nothing next to it."""
-        return not self.tied and len(self.units[0].tensors) == 1
+        (table, *others) = self.units[0].tensors
+        return not self.tied and not others and table.trained
+
+    @cached_property
+    def shares_gradient(self) -> bool:
+        """Whether the head adds to the gradient of the embedding's table."""
+        return self.tied and any(tensor.trained and is_input_table(tensor.name) for tensor in self.units[0].tensors)
+
+    @cached_property
+    def first_trained_unit(self) -> int:
+        """Backward ends there: what comes before it is frozen."""
+        return next(unit.index for unit in self.units if unit.trained_elements)
+
+    @property
+    def num_skipped_layers(self) -> int:
+        """Layers before the first trained unit, whose inputs no backward wants; the last layer's is always kept."""
+        num_layers = len(self.units) - 2
+        return max(0, min(self.first_trained_unit, num_layers) - 1)
+
+    @property
+    def head_gradient_elements(self) -> int:
+        """Of the buffer of the head's gradient; where the table's is next to it, at the table's place among the weights."""
+        embedding, head = self.units[0], self.units[-1]
+        return head.num_elements + embedding.trained_elements if self.shares_gradient else head.trained_elements
 
     def offset_in(self, plane: str, unit: UnitLayout) -> int:
         """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as rows."""
-        left_out = self.units[0].num_elements if plane == "grad" and self.has_row_gradients else 0
-        return unit.offset - left_out
+        left_out = self.units[0].trained_elements if plane == "grad" and self.has_row_gradients else 0
+        return self._offsets[plane if plane in ("hi", "lo") else "trained"][unit.index] - left_out
 
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
         """The unit and the tensor of a parameter name; KeyError where the store has none."""
@@ -108,6 +161,11 @@ class StoreLayout:
         for unit in self.units:
             for tensor in unit.tensors:
                 yield unit, tensor
+
+    @cached_property
+    def _offsets(self) -> dict[str, list[int]]:
+        sizes = {plane: [unit.elements_in(plane) for unit in self.units] for plane in ("hi", "lo", "trained")}
+        return {plane: list(accumulate(found, initial=0)) for plane, found in sizes.items()}
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[UnitLayout, TensorLayout]]:
@@ -160,11 +218,41 @@ def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
     return replace(layout, units=tuple(units))
 
 
+def with_trained(
+    layout: StoreLayout, is_trained: Callable[[str], bool], *, is_bfloat16: Callable[[str], bool]
+) -> StoreLayout:
+    """The layout where only some tensors are trained, by their names; `is_bfloat16` tells which of the others bfloat16 holds exactly.
+
+    Raises:
+        ValueError: nothing is trained.
+    """
+    units: list[UnitLayout] = []
+    offset = 0
+    for unit in layout.units:
+        groups: dict[tuple[bool, bool], list[TensorLayout]] = {(True, True): [], (False, True): [], (False, False): []}
+        for tensor in unit.tensors:
+            trained = is_trained(tensor.name)
+            exact = trained or not is_bfloat16(tensor.name)
+            groups[trained, exact].append(replace(tensor, trained=trained, exact=exact))
+        tensors: list[TensorLayout] = []
+        size = 0
+        for group in groups.values():
+            placed, end = _placed(group, size)
+            tensors += placed
+            size = end
+        units.append(replace(unit, offset=offset, num_elements=size, tensors=tuple(tensors)))
+        offset += size
+    if not any(unit.trained_elements for unit in units):
+        raise ValueError("nothing is trained")
+    return StoreLayout(units=tuple(units), num_elements=offset, tied=layout.tied)
+
+
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
     """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
     bytes_per_element, last = {**PLANE_BYTES, "grad": grad_dtype_bytes}, layout.units[-1]
+    # No memory file is empty, also where only the table is trained, whose gradient is not in the plane.
     return {
-        plane: (layout.offset_in(plane, last) + last.num_elements) * size
+        plane: max(UNIT_ALIGN_ELEMENTS, layout.offset_in(plane, last) + last.elements_in(plane)) * size
         for plane, size in bytes_per_element.items()
         if size
     }
@@ -253,12 +341,27 @@ def _place(
     names: list[str], kind: UnitKind, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[TensorLayout, ...], int]:
     """The tensors of a unit one after another, and its padded size."""
-    tensors: list[TensorLayout] = []
-    offset = 0
-    for name in names:
-        shape = tuple(shapes[name])
-        num_elements = math.prod(shape)
-        decay = _decays(name, shape, kind, "trainer")
-        tensors.append(TensorLayout(name=name, shape=shape, offset=offset, num_elements=num_elements, decay=decay))
-        offset += -(-num_elements // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
-    return tuple(tensors), -(-offset // UNIT_ALIGN_ELEMENTS) * UNIT_ALIGN_ELEMENTS
+    tensors = [
+        TensorLayout(
+            name=name,
+            shape=tuple(shapes[name]),
+            offset=0,
+            num_elements=math.prod(shapes[name]),
+            decay=_decays(name, tuple(shapes[name]), kind, "trainer"),
+        )
+        for name in names
+    ]
+    return _placed(tensors, 0)
+
+
+def _placed(tensors: Sequence[TensorLayout], offset: int) -> tuple[tuple[TensorLayout, ...], int]:
+    """The tensors one after another from an offset on, and where the next group may begin."""
+    placed: list[TensorLayout] = []
+    for tensor in tensors:
+        placed.append(replace(tensor, offset=offset))
+        offset += -(-tensor.num_elements // TENSOR_ALIGN_ELEMENTS) * TENSOR_ALIGN_ELEMENTS
+    return tuple(placed), _padded(offset)
+
+
+def _padded(num_elements: int) -> int:
+    return -(-num_elements // UNIT_ALIGN_ELEMENTS) * UNIT_ALIGN_ELEMENTS

@@ -30,11 +30,11 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.trainable import laid_out
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import with_decay
 from horizon_server.worker import continuation
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
@@ -145,7 +145,7 @@ class Training:
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        layout = with_decay(open_model_folder(request.model).layout, self._spec.train.decay)
+        layout = laid_out(open_model_folder(request.model), self._spec.train)
         template = self._template = Template.from_folder(request.model, layout=layout)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens

@@ -40,7 +40,7 @@ def places() -> dict[str, Place]:
         "unused": (piece("unused"), ("unused",)),
     }
     return {
-        name: Place(name=name, unit_index=1, piece=place, stored_names=stored, trained=True)
+        name: Place(name=name, unit_index=1, piece=place, stored_names=stored, is_parameter=True, has_gradient=True)
         for name, (place, stored) in pieces.items()
     }
 

@@ -69,10 +69,15 @@ class CompiledCall:
             return self.kind.code.forward([*self._read(parameters), hidden_1TD, *self.tensors])
 
     def backward(
-        self, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, gradient_1TD: Tensor, gradients: UnitGradients
+        self,
+        parameters: Mapping[str, Tensor],
+        hidden_1TD: Tensor,
+        gradient_1TD: Tensor,
+        gradients: UnitGradients | None,
     ) -> Tensor:
-        """The gradient of the layer's input, [1, T, D]; those of its parameters are added to `gradients`."""
-        targets = [(found.out, found.first) for found in gradients.accumulators.values()]
+        """The gradient of the layer's input, [1, T, D]; those of its trained parameters are added to `gradients`, if it has any."""
+        accumulators = {} if gradients is None else gradients.accumulators
+        targets = [(found.out, found.first) for found in accumulators.values()]
         with torch.no_grad():
             inputs = [*self._read(parameters), hidden_1TD, *self.tensors, gradient_1TD]
             hidden_gradient_1TD, *others = self.kind.code.backward(
@@ -80,7 +85,7 @@ class CompiledCall:
             )
             returned = dict(zip(self.kind.entry.returned, others, strict=True))
             for place in self.places:
-                if place.name in returned:
+                if gradients is not None and place.name in returned:
                     gradients.add(place, returned[place.name])
         return hidden_gradient_1TD
 

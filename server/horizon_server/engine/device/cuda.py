@@ -89,11 +89,11 @@ class CudaDevice(QueuedDevice):
         units = store.layout.units
         for plane in ("hi",) if store.grad_dtype is None else ("hi", "grad"):
             memory = store.plane(plane)
-            # The embedding begins before a `grad` plane that leaves it out.
-            cuts = [max(0, store.layout.offset_in(plane, unit)) for unit in units]
-            self._pinned.add(memory, cuts=[*cuts, memory.numel()])
+            # The embedding begins before a `grad` plane that leaves it out, and a frozen unit where the next one does.
+            cuts = {max(0, store.layout.offset_in(plane, unit)) for unit in units}
+            self._pinned.add(memory, cuts=sorted({*cuts, memory.numel()}))
         # Gradients are rounded to bf16 in parts: a buffer for the whole would take half a slot more.
-        wanted = min(CAST_ELEMENTS, max(unit.num_elements for unit in units))
+        wanted = min(CAST_ELEMENTS, max(unit.trained_elements for unit in units))
         if self._cast is None or self._cast.numel() < wanted:
             if self._cast is not None:
                 self.free(self._cast)

@@ -116,16 +116,14 @@ class HostDevice(QueuedDevice):
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:
         def copy() -> None:
-            hi_VD, lo_VD = store.tensor(name, "hi"), store.tensor(name, "lo")
             with self._link(out_RD.nbytes):
                 if out_RD.dtype is not torch.float32:
-                    torch.index_select(hi_VD, 0, rows_R, out=out_RD)
+                    torch.index_select(store.tensor(name, "hi"), 0, rows_R, out=out_RD)
                     return
                 # In parts, because the merge makes several temporary copies of the rows.
                 for start in range(0, rows_R.numel(), _GATHER_ROWS):
                     rows = rows_R[start : start + _GATHER_ROWS]
-                    bits = (hi_VD[rows].view(torch.int16).int() << 16) + lo_VD[rows].int()
-                    out_RD[start : start + _GATHER_ROWS].copy_(bits.view(torch.float32))
+                    out_RD[start : start + _GATHER_ROWS].copy_(store.exact_rows(name, rows))
 
         self.h2d.submit(copy, num_bytes=out_RD.nbytes, label=f"rows of {name}")
 
