@@ -10,6 +10,7 @@ Source: FlexGen (arXiv 2303.06865), many sequences per visit of a layer's weight
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,13 +55,10 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise _refused("max_new_tokens", f"is {self.max_new_tokens}; it must be at least 1")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise _refused("temperature", f"is {self.temperature}; it must be from 0 to {MAX_TEMPERATURE:g}")
+        if not (0 <= self.temperature < math.inf):
+            raise _refused("temperature", f"is {self.temperature}; it must be 0 or more")
         if not 0 < self.top_p <= 1:
             raise _refused("top_p", f"is {self.top_p}; it must be above 0 and at most 1")
-
-
-MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
