@@ -93,7 +93,7 @@ def lively(model: TinyModel) -> TinyModel:
 
 
 def options(**changes: Any) -> GenerationOptions:
-    return GenerationOptions(**{"max_new_tokens": NUM_NEW, "stop_tokens": frozenset({STOP}), **changes})
+    return GenerationOptions(**{"max_tokens": NUM_NEW, "stop_tokens": frozenset({STOP}), **changes})
 
 
 def plain_answers(
@@ -230,7 +230,7 @@ def test_the_bytes_of_a_cache_are_known_beforehand(
         held[index] = self.num_bytes(index)
 
     monkeypatch.setattr(SequenceCache, "compact", measured)
-    generator.generate([list(range(num_tokens - 4))], options(max_new_tokens=4, stop_tokens=frozenset()))
+    generator.generate([list(range(num_tokens - 4))], options(max_tokens=4, stop_tokens=frozenset()))
 
     # The last token's keys are never computed.
     predicted = generator.cache_bytes(num_tokens - 1)
@@ -242,7 +242,7 @@ def test_weights_cross_the_link_once_per_token_for_all_prompts(
 ) -> None:
     model = tiny_model("llama")
     generator = begin(model, model.store())
-    free = options(stop_tokens=frozenset(), max_new_tokens=5)
+    free = options(stop_tokens=frozenset(), max_tokens=5)
     generator._device.take_use()
 
     generator.generate([PROMPTS[0]], free)
@@ -323,7 +323,7 @@ def test_answers_end_before_the_length_at_which_positions_count_differently(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_new_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0)]
+    ("field", "value"), [("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0)]
 )
 def test_options_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(InvalidData, match=field):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +65,8 @@ def answers_of(client: Client, job: str, prompts: list[object], **options: objec
 
 def test_the_answers_are_those_of_transformers(client: Client, trained: tuple[str, str], tmp_path: Path) -> None:
     client.checkpoints.pull(trained[1], to=tmp_path / "tuned")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "tuned")
 
     texts, figures = answers_of(client, trained[1], ["The lab box", CHAT], max_tokens=NUM_TOKENS)
 

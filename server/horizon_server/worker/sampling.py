@@ -77,7 +77,7 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
             f"and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a time, or lower max_tokens"
         )
     how = GenerationOptions(
-        max_new_tokens=options.max_tokens,
+        max_tokens=options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,

@@ -43,18 +43,18 @@ _UNITS_AHEAD = 2
 class GenerationOptions:
     """How to answer. `temperature` 0 takes the likeliest token; `top_p` and `seed` matter only above it.
 
-    An answer ends with the first of `stop_tokens`, or after `max_new_tokens`.
+    An answer ends with the first of `stop_tokens`, or after `max_tokens`.
     """
 
-    max_new_tokens: int
+    max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise _refused("max_new_tokens", f"is {self.max_new_tokens}; it must be at least 1")
+        if self.max_tokens < 1:
+            raise _refused("max_tokens", f"is {self.max_tokens}; it must be at least 1")
         if not (0 <= self.temperature < math.inf):
             raise _refused("temperature", f"is {self.temperature}; it must be 0 or more")
         if not 0 < self.top_p <= 1:
@@ -154,7 +154,7 @@ class TokenGenerator:
             DoesNotFit: not even one layer's part of the cache fits on the device.
         """
         self._check(prompts, options)
-        longest = [len(prompt) + options.max_new_tokens for prompt in prompts]
+        longest = [len(prompt) + options.max_tokens for prompt in prompts]
         with self._room(longest, num_prompt_tokens=sum(map(len, prompts))):
             running = [
                 _Sequence(
@@ -174,7 +174,7 @@ class TokenGenerator:
                     ended: Ended | None = None
                     if token in options.stop_tokens:
                         ended = "stop"
-                    elif sequence.num_generated == options.max_new_tokens:
+                    elif sequence.num_generated == options.max_tokens:
                         ended = "length"
                     if ended is None:
                         still.append(sequence)
@@ -201,12 +201,12 @@ class TokenGenerator:
                 raise _refused(
                     name, f"holds token {wrong}; the model's vocabulary has {template.vocab_size} tokens, from 0"
                 )
-            if limit is not None and len(prompt) + options.max_new_tokens > limit:
+            if limit is not None and len(prompt) + options.max_tokens > limit:
                 # At the second limit the architecture counts positions differently, for the tokens in the cache too.
                 raise _refused(
                     name,
-                    f"has {len(prompt)} tokens, and max_new_tokens is {options.max_new_tokens}; together they may be at most {limit} "
-                    "for this model; shorten the prompt or lower max_new_tokens",
+                    f"has {len(prompt)} tokens, and max_tokens is {options.max_tokens}; together they may be at most {limit} "
+                    "for this model; shorten the prompt or lower max_tokens",
                 )
 
     def _layer_cache_bytes(self, size: LayerCacheSize, num_tokens: int) -> int:
