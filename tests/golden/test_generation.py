@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.cpu_runtime import CpuRuntime
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.cache import SequenceCache
 from horizon_server.engine.generation.choosing import choose, draw_for
@@ -64,10 +66,10 @@ ARCHITECTURES = [
 @pytest.fixture
 def begin() -> Iterator[Begin]:
     """Starts a generator on a store of a model; `device` and the generator's options by name."""
-    devices: list[HostDevice] = []
+    devices: list[HostDevice | CudaDevice] = []
 
     def start(
-        model: TinyModel, store: HostStore, *, device: HostDevice | None = None, **options: Any
+        model: TinyModel, store: HostStore, *, device: HostDevice | CudaDevice | None = None, **options: Any
     ) -> TokenGenerator:
         device = device or HostDevice(num_threads=1, poison_on_free=True)
         devices.append(device)
@@ -262,6 +264,30 @@ def test_a_bf16_device_answers_as_a_bf16_model_does(tiny_model: Callable[..., Ti
 
     reference = model.reference().to(torch.bfloat16)
     assert tokens_of(answers) == plain_answers(reference, PROMPTS)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_next"])
+def test_the_schedule_of_a_gpu_gives_the_same_tokens_whatever_the_timing(
+    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = lively(tiny_model(architecture))
+    store = model.store()
+    # So many that their cache is larger than what the trial takes.
+    prompts, few = PROMPTS * 6, options(max_tokens=8)
+    expected = begin(model, store, device=HostDevice(num_threads=1, compute_dtype=torch.bfloat16)).generate(
+        prompts, few
+    )
+    limit_bytes = None
+    for seed in (1, 2):
+        device = CudaDevice(
+            runtime=CpuRuntime(), limit_bytes=limit_bytes, max_delay_s=0.0001, delay_seed=seed, poison_on_free=True
+        )
+        generator = begin(model, store, device=device)
+        assert generator.generate(prompts, few) == expected
+        assert generator.cache_on_device == (limit_bytes is None)
+        # And a layer in fp32, for the trial.
+        limit_bytes = sum(size for name, size in device.peak_bytes().items() if name in ("weights", "gradients"))
+        limit_bytes += 4 * max(unit.num_elements for unit in store.layout.units)
 
 
 @pytest.mark.parametrize(
