@@ -1,4 +1,4 @@
-"""`client.checkpoints`: list, pull and delete the checkpoints of jobs.
+"""`client.checkpoints`: list, pull, sample and delete the checkpoints of jobs.
 
 A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes outside the folder,
 whatever paths the server lists, and replaces a different file only with `force`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from horizon_client.errors import (
 )
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.reporter import SILENT, Progress, Reporter
-from horizon_client.resources import Checkpoint, FileEntry
+from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
 from horizon_proto.v1 import checkpoint_pb2
 
 if TYPE_CHECKING:
@@ -89,10 +89,56 @@ class AsyncCheckpoints:
             received_bytes=received_bytes,
         )
 
+    async def sample(
+        self,
+        job: str,
+        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        *,
+        at: int | str = "last",
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> AsyncIterator[SampledText | SampleFigures]:
+        """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
+
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
+        `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+
+        Raises:
+            NotFound: when the job has no such checkpoint.
+            DoesNotFit: when the node's jobs leave too little memory.
+            InvalidModel: when the architecture cannot generate; the message names it.
+        """
+        checkpoint = _chosen(await self.list(job), job, at)
+        request = checkpoint_pb2.SampleCheckpointRequest(
+            job_id=checkpoint.job_id,
+            step=checkpoint.step,
+            prompts=[_prompt(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        # No limit between two answers: other calls may come first, and a large model takes minutes to load.
+        call = self._connection.calls.checkpoints.SampleCheckpoint
+        async for answer in self._connection.stream(call, request, stall_s=None):
+            if answer.HasField("text"):
+                yield from_message(SampledText, answer.text)
+            else:
+                yield from_message(SampleFigures, answer.figures)
+
     async def delete(self, job: str, step: int) -> None:
         """Delete one checkpoint."""
         request = checkpoint_pb2.DeleteCheckpointRequest(job_id=job, step=step)
         await self._connection.unary(self._connection.calls.checkpoints.DeleteCheckpoint, request, repeatable=False)
+
+
+def _prompt(prompt: str | Sequence[Mapping[str, str]]) -> checkpoint_pb2.SamplePrompt:
+    if isinstance(prompt, str):
+        return checkpoint_pb2.SamplePrompt(text=prompt)
+    messages = [checkpoint_pb2.SampleMessage(role=m.get("role", ""), content=m.get("content", "")) for m in prompt]
+    return checkpoint_pb2.SamplePrompt(messages=messages)
 
 
 def _chosen(checkpoints: Sequence[Checkpoint], job: str, at: int | str) -> Checkpoint:

@@ -118,6 +118,56 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleMessage:
+    """One turn of a chat."""
+
+    role: str
+    """Such as system, user or assistant; the model's chat template decides."""
+    content: str
+    """Its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """A text to continue, or a chat to answer. One of both is set."""
+
+    text: str
+    """Continued as it is."""
+    messages: tuple[SampleMessage, ...]
+    """Rendered by the model's chat template, with the cue for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledText:
+    """More text of one answer."""
+
+    prompt: int
+    """Which prompt it answers, from 0."""
+    text: str
+    """What follows the text that was sent before."""
+    num_tokens: int
+    """Tokens of the answer so far."""
+    ended: str
+    """Empty while more follows, then `stop` or `length` (max_tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFigures:
+    """What answering took."""
+
+    num_prompt_tokens: int
+    """Of all prompts together."""
+    num_tokens: int
+    """Of all answers together."""
+    load_s: float
+    """Seconds until the weights were in memory."""
+    duration_s: float
+    """Seconds from there to the last token."""
+    tokens_per_second: float
+    """Tokens of answers in one second of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrGroup:
     """LrGroup gives tensors a learning rate of their own."""
 

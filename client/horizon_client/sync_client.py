@@ -35,6 +35,8 @@ from horizon_client.resources import (
     Project,
     ProjectMember,
     QueueEntry,
+    SampledText,
+    SampleFigures,
     Token,
     Usage,
 )
@@ -413,6 +415,33 @@ class Checkpoints:
         """
         return self._loop.run(
             lambda: self._inner.pull(job, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter)
+        )
+
+    def sample(
+        self,
+        job: str,
+        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        *,
+        at: int | str = "last",
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[SampledText | SampleFigures]:
+        """Have a checkpoint (a step, `last` or `best`) answer prompts, and yield the text of the answers as it comes, then the figures.
+
+        A prompt is a text to continue, or a chat of messages with `role` and `content`, which the model's chat template renders. With
+        `temperature` 0 the answers are the likeliest tokens. The node answers one call at a time; others wait for their turn.
+
+        Raises:
+            NotFound: when the job has no such checkpoint.
+            DoesNotFit: when the node's jobs leave too little memory.
+            InvalidModel: when the architecture cannot generate; the message names it.
+        """
+        return self._loop.iterate(
+            self._inner.sample(
+                job, prompts, at=at, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+            )
         )
 
     def delete(self, job: str, step: int) -> None:

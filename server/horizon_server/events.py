@@ -119,10 +119,30 @@ class WorkerProgress:
     """The worker's work has advanced since its last line. Only on its pipe."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampledText:
+    """More text of the answer to a prompt, `num_tokens` in all so far. `ended` says why it is complete (stop or length). Only on the pipe
+    of the child that answers prompts.
+    """
+
+    prompt: int
+    text: str
+    num_tokens: int
+    ended: str = ""
+
+
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 TurnLine = TurnWanted | TurnEnded | MemoryReleased
 WorkerLine = (
-    StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message | AttemptReady | TurnLine | WorkerProgress
+    StepDone
+    | PrepareProgress
+    | EvalDone
+    | CheckpointWritten
+    | Message
+    | AttemptReady
+    | TurnLine
+    | WorkerProgress
+    | SampledText
 )
 
 KINDS: dict[str, type[Any]] = {
@@ -137,9 +157,10 @@ KINDS: dict[str, type[Any]] = {
     "turn_ended": TurnEnded,
     "memory_released": MemoryReleased,
     "progress": WorkerProgress,
+    "sampled": SampledText,
 }
 # Kinds that end at the daemon: they are neither stored nor sent on.
-PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress"})
+PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled"})
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

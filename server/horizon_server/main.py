@@ -58,6 +58,7 @@ from horizon_server.planning.machine import (
     usable_accelerators,
 )
 from horizon_server.planning.planner import Planner
+from horizon_server.planning.sampling import SampleHold
 from horizon_server.records.job import JobRecord, JobState
 from horizon_server.scheduling.shares import Shares
 from horizon_server.scheduling.state import Rules
@@ -74,6 +75,7 @@ from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.quotas import Quotas
+from horizon_server.services.sampling import Samples
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings, child_environment
@@ -204,9 +206,10 @@ async def wire(
     uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space)
     resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
+    hold = SampleHold()
     scheduler, jobs = _wire_jobs(
         settings, journal, metrics, lifecycle, resources, usable, folders, quotas, space,
-        sharing=sharing, shares=shares, environment=environment, worker_module=worker_module,
+        sharing=sharing, shares=shares, hold=hold, environment=environment, worker_module=worker_module,
     )  # fmt: skip
     retention = Retention(jobs=jobs, sharing=sharing, notice_s=settings.deletion_notice_days * 86400.0)
     services = Services(
@@ -214,6 +217,13 @@ async def wire(
         jobs=jobs,
         datasets=datasets,
         previews=Previews(resources, environment=environment),
+        samples=Samples(
+            jobs, hold=hold, environment=environment, num_threads=settings.num_threads or available_cpus(),
+            free_bytes=lambda: min(
+                jobs.planner.host_limit_bytes - scheduler.promised_bytes(),
+                host_memory().available_bytes - settings.host_memory_reserve_bytes,
+            ),
+        ),
         models=models,
         blobs=uploads,
         node=NodeFacts(
@@ -281,7 +291,7 @@ def _wire_data(
 def _wire_jobs(
     settings: Settings, journal: Journal, metrics: Metrics, lifecycle: Lifecycle, resources: NodeResources,
     usable: Sequence[Accelerator], folders: JobFolders, quotas: Quotas, space: Space, *, sharing: SharingStore, shares: Shares,
-    environment: Mapping[str, str], worker_module: str,
+    hold: SampleHold, environment: Mapping[str, str], worker_module: str,
 ) -> tuple[Scheduler, JobService]:  # fmt: skip
     """Make what plans, queues and runs jobs."""
     num_threads = settings.num_threads or available_cpus()
@@ -302,7 +312,8 @@ def _wire_jobs(
     }  # fmt: skip
     arena_bytes = settings.arena_limit(host_memory().limit_bytes)
     view = QueueView(
-        jobs=journal.store, sharing=sharing, shares=shares, rules=rules, host_bytes=lambda: planner.host_limit_bytes,
+        jobs=journal.store, sharing=sharing, shares=shares, rules=rules,
+        host_bytes=lambda: max(0, planner.host_limit_bytes - hold.num_bytes),
         devices={"host": arena_bytes, **usable_bytes},
     )  # fmt: skip
     meter, preparing = UsageMeter(sharing, shares), asyncio.Lock()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from horizon_client.cli.completion import job_names
 from horizon_client.cli.deletion import add_delete
 from horizon_client.cli.output import (
+    CommandT,
     View,
     age_text,
     bytes_text,
@@ -18,7 +22,9 @@ from horizon_client.cli.output import (
     time_text,
 )
 from horizon_client.cli.root import Commands
-from horizon_client.cli.session import TransferReporter, connected, find_job
+from horizon_client.cli.sampling import answer_text, answers, printable, read_prompts
+from horizon_client.cli.session import Notices, TransferReporter, connected, find_job
+from horizon_client.resources import SampledText
 
 if TYPE_CHECKING:
     from horizon_client.resources import Checkpoint
@@ -56,7 +62,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull and delete the checkpoints of a job."""
+    """List, pull, sample and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -95,6 +101,89 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
     place = f"step {result.checkpoint.step} of {result.checkpoint.job_id} is in {result.folder}"
     received = bytes_text(result.received_bytes)
     print_result(result, output, names=[result.folder], page=lambda: f"{place} ({received} received)")
+
+
+_SAMPLING = (
+    click.option(
+        "--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of an answer."
+    ),
+    click.option(
+        "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token; above, draws."
+    ),
+    click.option(
+        "--top-p", type=float, default=1.0, show_default=True, help="Draw among the likeliest tokens with this share."
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds draw equal answers."),
+)
+
+
+def _sampling_options(command: CommandT) -> CommandT:
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+@checkpoint.command(
+    epilog="""\b
+Example:
+  horizon checkpoint sample JOB --prompts prompts.jsonl
+  horizon checkpoint sample JOB@best --prompts prompts.jsonl --temperature 0.7 --out answers.jsonl
+
+\b
+A line of the file is {"prompt": "a text to continue"} or
+{"messages": [{"role": "user", "content": "a question"}]}."""
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Prompts, as JSON lines.",
+)
+@_sampling_options
+@click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write the answers as JSON lines.")
+@connected
+def sample(client: Client, checkpoint: str, prompts: str, out: str | None, **options: Any) -> None:
+    """Have a checkpoint answer prompts on the node."""
+    job, at = _job_and_place(checkpoint, default="last")
+    given = read_prompts(Path(prompts))
+    found = find_job(client, job)
+    with Path(out).open("w", encoding="utf-8") if out else contextlib.nullcontext() as file:
+        for answer in answers(client.checkpoints.sample(found.job_id, given, at=at, **options), given, Notices()):
+            if file is not None:
+                file.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                file.flush()
+            else:
+                click.echo(answer_text(answer))
+
+
+@checkpoint.command(
+    epilog="""\b
+Example:
+  horizon checkpoint chat JOB
+  horizon checkpoint chat JOB@best --temperature 0.7
+
+\b
+An empty line ends the chat. The node loads the checkpoint for each answer."""
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@_sampling_options
+@connected
+def chat(client: Client, checkpoint: str, **options: Any) -> None:
+    """Talk with a checkpoint on the node."""
+    job, at = _job_and_place(checkpoint, default="last")
+    job_id = find_job(client, job).job_id
+    messages: list[dict[str, str]] = []
+    while question := click.prompt(">", prompt_suffix=" ", default="", show_default=False):
+        messages.append({"role": "user", "content": question})
+        said = ""
+        for piece in client.checkpoints.sample(job_id, [messages], at=at, **options):
+            if isinstance(piece, SampledText):
+                said += piece.text
+                click.echo(printable(piece.text), nl=False)
+        click.echo()
+        messages.append({"role": "assistant", "content": said})
 
 
 add_delete(checkpoint, "checkpoint", job_names, "JOB@500")

@@ -193,3 +193,189 @@ class DeleteCheckpointResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___DeleteCheckpointResponse = DeleteCheckpointResponse
+
+@typing.final
+class SampleMessage(google.protobuf.message.Message):
+    """SampleMessage is one turn of a chat."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """Such as system, user or assistant; the model's chat template decides."""
+    content: builtins.str
+    """Its text."""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+
+global___SampleMessage = SampleMessage
+
+@typing.final
+class SamplePrompt(google.protobuf.message.Message):
+    """SamplePrompt is a text to continue, or a chat to answer. One of both is set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """Continued as it is."""
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampleMessage]:
+        """Rendered by the model's chat template, with the cue for an answer."""
+
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+        messages: collections.abc.Iterable[global___SampleMessage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "text", b"text"]) -> None: ...
+
+global___SamplePrompt = SamplePrompt
+
+@typing.final
+class SampleCheckpointRequest(google.protobuf.message.Message):
+    """SampleCheckpointRequest names a checkpoint and what it is to answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    PROMPTS_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
+    TOP_P_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    step: builtins.int
+    """The checkpoint's step."""
+    max_tokens: builtins.int
+    """Maximum number of tokens of an answer, up to 4096; unset means 256."""
+    temperature: builtins.float
+    """0 takes the likeliest token; above it, tokens are drawn, up to 100."""
+    top_p: builtins.float
+    """Draw among the likeliest tokens that have this share of the probability together; unset means 1."""
+    seed: builtins.int
+    """Equal seeds, prompts and weights draw equal answers."""
+    @property
+    def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplePrompt]:
+        """1 to 64 of them."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        step: builtins.int = ...,
+        prompts: collections.abc.Iterable[global___SamplePrompt] | None = ...,
+        max_tokens: builtins.int | None = ...,
+        temperature: builtins.float = ...,
+        top_p: builtins.float | None = ...,
+        seed: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_top_p", b"_top_p", "job_id", b"job_id", "max_tokens", b"max_tokens", "prompts", b"prompts", "seed", b"seed", "step", b"step", "temperature", b"temperature", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+
+global___SampleCheckpointRequest = SampleCheckpointRequest
+
+@typing.final
+class SampledText(google.protobuf.message.Message):
+    """SampledText is more text of one answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    prompt: builtins.int
+    """Which prompt it answers, from 0."""
+    text: builtins.str
+    """What follows the text that was sent before."""
+    num_tokens: builtins.int
+    """Tokens of the answer so far."""
+    ended: builtins.str
+    """Empty while more follows, then `stop` or `length` (max_tokens)."""
+    def __init__(
+        self,
+        *,
+        prompt: builtins.int = ...,
+        text: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        ended: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "num_tokens", b"num_tokens", "prompt", b"prompt", "text", b"text"]) -> None: ...
+
+global___SampledText = SampledText
+
+@typing.final
+class SampleFigures(google.protobuf.message.Message):
+    """SampleFigures is what answering took."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    DURATION_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    num_prompt_tokens: builtins.int
+    """Of all prompts together."""
+    num_tokens: builtins.int
+    """Of all answers together."""
+    load_s: builtins.float
+    """Seconds until the weights were in memory."""
+    duration_s: builtins.float
+    """Seconds from there to the last token."""
+    tokens_per_second: builtins.float
+    """Tokens of answers in one second of that."""
+    def __init__(
+        self,
+        *,
+        num_prompt_tokens: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        load_s: builtins.float = ...,
+        duration_s: builtins.float = ...,
+        tokens_per_second: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "load_s", b"load_s", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+
+global___SampleFigures = SampleFigures
+
+@typing.final
+class SampleCheckpointResponse(google.protobuf.message.Message):
+    """SampleCheckpointResponse is a piece of an answer, or what came after all of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    FIGURES_FIELD_NUMBER: builtins.int
+    @property
+    def text(self) -> global___SampledText:
+        """Pieces of all answers, in any order of the prompts."""
+
+    @property
+    def figures(self) -> global___SampleFigures:
+        """The last message."""
+
+    def __init__(
+        self,
+        *,
+        text: global___SampledText | None = ...,
+        figures: global___SampleFigures | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["figures", b"figures", "text", b"text"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["figures", b"figures", "text", b"text"]) -> None: ...
+
+global___SampleCheckpointResponse = SampleCheckpointResponse

@@ -45,6 +45,11 @@ class CheckpointServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileResponse.FromString,
                 _registered_method=True)
+        self.SampleCheckpoint = channel.unary_stream(
+                '/horizon_proto.v1.CheckpointService/SampleCheckpoint',
+                request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
+                _registered_method=True)
         self.DeleteCheckpoint = channel.unary_unary(
                 '/horizon_proto.v1.CheckpointService/DeleteCheckpoint',
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
@@ -70,6 +75,14 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SampleCheckpoint(self, request, context):
+        """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
+        time is answered; others wait for their turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCheckpoint(self, request, context):
         """DeleteCheckpoint removes one checkpoint.
         """
@@ -89,6 +102,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.ReadCheckpointFile,
                     request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileResponse.SerializeToString,
+            ),
+            'SampleCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.SampleCheckpoint,
+                    request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.SerializeToString,
             ),
             'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCheckpoint,
@@ -151,6 +169,33 @@ class CheckpointService(object):
             '/horizon_proto.v1.CheckpointService/ReadCheckpointFile',
             horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileRequest.SerializeToString,
             horizon__proto_dot_v1_dot_checkpoint__pb2.ReadCheckpointFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SampleCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/horizon_proto.v1.CheckpointService/SampleCheckpoint',
+            horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

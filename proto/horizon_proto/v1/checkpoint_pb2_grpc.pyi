@@ -33,6 +33,14 @@ class CheckpointServiceStub:
     ]
     """ReadCheckpointFile streams one file from an offset on."""
 
+    SampleCheckpoint: grpc.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.SampleCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse,
+    ]
+    """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
+    time is answered; others wait for their turn.
+    """
+
     DeleteCheckpoint: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointRequest,
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointResponse,
@@ -53,6 +61,14 @@ class CheckpointServiceAsyncStub:
         horizon_proto.v1.checkpoint_pb2.ReadCheckpointFileResponse,
     ]
     """ReadCheckpointFile streams one file from an offset on."""
+
+    SampleCheckpoint: grpc.aio.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.SampleCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse,
+    ]
+    """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
+    time is answered; others wait for their turn.
+    """
 
     DeleteCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointRequest,
@@ -78,6 +94,16 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.ReadCheckpointFileResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.ReadCheckpointFileResponse]]:
         """ReadCheckpointFile streams one file from an offset on."""
+
+    @abc.abstractmethod
+    def SampleCheckpoint(
+        self,
+        request: horizon_proto.v1.checkpoint_pb2.SampleCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse]]:
+        """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
+        time is answered; others wait for their turn.
+        """
 
     @abc.abstractmethod
     def DeleteCheckpoint(

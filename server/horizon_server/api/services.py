@@ -21,6 +21,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.services.sampling import Samples
 from horizon_server.services.sharing import SharingService
 from horizon_server.services.uploads import Uploads
 
@@ -35,6 +36,7 @@ class Services:
     jobs: JobService
     datasets: DatasetService
     previews: Previews
+    samples: Samples
     models: ModelService
     blobs: Uploads
     node: NodeFacts

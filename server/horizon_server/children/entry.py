@@ -27,6 +27,7 @@ from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfM
 from horizon_server.events import (
     MemoryReleased,
     PrepareProgress,
+    SampledText,
     StepDone,
     TurnEnded,
     TurnWanted,
@@ -181,6 +182,8 @@ class EventWriter:
                 log.info("failed: %s: %s", line.error.reason, line.error.message)
             case TurnWanted() | TurnEnded() | MemoryReleased():
                 pass  # up to several for each step
+            case SampledText():
+                pass  # what a user's model says is not for the daemon's log
             case event:
                 log.info("%s", encode(event))
 

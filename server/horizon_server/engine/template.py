@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
@@ -69,9 +69,14 @@ class Template:
     Where there is nothing else, the model `embeds_by_rows`: the rows in use are all it needs. `num_skipped_parameters` are those of all
     layers whose product the recompute of a layer skips. `head_keeps_logits` says whether the head's backward reads the logits, so that
     their memory must not become that of their gradient.
+
+    Without `own_attention` the layers attend as transformers lets them, with masks: that is what a cache of keys and values needs,
+    whose queries are fewer than its keys.
     """
 
-    def __init__(self, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> None:
+    def __init__(
+        self, config: PretrainedConfig, *, layout: StoreLayout | None = None, own_attention: bool = True
+    ) -> None:
         model = build_meta_model(config)
         self.config = model.config
         table, projection = _ends(model)
@@ -104,22 +109,24 @@ class Template:
         self._layers = [layer_list[group] for group in self.layer_groups]
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
-        self._try()
+        self._try(own_attention=own_attention)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None) -> Template:
+    def from_folder(cls, folder: Path, *, layout: StoreLayout | None = None, own_attention: bool = True) -> Template:
         """The template of a model folder; without a layout, bound to the one that memory is planned by.
 
         Raises:
             InvalidModel: the folder's model is not supported, or layout and model differ; the message names the tensor.
         """
         config = load_config(folder)
-        return cls(config, layout=layout or open_model_folder(folder).layout)
+        return cls(config, layout=layout or open_model_folder(folder).layout, own_attention=own_attention)
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig, *, layout: StoreLayout | None = None) -> Template:
+    def from_config(
+        cls, config: PretrainedConfig, *, layout: StoreLayout | None = None, own_attention: bool = True
+    ) -> Template:
         """The template of a transformers config. Raises like `from_folder`."""
-        return cls(config, layout=layout)
+        return cls(config, layout=layout, own_attention=own_attention)
 
     def _bind(self, model: PreTrainedModel, table: nn.Embedding, projection: nn.Linear) -> None:
         bound, units = bind(model, self.layout), self.layout.units
@@ -174,7 +181,7 @@ class Template:
         units = [unit for unit in self.layout.units if (unit.kind == "layer") == in_layers]
         return max((2 * piece.before_end for unit in units for piece in self.exact_pieces(unit.index)), default=0)
 
-    def _try(self) -> None:
+    def _try(self, *, own_attention: bool) -> None:
         """Run the model on trials without storage: can it run layer by layer, what can backward skip, how far can rows be packed."""
         self._state = ModuleState(module for module in self._model.modules() if not isinstance(module, Stub))
         self._own_attention: OwnAttention | None = None
@@ -188,9 +195,10 @@ class Template:
 
         # Dropout in attention shows in training mode alone, and after a layer's last projection it saves its mask.
         self.train(True)
-        self._own_attention = find_own_attention(
-            self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
-        )
+        if own_attention:
+            self._own_attention = find_own_attention(
+                self._model, self._layers, self.layer_groups, calls_of, hidden_size=self.hidden_size
+            )
         if self._own_attention:
             calls = calls_of(torch.arange(NUM_TRIAL_TOKENS))
         self._skipped_projections = {
@@ -282,6 +290,7 @@ class Template:
         position_ids_T: Tensor,
         boundaries: Tensor | None = None,
         noise_1TD: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, list[LayerCall]]:
         """The input of the first layer, and the call of every layer. Shapes: [1, T, D].
 
@@ -289,14 +298,15 @@ class Template:
         NEFTune does.
 
         `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary. `boundaries` are where documents
-        start and the last one ends, on the CPU; without them the row is one document.
+        start and the last one ends, on the CPU; without them the row is one document. With a `cache` the tokens follow those that it
+        holds, and it is among the arguments of the calls; the template must be one without own attention.
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
         self._noise_1TD = noise_1TD
         try:
             with self._state.restored():
-                functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs))
+                functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs, cache))
         finally:
             self._noise_1TD = None
         hidden_1TD, calls = self._tape.finish_capture()
@@ -323,7 +333,11 @@ class Template:
         return self.calls_of(positions_T.to(self._buffer_device), boundaries, dtype)
 
     def calls_of(
-        self, position_ids_T: Tensor, boundaries: Tensor | None, dtype: torch.dtype = torch.float32
+        self,
+        position_ids_T: Tensor,
+        boundaries: Tensor | None,
+        dtype: torch.dtype = torch.float32,
+        cache: Cache | None = None,
     ) -> list[LayerCall]:
         """The calls of all layers for a row of these positions, which are where the buffers are, without an embedding."""
         # One element, seen in every shape: real enough to compute with, and without memory.
@@ -333,7 +347,7 @@ class Template:
             for place in self.places[0]
         }
         with torch.no_grad():
-            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries)[1]
+            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache)[1]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
@@ -408,7 +422,9 @@ def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensors[name].shape) for name in first_names.values()}
 
 
-def _accepted(module: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments that a forward has, by name, and no cache."""
+def _accepted(module: nn.Module, inputs: Mapping[str, Tensor], cache: Cache | None = None) -> dict[str, Any]:
+    """The arguments that a forward has, by name, and no cache unless one is given."""
     known = inspect.signature(module.forward).parameters
-    return {name: value for name, value in {**inputs, "use_cache": False}.items() if name in known}
+    # State space models have another name for it.
+    caches = dict.fromkeys(("past_key_values", "cache_params"), cache) if cache is not None else {}
+    return {name: value for name, value in {**inputs, **caches, "use_cache": bool(caches)}.items() if name in known}

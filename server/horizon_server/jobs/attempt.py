@@ -36,6 +36,7 @@ from horizon_server.events import (
     CheckpointWritten,
     MemoryReleased,
     Message,
+    SampledText,
     StepDone,
     TurnEnded,
     TurnWanted,
@@ -425,7 +426,7 @@ class Attempt:
             assert self.seat is not None, "a worker says so on its connection only"
             self.turns.hear(self.seat, line)
             return
-        if isinstance(line, WorkerProgress):  # that it came is all that it says
+        if isinstance(line, WorkerProgress | SampledText):  # that it came is all it says; no worker sends the other
             return
         if isinstance(line, AttemptReady | StepDone):
             self._reached = line.step

@@ -194,7 +194,7 @@ class Scheduler:
         await self._act(situation, decision, queued)
         self.metrics.set_node_open(situation.node.is_open)
         self.metrics.set_residents(
-            {name: len(turns.seats) for name, turns in self.turns.items()}, self._promised_bytes()
+            {name: len(turns.seats) for name, turns in self.turns.items()}, self.promised_bytes()
         )
         self.metrics.set_share_uses(self.view.shares.uses(situation.now_s), self.view.shares.weight_of)
         if decision.start:
@@ -229,7 +229,7 @@ class Scheduler:
             self._start(queued[job_id], device)
 
     def _start(self, job: JobRecord, device: str, *, adopt: bool = False) -> None:
-        attempt = self.make_attempt(job, self.turns[device], lambda: self._promised_bytes(but=job.job_id))
+        attempt = self.make_attempt(job, self.turns[device], lambda: self.promised_bytes(but=job.job_id))
         residence = Residence(device=device, since_s=time.time())
         task = asyncio.create_task(self._carry_out(attempt, adopt=adopt), name=f"attempt {job.job_id}")
         self._running[job.job_id] = _Running(attempt=attempt, task=task, residence=residence)
@@ -260,7 +260,7 @@ class Scheduler:
     def _residences(self) -> dict[str, Residence]:
         return {job_id: running.residence for job_id, running in self._running.items()}
 
-    def _promised_bytes(self, *, but: str = "") -> int:
+    def promised_bytes(self, *, but: str = "") -> int:
         """Return the planned host memory of all resident jobs, of all but one where that is named."""
         plans = (one.attempt.job.plan for job_id, one in self._running.items() if job_id != but)
         return sum(plan.host_total_bytes for plan in plans if plan is not None)

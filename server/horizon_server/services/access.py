@@ -47,6 +47,16 @@ def require_change(
         raise NotAllowed(f"{what} belongs to {owner}; only they{others} or an admin may change it")
 
 
+def require_sample(principal: Principal, owner: str, what: str, *, project: str = "") -> None:
+    """Allow having prompts answered by a checkpoint of a job of `owner`: who may see it and may use the node.
+
+    Raises NotFound when the caller may not even see the job, NotAllowed for viewers and for tokens that allow no changes.
+    """
+    require_visible(principal, owner, what, project=project)
+    # Nothing is changed, but memory and processors of the node are used.
+    require_create(principal)
+
+
 def require_create(principal: Principal) -> None:
     """Allow creating something. Raises NotAllowed for viewers, and for tokens that allow no changes."""
     require_full_scope(principal)

@@ -66,6 +66,8 @@ class Generations:
     @property
     def generation(self) -> int | None:
         """The generation that all trained units have in full; None where they differ, or one is being updated."""
+        if not self._trained:
+            return 0
         numbers = {self._words[_HEADER_WORDS + unit_index] for unit_index in self._trained}
         number = numbers.pop()
         return None if numbers or number % 2 else number // 2

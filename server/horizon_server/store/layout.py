@@ -229,6 +229,20 @@ def with_trained(
     Raises:
         ValueError: nothing is trained.
     """
+    found = _grouped(layout, is_trained, is_bfloat16=is_bfloat16)
+    if not any(unit.trained_elements for unit in found.units):
+        raise ValueError("nothing is trained")
+    return found
+
+
+def weights_only(layout: StoreLayout, *, is_bfloat16: Callable[[str], bool]) -> StoreLayout:
+    """The layout for weights that are read and never trained: without moments, and without a second half where bfloat16 is exact."""
+    return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16)
+
+
+def _grouped(
+    layout: StoreLayout, is_trained: Callable[[str], bool], *, is_bfloat16: Callable[[str], bool]
+) -> StoreLayout:
     units: list[UnitLayout] = []
     offset = 0
     for unit in layout.units:
@@ -245,8 +259,6 @@ def with_trained(
             size = end
         units.append(replace(unit, offset=offset, num_elements=size, tensors=tuple(tensors)))
         offset += size
-    if not any(unit.trained_elements for unit in units):
-        raise ValueError("nothing is trained")
     return StoreLayout(units=tuple(units), num_elements=offset, tied=layout.tied)
 
 

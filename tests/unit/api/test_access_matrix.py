@@ -53,6 +53,7 @@ ALL = row("          y    y      y      y      y       y      y     y     y")
 CREATE = row("       -    y      y      y      y       y      -     y     y")
 SEE_JOB = row("      y    0      y      y      y       0      y     y     y")
 CHANGE_JOB = row("   -    0      -      -      y       0      -     y     y")
+SAMPLE = row("       -    0      y      y      y       0      -     y     y")
 SUBMIT = row("       -    -      -      y      y       -      -     y     y")
 PLAN = row("         y    -      -      y      y       -      -     y     y")
 SEE_PUSHED = row("   y    0      0      0      0       y      y     y     y")
@@ -211,6 +212,19 @@ CASES: Mapping[str, tuple[Case, ...]] = {
                 lambda job_id: checkpoint_pb2.ReadCheckpointFileRequest(job_id=job_id, step=3, path="model/config.json"),
                 job_id=_known,
             ),
+        ),
+    ),
+    # Those who may see the job and use the node; this checkpoint holds no model.
+    "CheckpointService/SampleCheckpoint": (
+        Case(
+            SAMPLE,
+            _of(
+                lambda job_id: checkpoint_pb2.SampleCheckpointRequest(
+                    job_id=job_id, step=3, prompts=[checkpoint_pb2.SamplePrompt(text="hello")]
+                ),
+                job_id=_known,
+            ),
+            instead="INVALID_ARGUMENT",
         ),
     ),
     "CheckpointService/DeleteCheckpoint": (Case(CHANGE_JOB, _checkpoint_to_delete),),

@@ -60,7 +60,9 @@ def test_every_help_has_an_example_and_fits(path: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     assert f"Example:\n    horizon {' '.join(path)}" in result.stdout
     has_output = any(p.name == "output" for p in EVERY_COMMAND[path].params)
-    assert has_output or path in {("login",), ("completion",), ("job", "logs"), ("job", "init"), ("job", "schema")}
+    # These print what a log or a model says.
+    streams = {("job", "logs"), ("checkpoint", "sample"), ("checkpoint", "chat")}
+    assert has_output or path in streams | {("login",), ("completion",), ("job", "init"), ("job", "schema")}
 
 
 def test_login_checks_remembers_and_says_who(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

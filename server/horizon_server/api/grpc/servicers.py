@@ -35,10 +35,12 @@ from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotFound
+from horizon_server.events import SampledText
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobState
 from horizon_server.records.plan import PlannedMachine
+from horizon_server.records.sample import SampleOptions, SamplePrompt, require_few
 from horizon_server.records.sharing import NodeCondition
 from horizon_server.services.access import require_create
 from horizon_server.services.pushed import page_limit
@@ -130,7 +132,7 @@ def _require_natural(request: Any, *fields: str) -> None:
 
 
 class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Lists, reads and deletes checkpoints."""
+    """Lists, reads, samples and deletes checkpoints."""
 
     async def ListCheckpoints(
         self, request: checkpoint_pb2.ListCheckpointsRequest, context: Any
@@ -145,6 +147,19 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
         async with reading as path, aclosing(_pieces(request, path)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def SampleCheckpoint(
+        self, request: checkpoint_pb2.SampleCheckpointRequest, context: Any
+    ) -> AsyncIterator[checkpoint_pb2.SampleCheckpointResponse]:
+        # Before they are converted: one by one that takes far longer than to count them.
+        require_few(request.prompts)
+        prompts = [from_message(prompt, SamplePrompt) for prompt in request.prompts]
+        options = from_message(request, SampleOptions)
+        answers = self._services.samples.sample(caller(), request.job_id, request.step, prompts, options)
+        async with aclosing(answers) as pieces:
+            async for piece in pieces:
+                field = "text" if isinstance(piece, SampledText) else "figures"
+                yield response(checkpoint_pb2.SampleCheckpointResponse, **{field: piece})
 
     async def DeleteCheckpoint(
         self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Any

@@ -1,0 +1,55 @@
+"""The host memory that answering prompts from a model folder takes, on the host device in fp32. Torch-free.
+
+Units: bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horizon_server.planning.ledger import NUM_SLOTS
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.store.layout import StoreLayout, plane_sizes, weights_only
+
+_FP32 = 4
+# Of all sequences together; prompts that take more are refused.
+CACHE_BYTES = 2**30
+# The interpreter, torch, the tokenizer, and what a layer computes with on the longest prompt.
+_HEAP_BYTES = 3 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMemory:
+    """`planes` hold the weights, in memory files; `private` is what the child may have besides."""
+
+    planes: int
+    private: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.planes + self.private
+
+
+@dataclass
+class SampleHold:
+    """Host memory that a call which runs has, and the queue must not give to jobs."""
+
+    num_bytes: int = 0
+
+
+def sample_layout(folder: ModelFolder) -> StoreLayout:
+    """The store's layout for weights that are only read."""
+    return weights_only(
+        folder.layout, is_bfloat16=lambda name: name in folder.headers and folder.headers[name].dtype == "BF16"
+    )
+
+
+def sample_memory(folder: ModelFolder) -> SampleMemory:
+    """What a child that answers from this folder takes at most."""
+    layout = sample_layout(folder)
+    embedding, *layers, head = (unit.num_elements for unit in layout.units)
+    edge = max(embedding, head + (embedding if layout.tied else 0))
+    slots = NUM_SLOTS * max(layers, default=0) + edge
+    planes = sum(plane_sizes(layout, grad_dtype_bytes=0).values())
+    return SampleMemory(planes=planes, private=slots * _FP32 + CACHE_BYTES + _HEAP_BYTES)

@@ -1,0 +1,129 @@
+"""Prompts for a checkpoint: what may be asked, the request to the child that answers, and its figures.
+
+Free of torch and transformers, as the daemon imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_server.errors import FieldViolation, InvalidSpec
+
+MAX_PROMPTS = 64
+MAX_PROMPT_CHARACTERS = 64 * 1024
+MAX_PROMPT_TOKENS = 4096
+MAX_MESSAGES = 256
+MAX_NEW_TOKENS = 4096
+MAX_TEMPERATURE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMessage:
+    """A turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """A text to continue, or a chat to answer, which the model's chat template renders. One of both is set."""
+
+    text: str = ""
+    messages: tuple[SampleMessage, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How to answer: `temperature` 0 takes the likeliest token; `top_p` and `seed` matter only above it."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFigures:
+    """What answering took. `load_s` is until the weights were in memory and tried; `duration_s` is from there to the last token."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    load_s: float
+    duration_s: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """One call of the child."""
+
+    folder: Path
+    prompts: tuple[SamplePrompt, ...]
+    options: SampleOptions
+    num_threads: int
+    cache_bytes: int
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the request as the child reads it."""
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+    @classmethod
+    def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
+        """Return the request that `to_mapping` has made plain."""
+        prompts = tuple(
+            SamplePrompt(
+                text=prompt["text"], messages=tuple(SampleMessage(**message) for message in prompt["messages"])
+            )
+            for prompt in plain["prompts"]
+        )
+        return cls(
+            folder=Path(plain["folder"]),
+            prompts=prompts,
+            options=SampleOptions(**plain["options"]),
+            num_threads=plain["num_threads"],
+            cache_bytes=plain["cache_bytes"],
+        )
+
+
+def require_few(prompts: Sequence[Any]) -> None:
+    """Refuse a wrong number of prompts. Raises: InvalidSpec."""
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise InvalidSpec.of("prompts", f"prompts has {len(prompts)} prompts; it must have 1 to {MAX_PROMPTS}")
+
+
+def check_sample(prompts: Sequence[SamplePrompt], options: SampleOptions) -> None:
+    """Refuse what may not be asked. Raises: InvalidSpec with one violation per field."""
+    require_few(prompts)
+    found: dict[str, str] = {}
+    for index, prompt in enumerate(prompts):
+        if problem := _problem(prompt):
+            found[f"prompts[{index}]"] = problem
+    if not 1 <= options.max_tokens <= MAX_NEW_TOKENS:
+        found["max_tokens"] = f"is {options.max_tokens}; it must be 1 to {MAX_NEW_TOKENS}"
+    # Not a number is in no range.
+    if not 0 <= options.temperature <= MAX_TEMPERATURE:
+        found["temperature"] = f"is {options.temperature:g}; it must be 0 to {MAX_TEMPERATURE}"
+    if not 0 < options.top_p <= 1 or math.isnan(options.top_p):
+        found["top_p"] = f"is {options.top_p:g}; it must be above 0 and at most 1"
+    violations = [FieldViolation(field=name, description=f"{name} {what}") for name, what in found.items()]
+    if violations:
+        raise InvalidSpec(violations[0].description, violations=violations)
+
+
+def _problem(prompt: SamplePrompt) -> str:
+    if bool(prompt.text) == bool(prompt.messages):
+        return "must have either text or messages"
+    if len(prompt.messages) > MAX_MESSAGES:
+        return f"has {len(prompt.messages)} messages; at most {MAX_MESSAGES} are allowed"
+    if not all(message.role for message in prompt.messages):
+        return "has a message without a role"
+    length = len(prompt.text) + sum(len(message.role) + len(message.content) for message in prompt.messages)
+    if length > MAX_PROMPT_CHARACTERS:
+        return f"has {length} characters; at most {MAX_PROMPT_CHARACTERS} are allowed"
+    return ""

@@ -1,0 +1,160 @@
+"""Answers to prompts from a job's checkpoint, computed in a child process: the daemon never loads torch, nor runs a model's template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horizon_server.children.child import Child, Limits
+from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
+from horizon_server.events import SampledText, WorkerLine
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.sampling import CACHE_BYTES, SampleHold, SampleMemory, sample_memory
+from horizon_server.records.account import Principal
+from horizon_server.records.plan import size_text
+from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt, SampleRequest, check_sample
+from horizon_server.services.access import require_sample
+from horizon_server.services.jobs import JobService
+
+CHILD_MODULE = "horizon_server.worker.sampling"
+# Of one call, its turn not counted.
+LIMIT_S = 900.0
+# Texts that wait for a caller who reads slowly; then the child waits too.
+_WAITING_TEXTS = 256
+
+Sampled = SampledText | SampleFigures
+
+
+class Samples:
+    """Answers prompts: one call at a time on the node, and callers take turns. Thread: belongs to one event loop."""
+
+    def __init__(
+        self,
+        jobs: JobService,
+        *,
+        hold: SampleHold,
+        free_bytes: Callable[[], int],
+        environment: Mapping[str, str],
+        num_threads: int,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """`free_bytes` is what running jobs leave of the host's memory; `hold` is what the queue must leave to a call that runs."""
+        self._jobs, self._hold, self._free_bytes = jobs, hold, free_bytes
+        self._environment, self._num_threads, self._limit_s = environment, num_threads, limit_s
+        self._turn = asyncio.Lock()
+        self._of_user: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def sample(
+        self,
+        principal: Principal,
+        key: str,
+        step: int,
+        prompts: Sequence[SamplePrompt],
+        options: SampleOptions,
+    ) -> AsyncGenerator[Sampled, None]:
+        """Yield texts of the answers to `prompts` as they come, then what it took. Closing it ends the child.
+
+        Raises:
+            NotFound: when the caller has no such job, or it has no such checkpoint.
+            NotAllowed: when the caller may see the job and use nothing of the node.
+            InvalidSpec: for prompts or options out of range, InvalidData for a prompt that cannot be rendered; they name the field.
+            InvalidModel: when the architecture's cache cannot be used; it is named.
+            DoesNotFit: when running jobs leave too little memory.
+            Stalled: when it takes longer than the limit.
+        """
+        job = await self._jobs.get(principal, key)
+        require_sample(principal, job.owner, f"job {job.job_id}", project=job.project)
+        check_sample(prompts, options)
+        checkpoints = self._jobs.folders.checkpoints(job.job_id)
+        # First the user's own turn: what waits for it must not keep others waiting.
+        async with self._of_user[principal.name], self._turn:
+            with await self._jobs.leases.take(checkpoints, step):
+                folder = checkpoints.of_step(step)
+                memory = sample_memory(await asyncio.to_thread(open_model_folder, folder))
+                self._require_room(memory)
+                request = SampleRequest(
+                    folder=folder,
+                    prompts=tuple(prompts),
+                    options=options,
+                    num_threads=self._num_threads,
+                    cache_bytes=CACHE_BYTES,
+                )
+                self._hold.num_bytes = memory.total
+                try:
+                    async with contextlib.aclosing(self._answered(request, memory)) as texts:
+                        async for text in texts:
+                            yield text
+                finally:
+                    self._hold.num_bytes = 0
+                    # A job may wait for this memory.
+                    self._jobs.scheduler.wake()
+
+    def _require_room(self, memory: SampleMemory) -> None:
+        free = max(0, self._free_bytes())
+        if memory.total > free:
+            raise DoesNotFit(
+                f"answering with this checkpoint takes {size_text(memory.total)} of host memory (weights {size_text(memory.planes)}), and "
+                f"the node's jobs leave {size_text(free)}; sample again when they have ended, or pull the checkpoint"
+            )
+
+    async def _answered(self, request: SampleRequest, memory: SampleMemory) -> AsyncGenerator[Sampled, None]:
+        news: asyncio.Queue[Sampled | None] = asyncio.Queue(_WAITING_TEXTS)
+
+        async def on_event(line: WorkerLine) -> None:
+            if isinstance(line, SampledText):
+                await news.put(line)
+
+        async def run() -> Any:
+            try:
+                child = await Child.start(
+                    CHILD_MODULE,
+                    request.to_mapping(),
+                    who="the child that answers prompts",
+                    environment=self._environment,
+                    limits=Limits(
+                        memory_bytes=memory.private, file_bytes=64 * 2**20, wall_s=self._limit_s, oom_score_adj=1000
+                    ),
+                )
+                return await child.answer(on_event)
+            finally:
+                # Where the queue is full, the reader looks at this task when it is empty.
+                with contextlib.suppress(asyncio.QueueFull):
+                    news.put_nowait(None)
+
+        running = asyncio.create_task(run(), name="sample")
+        try:
+            while not (running.done() and news.empty()):
+                text = await news.get()
+                if text is None:
+                    break
+                yield text
+            yield _figures(await self._explained(running, request.folder))
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _explained(self, running: asyncio.Task[Any], folder: Path) -> Any:
+        try:
+            return await running
+        except Stalled as error:
+            raise Stalled(
+                f"the prompts were not answered within {self._limit_s:g} s; send fewer at a time, or lower max_tokens"
+            ) from error
+        except OutOfMemory as error:
+            raise DoesNotFit(
+                "answering these prompts takes more memory than planned; send fewer or shorter ones"
+            ) from error
+        except WorkerCrashed as error:
+            raise InvalidModel("answering with this checkpoint crashes; is its chat template right?") from error
+
+
+def _figures(answer: Any) -> SampleFigures:
+    try:
+        return SampleFigures(**answer)
+    except TypeError as error:
+        # The child runs a template that came with a model, so its answer is not trusted.
+        raise WorkerFailed("the child that answers prompts sent something that is not figures") from error

@@ -1,0 +1,176 @@
+"""The child that answers prompts from a checkpoint or model folder: `python -m horizon_server.worker.sampling`.
+
+It loads the weights alone into a store of its own and computes on the host in fp32, at a lower priority than training: the node's jobs
+have the GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from horizon_server.children.entry import EventWriter, serve
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
+from horizon_server.engine.template import Template
+from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData
+from horizon_server.events import SampledText
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.sampling import sample_layout
+from horizon_server.records.plan import size_text
+from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleFigures, SamplePrompt, SampleRequest
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
+from horizon_server.worker import let_launchers_run
+
+# Training on the same node has the processors first.
+_NICENESS = 10
+# How often text of one answer is sent.
+_TEXT_EVERY_S = 0.2
+# What a tokenizer writes for bytes that are not a character yet.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def work(plain: Any, events: EventWriter) -> dict[str, Any]:
+    """Send the text of every answer as it comes, and return what it took."""
+    os.nice(_NICENESS)
+    let_launchers_run()
+    request = SampleRequest.from_mapping(plain)
+    try:
+        return dataclasses.asdict(answer(request, events))
+    except HorizonError as error:
+        # Where the daemon keeps checkpoints is not the user's concern.
+        message = error.message.replace(str(request.folder), "the checkpoint")
+        raise type(error)(message, violations=error.violations) from error
+
+
+def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
+    """Answer the prompts of a request.
+
+    Raises:
+        InvalidModel: the folder cannot be loaded, or its model cannot generate; it names the architecture.
+        InvalidData: a prompt cannot be rendered, or is too long; it names the prompt.
+        DoesNotFit: the prompts with their answers are too many and too long.
+    """
+    start_s = time.perf_counter()
+    folder, options = request.folder, request.options
+    codec = TextCodec.from_folder(folder)
+    # Before the weights are read, which takes far longer.
+    prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
+    layout = sample_layout(open_model_folder(folder))
+    template = Template.from_folder(folder, layout=layout, own_attention=False)
+    store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
+    load_model(store, folder)
+    device = HostDevice(num_threads=request.num_threads)
+    generator = TokenGenerator(template, store, device)
+    needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
+    if needed_bytes > request.cache_bytes:
+        raise DoesNotFit(
+            f"keys and values of {len(prompts)} prompts with answers of up to {options.max_tokens} tokens take {size_text(needed_bytes)}, "
+            f"and {size_text(request.cache_bytes)} are allowed; send fewer prompts at a time, or lower max_tokens"
+        )
+    how = GenerationOptions(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_tokens=stop_tokens(folder, codec),
+    )
+    loaded_s = time.perf_counter()
+    writers = [_AnswerWriter(index, codec, events) for index in range(len(prompts))]
+    for new in generator.stream(prompts, how):
+        # Whoever reads knows why it ended: the token itself is no text.
+        writers[new.prompt].add(None if new.ended == "stop" else new.token, ended=new.ended or "")
+    duration_s = time.perf_counter() - loaded_s
+    num_tokens = sum(writer.num_tokens for writer in writers)
+    return SampleFigures(
+        num_prompt_tokens=sum(map(len, prompts)),
+        num_tokens=num_tokens,
+        load_s=loaded_s - start_s,
+        duration_s=duration_s,
+        tokens_per_second=num_tokens / duration_s,
+    )
+
+
+def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:
+    """The tokens of a prompt: of a chat as the model's template renders it, with the assistant's cue.
+
+    Raises:
+        InvalidData: the model has no chat template, the template refuses the chat, or there are too many tokens.
+    """
+    name = f"prompts[{index}]"
+    if prompt.text:
+        ids = [*codec.leading_ids, *codec.encode_ids(prompt.text)]
+    elif codec.chat_template is None:
+        raise _refused(name, "has messages, and the model has no chat template; send a text instead")
+    else:
+        messages: list[Any] = [dataclasses.asdict(message) for message in prompt.messages]
+        # The template writes the tokens before a text by itself.
+        ids = codec.encode_ids(codec.chat_template.render(messages, add_generation_prompt=True))
+    if not 1 <= len(ids) <= MAX_PROMPT_TOKENS:
+        raise _refused(name, f"has {len(ids)} tokens; it must have 1 to {MAX_PROMPT_TOKENS}")
+    codec.check_ids(ids)
+    return ids
+
+
+def stop_tokens(folder: Path, codec: TextCodec) -> frozenset[int]:
+    """What ends an answer: by generation_config.json, else by config.json, and the tokenizer's own end-of-text token."""
+    found: set[int] = set() if codec.eos_id is None else {codec.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        config = _read_object(folder / name)
+        for part in (config, config.get("text_config") or {}):
+            ids = part.get("eos_token_id")
+            found |= {token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int)}
+        if "eos_token_id" in config:
+            break
+    return frozenset(found)
+
+
+class _AnswerWriter:
+    """Sends the text of one answer, a piece at a time."""
+
+    def __init__(self, prompt: int, codec: TextCodec, events: EventWriter) -> None:
+        self._prompt, self._codec, self._events = prompt, codec, events
+        self._tokens: list[int] = []
+        self._num_sent = 0
+        self._sent_s = float("-inf")
+        self.num_tokens = 0
+
+    def add(self, token: int | None, *, ended: str) -> None:
+        """Add a token, or None for one that is no text; `ended` is empty while more come."""
+        self.num_tokens += 1
+        if token is not None:
+            self._tokens.append(token)
+        now_s = time.monotonic()
+        if not ended and now_s - self._sent_s < _TEXT_EVERY_S:
+            return
+        # The whole again: what a token adds depends on those before it.
+        text: str = self._codec.tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if not ended:
+            text = text.rstrip(_INCOMPLETE)
+        piece = text[self._num_sent :]
+        if piece or ended:
+            self._events.send(SampledText(prompt=self._prompt, text=piece, num_tokens=self.num_tokens, ended=ended))
+            self._num_sent, self._sent_s = len(text), now_s
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text("utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _refused(name: str, what: str) -> InvalidData:
+    return InvalidData(f"{name} {what}", violations=[FieldViolation(field=name, description=f"{name} {what}")])
+
+
+if __name__ == "__main__":
+    sys.exit(serve(work, who="the child that answers prompts"))

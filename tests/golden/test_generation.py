@@ -1,0 +1,397 @@
+"""Answers through streamed layers against `generate` of transformers, token for token."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.cpu_runtime import CpuRuntime
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from horizon_server.engine.device.cuda import CudaDevice
+from horizon_server.engine.device.host import HostDevice
+from horizon_server.engine.generation.cache import SequenceCache
+from horizon_server.engine.generation.choosing import choose, draw_for
+from horizon_server.engine.generation.generator import GeneratedAnswer, GenerationOptions, TokenGenerator
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.template import Template
+from horizon_server.errors import DoesNotFit, InvalidData, InvalidModel
+from horizon_server.store.host_store import HostStore
+
+if TYPE_CHECKING:
+    from tests.support.tiny_models import Run, TinyModel
+
+Begin = Callable[..., TokenGenerator]
+
+STOP = 2
+NUM_NEW = 24
+PROMPTS = ([5, 40, 17], list(range(30, 51)), [9], [7, 7, 60, 3, 88, 61, 15, 15, 33, 2, 71])
+"""Of different lengths, longer and shorter than the windows of these models; one holds the stop token, one the padding's id."""
+
+ARCHITECTURES = [
+    "llama",
+    "qwen3",
+    # Windows, in all layers and in some.
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "gpt_oss",
+    "llama4_text",
+    # Learned positions, distances instead of positions, no positions at all.
+    "gpt2",
+    "opt",
+    "bloom",
+    "gpt_neox",
+    "phi3",
+    "olmo2",
+    "stablelm",
+    # Experts; keys and values from a latent.
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    # States instead of keys and values, or both.
+    "mamba",
+    "mamba2",
+    "qwen3_next",
+    "olmo_hybrid",
+]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts a generator on a store of a model; `device` and the generator's options by name."""
+    devices: list[HostDevice | CudaDevice] = []
+
+    def start(
+        model: TinyModel, store: HostStore, *, device: HostDevice | CudaDevice | None = None, **options: Any
+    ) -> TokenGenerator:
+        device = device or HostDevice(num_threads=1, poison_on_free=True)
+        devices.append(device)
+        template = Template.from_config(copy.deepcopy(model.config), layout=store.layout, own_attention=False)
+        return TokenGenerator(template, store, device, **options)
+
+    yield start
+    for device in devices:
+        device.close()
+
+
+def lively(model: TinyModel) -> TinyModel:
+    """With large matrices and small biases, or every answer would be one token again and again."""
+    generator = torch.Generator().manual_seed(2)
+    for name, weight in model.weights.items():
+        if weight.dim() > 1:
+            weight.mul_(4.0 if "embed" in name or "wte" in name else 2.0)
+        elif name.endswith(".bias"):
+            weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
+        elif ".ln_" in name:
+            weight.copy_(1 + 0.1 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def options(**changes: Any) -> GenerationOptions:
+    return GenerationOptions(**{"max_tokens": NUM_NEW, "stop_tokens": frozenset({STOP}), **changes})
+
+
+def plain_answers(
+    reference: Any, prompts: Sequence[Sequence[int]], *, stop: Sequence[int] = (STOP,)
+) -> list[tuple[int, ...]]:
+    """What transformers generates, for one prompt after the other."""
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        output = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=list(stop)
+        )
+        answers.append(tuple(output[0, len(prompt) :].tolist()))
+    return answers
+
+
+def tokens_of(answers: Sequence[GeneratedAnswer]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_are_those_of_transformers(
+    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = lively(tiny_model(architecture))
+    generator = begin(model, model.store())
+
+    answers = generator.generate(PROMPTS, options())
+
+    expected = plain_answers(model.reference(), PROMPTS)
+    assert tokens_of(answers) == expected
+    assert len({token for answer in expected for token in answer}) > 3, "the answers say nothing"
+    for answer in answers:
+        assert answer.ended == ("stop" if answer.tokens[-1] == STOP else "length")
+
+
+def test_every_stop_token_ends_an_answer(tiny_model: Callable[..., TinyModel], begin: Begin) -> None:
+    model = lively(tiny_model("llama"))
+    generator = begin(model, model.store())
+    free = generator.generate(PROMPTS, options(stop_tokens=frozenset()))
+    # Tokens that answers come to in their middle.
+    stop = sorted({free[0].tokens[5], free[1].tokens[9]})
+
+    answers = generator.generate(PROMPTS, options(stop_tokens=frozenset(stop)))
+
+    assert tokens_of(answers) == plain_answers(model.reference(), PROMPTS, stop=stop)
+    assert [answer.ended for answer in answers[:2]] == ["stop", "stop"]
+    assert len(answers[0].tokens) <= 6
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_a_store_that_was_trained_answers_as_its_weights_do(
+    architecture: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    begin: Begin,
+    documents: Callable[..., list[Tensor]],
+    pack: Callable[[list[Tensor]], MicroBatch],
+) -> None:
+    model = lively(tiny_model(architecture))
+    untrained = plain_answers(model.reference(), PROMPTS)
+    run = start(model, learning_rate=2e-2)
+    for step in range(4):
+        run.trainer.train_step([pack(documents(11, 20, seed=step))])
+    run.trainer.flush()
+
+    answers = begin(model, run.store).generate(PROMPTS, options())
+
+    for name in model.weights:
+        _, place = run.store.layout.find(name)
+        unit = run.store.layout.find(name)[0].index
+        master = torch.empty(run.store.layout.units[unit].num_elements)
+        run.store.merge_master(unit, master)
+        model.weights[name].copy_(master[place.offset : place.offset + place.num_elements].view(place.shape))
+    assert tokens_of(answers) == plain_answers(model.reference(), PROMPTS)
+    assert tokens_of(answers) != untrained
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "mixtral"])
+def test_an_answer_does_not_depend_on_what_else_is_in_the_batch_or_where_memory_is(
+    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = lively(tiny_model(architecture))
+    store = model.store()
+    generator = begin(model, store)
+    together = generator.generate(PROMPTS, options())
+    assert generator.cache_on_device
+
+    alone = [generator.generate([prompt], options())[0] for prompt in PROMPTS]
+    slow = HostDevice(num_threads=1, max_delay_s=0.0005, delay_seed=3)
+    resident = begin(model, store, device=slow, resident_layers=2, num_weight_slots=1).generate(PROMPTS, options())
+
+    assert alone == together
+    assert resident == together
+
+
+def test_a_cache_that_does_not_fit_on_the_device_is_in_host_memory(
+    tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = lively(tiny_model("gemma2"))
+    store = model.store()
+    free = begin(model, store)
+    together = free.generate(PROMPTS, options())
+    weights = free._device.peak_bytes()["weights"]
+    cache = sum(free.cache_bytes(len(prompt) + NUM_NEW) for prompt in PROMPTS)
+
+    small = begin(model, store, device=HostDevice(num_threads=1, limit_bytes=weights + cache))
+    answers = small.generate(PROMPTS, options())
+
+    assert not small.cache_on_device
+    assert answers == together
+    tiny = begin(model, store, device=HostDevice(num_threads=1, limit_bytes=weights + 64))
+    with pytest.raises(DoesNotFit):
+        tiny.generate(PROMPTS, options())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral", "gpt2", "deepseek_v3", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("num_tokens", [12, 45])
+def test_the_bytes_of_a_cache_are_known_beforehand(
+    architecture: str,
+    num_tokens: int,
+    tiny_model: Callable[..., TinyModel],
+    begin: Begin,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model(architecture)
+    generator = begin(model, model.store())
+    # Layer -> what it held after its last call.
+    held: dict[int, int] = {}
+    compact = SequenceCache.compact
+
+    def measured(self: SequenceCache, index: int) -> None:
+        compact(self, index)
+        held[index] = self.num_bytes(index)
+
+    monkeypatch.setattr(SequenceCache, "compact", measured)
+    generator.generate([list(range(num_tokens - 4))], options(max_tokens=4, stop_tokens=frozenset()))
+
+    # The last token's keys are never computed.
+    predicted = generator.cache_bytes(num_tokens - 1)
+    assert 0.85 * predicted < sum(held.values()) <= predicted
+
+
+def test_weights_cross_the_link_once_per_token_for_all_prompts(
+    tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = tiny_model("llama")
+    generator = begin(model, model.store())
+    free = options(stop_tokens=frozenset(), max_tokens=5)
+    generator._device.take_use()
+
+    generator.generate([PROMPTS[0]], free)
+    one = generator._device.take_use().h2d.bytes
+    generator.generate([PROMPTS[0]] * 16, free)
+    sixteen = generator._device.take_use().h2d.bytes
+
+    assert one == sixteen, "the same rows of the embedding, the same layers"
+
+
+def test_a_bf16_device_answers_as_a_bf16_model_does(tiny_model: Callable[..., TinyModel], begin: Begin) -> None:
+    model = lively(tiny_model("llama"))
+    store = model.store()
+    device = HostDevice(num_threads=1, compute_dtype=torch.bfloat16)
+
+    answers = begin(model, store, device=device).generate(PROMPTS, options())
+
+    reference = model.reference().to(torch.bfloat16)
+    assert tokens_of(answers) == plain_answers(reference, PROMPTS)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_next"])
+def test_the_schedule_of_a_gpu_gives_the_same_tokens_whatever_the_timing(
+    architecture: str, tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = lively(tiny_model(architecture))
+    store = model.store()
+    # So many that their cache is larger than what the trial takes.
+    prompts, few = PROMPTS * 6, options(max_tokens=8)
+    expected = begin(model, store, device=HostDevice(num_threads=1, compute_dtype=torch.bfloat16)).generate(
+        prompts, few
+    )
+    limit_bytes = None
+    for seed in (1, 2):
+        device = CudaDevice(
+            runtime=CpuRuntime(), limit_bytes=limit_bytes, max_delay_s=0.0001, delay_seed=seed, poison_on_free=True
+        )
+        generator = begin(model, store, device=device)
+        assert generator.generate(prompts, few) == expected
+        assert generator.cache_on_device == (limit_bytes is None)
+        # And a layer in fp32, for the trial.
+        limit_bytes = sum(size for name, size in device.peak_bytes().items() if name in ("weights", "gradients"))
+        limit_bytes += 4 * max(unit.num_elements for unit in store.layout.units)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("minimax", "cache of its own"), ("xlstm", "do not run with"), ("deepseek_v32", "computes")],
+)
+def test_a_model_whose_cache_does_not_fit_is_refused_by_name(
+    architecture: str, why: str, tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = tiny_model(architecture)
+
+    with pytest.raises(InvalidModel, match=f"'{architecture}'.*cannot be generated.*{why}"):
+        begin(model, model.store())
+
+
+def test_a_cache_that_forgets_a_token_is_noticed(
+    tiny_model: Callable[..., TinyModel], begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    update = DynamicLayer.update
+
+    def forgetful(self: DynamicLayer, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = update(self, keys, values, *rest, **more)
+        if keys.shape[-2] == 1:
+            self.values = found[1].roll(1, dims=-2)
+        return found
+
+    monkeypatch.setattr(DynamicLayer, "update", forgetful)
+
+    with pytest.raises(InvalidModel, match="computes something else with a cache"):
+        begin(model, model.store())
+
+
+def test_prompts_that_the_model_cannot_take_are_refused(tiny_model: Callable[..., TinyModel], begin: Begin) -> None:
+    model = tiny_model("gpt2")
+    generator = begin(model, model.store())
+
+    for prompts, words in [
+        ([[1], []], r"prompts\[1\] has no token"),
+        ([[1, 96]], "holds token 96"),
+        ([[1] * 105], "together they may be at most 128"),
+    ]:
+        with pytest.raises(InvalidData, match=words):
+            generator.generate(prompts, options())
+    assert len(generator.generate([[1] * 104], options(stop_tokens=frozenset()))[0].tokens) == NUM_NEW
+
+
+def test_answers_end_before_the_length_at_which_positions_count_differently(
+    tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    factors = [1.0 + 0.5 * i for i in range(4)]
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": factors, "rope_theta": 10000.0}
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    generator = begin(model, model.store())
+
+    assert tokens_of(generator.generate([[5] * 8], options())) == plain_answers(model.reference(), [[5] * 8])
+    with pytest.raises(InvalidData, match="at most 32"):
+        generator.generate([[5] * 9], options())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0)]
+)
+def test_options_out_of_range_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(InvalidData, match=field):
+        options(**{field: value})
+
+
+def test_sampled_answers_depend_on_the_seed_and_the_place_of_the_prompt_alone(
+    tiny_model: Callable[..., TinyModel], begin: Begin
+) -> None:
+    model = tiny_model("llama")
+    generator = begin(model, model.store())
+    sampled = options(temperature=1.0, seed=3, stop_tokens=frozenset())
+
+    one, again = (generator.generate(PROMPTS, sampled) for _ in range(2))
+    fewer = generator.generate(PROMPTS[:2], sampled)
+    other = generator.generate(PROMPTS, options(temperature=1.0, seed=4, stop_tokens=frozenset()))
+
+    assert one == again
+    assert one[:2] == fewer
+    assert one != other
+    almost_greedy = generator.generate(PROMPTS, options(temperature=5.0, top_p=1e-9))
+    assert almost_greedy == generator.generate(PROMPTS, options())
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
+    logits_V = torch.tensor([0.0, 2.0, -1.0, 1.5, 0.5])
+    draws = [draw_for(7, prompt, 0) for prompt in range(20_000)]
+
+    def shares(**given: float) -> Tensor:
+        counts = Counter(int(choose(logits_V, draw=draw, **given)) for draw in draws)
+        return torch.tensor([counts[token] / len(draws) for token in range(5)])
+
+    assert torch.allclose(shares(temperature=0.7, top_p=1.0), torch.softmax(logits_V / 0.7, 0), atol=0.015)
+    # Tokens 1 and 3 have 0.75 of the probability together, and neither alone has 0.6.
+    nucleus = torch.softmax(torch.tensor([-torch.inf, 2.0, -torch.inf, 1.5, -torch.inf]), 0)
+    assert torch.allclose(shares(temperature=1.0, top_p=0.6), nucleus, atol=0.015)
+
+
+def test_the_ends_of_the_range_of_draws_choose_tokens_that_may_be_chosen() -> None:
+    logits_V = torch.tensor([1.0, 1.0, -200.0])
+    almost_one = 1 - 2.0**-53
+
+    assert int(choose(logits_V, temperature=1.0, top_p=1.0, draw=0.0)) == 0
+    assert int(choose(logits_V, temperature=1.0, top_p=0.9, draw=almost_one)) == 1
+    assert all(0 <= draw_for(1, prompt, token) < 1 for prompt in range(50) for token in range(50))

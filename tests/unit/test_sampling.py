@@ -1,0 +1,225 @@
+"""Prompts for a checkpoint: what may be asked, whose turn it is, and what memory and time a call may take."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from horizon_server.children.child import Child, Limits
+from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import DoesNotFit, InvalidSpec, NotAllowed, NotFound, Stalled
+from horizon_server.events import SampledText
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.sampling import SampleHold, sample_layout, sample_memory
+from horizon_server.records.account import Principal
+from horizon_server.records.sample import (
+    MAX_MESSAGES,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_PROMPTS,
+    MAX_TEMPERATURE,
+    SampleFigures,
+    SampleMessage,
+    SampleOptions,
+    SamplePrompt,
+    SampleRequest,
+    check_sample,
+)
+from horizon_server.services.sampling import Samples
+from horizon_server.settings import child_environment
+
+ADA = Principal(name="ada", role="user", project="ada")
+BOB = Principal(name="bob", role="user", project="bob", memberships={"ada": "member"})
+VIEWER = Principal(name="eve", role="viewer", project="eve")
+HELLO = SamplePrompt(text="hello")
+SHORT = SampleOptions(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo_model(tmp_path_factory.mktemp("sampling") / "model")
+
+
+@pytest.fixture
+def make(folder: Path) -> Any:
+    """Makes the service over one job of ada's, whose checkpoint of step 1 is the demo model."""
+
+    async def get(principal: Principal, key: str) -> Any:
+        return SimpleNamespace(job_id=key, owner="ada", project="ada")
+
+    async def take(checkpoints: Any, step: int) -> Any:
+        if step != 1:
+            raise NotFound(f"no checkpoint of step {step}")
+        return nullcontext()
+
+    wakes: list[int] = []
+    jobs: Any = SimpleNamespace(
+        get=get,
+        leases=SimpleNamespace(take=take),
+        folders=SimpleNamespace(checkpoints=lambda _: SimpleNamespace(of_step=lambda _: folder)),
+        scheduler=SimpleNamespace(wake=lambda: wakes.append(1)),
+    )
+
+    def samples(*, free_bytes: int = 1 << 40, **options: Any) -> tuple[Samples, SampleHold, list[int]]:
+        hold = SampleHold()
+        made = Samples(
+            jobs, hold=hold, free_bytes=lambda: free_bytes, environment=child_environment(), num_threads=1, **options
+        )
+        return made, hold, wakes
+
+    return samples
+
+
+async def everything(samples: Samples, principal: Principal = ADA, step: int = 1, *prompts: SamplePrompt) -> list[Any]:
+    return [piece async for piece in samples.sample(principal, "job", step, prompts or (HELLO,), SHORT)]
+
+
+async def test_texts_come_before_the_figures_and_memory_is_held_meanwhile(make: Any, folder: Path) -> None:
+    samples, hold, wakes = make()
+    held = []
+    pieces = []
+    async for piece in samples.sample(ADA, "job", 1, [HELLO, HELLO], SHORT):
+        pieces.append(piece)
+        held.append(hold.num_bytes)
+
+    *texts, figures = pieces
+    assert isinstance(figures, SampleFigures)
+    assert {text.prompt for text in texts if isinstance(text, SampledText) and text.ended} == {0, 1}
+    assert set(held) == {sample_memory(open_model_folder(folder)).total}
+    assert hold.num_bytes == 0
+    assert wakes
+
+
+async def test_a_call_that_does_not_fit_beside_the_jobs_is_refused_with_the_numbers(make: Any) -> None:
+    samples, hold, _ = make(free_bytes=1 << 30)
+
+    with pytest.raises(DoesNotFit, match=r"takes 4\.\d\d GiB of host memory .* leave 1\.00 GiB"):
+        await everything(samples)
+    assert hold.num_bytes == 0
+
+
+async def test_one_call_at_a_time_is_answered(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, _, _ = make()
+    running, most = 0, 0
+    answer = Child.answer
+
+    async def counted(self: Child, on_event: Any = None) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await answer(self, on_event)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(Child, "answer", counted)
+    found = await asyncio.gather(everything(samples, ADA), everything(samples, BOB), everything(samples, ADA))
+
+    assert most == 1
+    assert [len(pieces) > 1 for pieces in found] == [True] * 3
+
+
+async def test_a_call_that_takes_too_long_is_ended(make: Any) -> None:
+    samples, hold, _ = make(limit_s=0.05)
+
+    with pytest.raises(Stalled, match=r"were not answered within 0\.05 s"):
+        await everything(samples)
+    assert hold.num_bytes == 0
+
+
+async def test_a_caller_who_leaves_ends_the_child(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, hold, _ = make()
+    started: list[Child] = []
+    start = Child.start
+
+    async def noted(*arguments: Any, **options: Any) -> Child:
+        started.append(await start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(Child, "start", noted)
+    pieces = samples.sample(ADA, "job", 1, [HELLO], SampleOptions(max_tokens=900))
+    await anext(pieces)
+    await pieces.aclose()
+
+    assert not Path(f"/proc/{started[0].pid}").exists()
+    assert hold.num_bytes == 0
+
+
+async def test_the_child_has_the_planned_memory_as_limit(
+    make: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, _, _ = make()
+    given: list[Limits] = []
+
+    async def refused(*_: Any, limits: Limits, **__: Any) -> Child:
+        given.append(limits)
+        raise NotFound("enough")
+
+    monkeypatch.setattr(Child, "start", refused)
+    with pytest.raises(NotFound, match="enough"):
+        await everything(samples)
+
+    assert given[0].memory_bytes == sample_memory(open_model_folder(folder)).private
+    assert given[0].wall_s == 900
+    assert given[0].oom_score_adj == 1000
+
+
+async def test_who_may_not_use_the_node_is_refused_before_anything_is_looked_at(make: Any) -> None:
+    samples, _, _ = make()
+    with pytest.raises(NotFound, match="does not exist"):
+        await everything(samples, Principal(name="mallory", role="user", project="mallory"))
+    with pytest.raises(NotAllowed, match="viewer"):
+        await everything(samples, VIEWER)
+    with pytest.raises(NotFound, match="step 7"):
+        await everything(samples, ADA, 7)
+
+
+def test_weights_take_no_memory_for_training(folder: Path) -> None:
+    found = open_model_folder(folder)
+    memory = sample_memory(found)
+
+    assert sample_layout(found).num_parameters == found.layout.num_parameters
+    # A bf16 half each, and the alignment of what is empty.
+    assert 2 * found.layout.num_parameters <= memory.planes < 2.2 * found.layout.num_parameters + 2**20
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "field"),
+    [
+        ([], {}, "prompts"),
+        ([HELLO] * (MAX_PROMPTS + 1), {}, "prompts"),
+        ([HELLO, SamplePrompt()], {}, "prompts[1]"),
+        ([SamplePrompt(text="a", messages=(SampleMessage(role="user", content="b"),))], {}, "prompts[0]"),
+        ([SamplePrompt(text="a" * (MAX_PROMPT_CHARACTERS + 1))], {}, "prompts[0]"),
+        ([SamplePrompt(messages=(SampleMessage(role="user", content="b"),) * (MAX_MESSAGES + 1))], {}, "prompts[0]"),
+        ([SamplePrompt(messages=(SampleMessage(role="", content="b"),))], {}, "prompts[0]"),
+        ([HELLO], {"max_tokens": 0}, "max_tokens"),
+        ([HELLO], {"max_tokens": MAX_NEW_TOKENS + 1}, "max_tokens"),
+        ([HELLO], {"temperature": -0.5}, "temperature"),
+        ([HELLO], {"temperature": MAX_TEMPERATURE + 1.0}, "temperature"),
+        ([HELLO], {"temperature": float("nan")}, "temperature"),
+        ([HELLO], {"top_p": 0.0}, "top_p"),
+        ([HELLO], {"top_p": float("nan")}, "top_p"),
+    ],
+)
+def test_what_is_out_of_range_is_named(prompts: list[SamplePrompt], options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        check_sample(prompts, SampleOptions(**options))
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_the_largest_that_may_be_asked_is_accepted() -> None:
+    chat = SamplePrompt(messages=(SampleMessage(role="user", content="b"),) * MAX_MESSAGES)
+    prompts = [chat, *[SamplePrompt(text="a" * MAX_PROMPT_CHARACTERS)] * (MAX_PROMPTS - 1)]
+    check_sample(prompts, SampleOptions(max_tokens=MAX_NEW_TOKENS, temperature=MAX_TEMPERATURE, top_p=1.0))
+
+
+def test_a_request_reaches_the_child_whole() -> None:
+    chat = SamplePrompt(messages=(SampleMessage(role="user", content="b"),))
+    request = SampleRequest(folder=Path("/a"), prompts=(HELLO, chat), options=SHORT, num_threads=2, cache_bytes=5)
+    assert SampleRequest.from_mapping(request.to_mapping()) == request

@@ -1,0 +1,127 @@
+"""The child that answers prompts: what it reads of a prompt and a folder, what it sends, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.demo.recipe import write_demo_model
+from horizon_server.errors import DoesNotFit, HorizonError, InvalidData, InvalidModel
+from horizon_server.events import SampledText
+from horizon_server.records.sample import (
+    MAX_PROMPT_TOKENS,
+    SampleMessage,
+    SampleOptions,
+    SamplePrompt,
+    SampleRequest,
+)
+from horizon_server.worker import sampling
+from horizon_server.worker.sampling import _AnswerWriter, answer, encoded, stop_tokens, work
+
+CHAT = SamplePrompt(messages=(SampleMessage(role="user", content="Who are you?"),))
+
+
+class Sent:
+    """Takes the place of the daemon's pipe."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def send(self, line: Any) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_demo_model(tmp_path_factory.mktemp("sampling") / "model")
+
+
+@pytest.fixture(scope="module")
+def codec(folder: Path) -> TextCodec:
+    return TextCodec.from_folder(folder)
+
+
+def request(folder: Path, *prompts: SamplePrompt, cache_bytes: int = 2**30, **options: Any) -> SampleRequest:
+    return SampleRequest(
+        folder=folder,
+        prompts=prompts or (SamplePrompt(text="The lab box"),),
+        options=SampleOptions(**{"max_tokens": 8, **options}),
+        num_threads=1,
+        cache_bytes=cache_bytes,
+    )
+
+
+def text_of(sent: Sent, prompt: int = 0) -> str:
+    return "".join(line.text for line in sent.lines if line.prompt == prompt)
+
+
+def test_the_answers_of_a_call_are_those_of_each_prompt_alone(folder: Path) -> None:
+    both, alone = Sent(), Sent()
+    figures = answer(request(folder, SamplePrompt(text="The lab box"), CHAT), both)  # type: ignore[arg-type]
+    answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
+
+    assert text_of(both, 1) == text_of(alone, 0) != ""
+    assert [line.ended for line in both.lines if line.ended] == ["length", "length"]
+    assert figures.num_tokens == 16
+    assert figures.duration_s > 0
+
+
+def test_a_chat_is_rendered_with_the_cue_for_an_answer(codec: TextCodec) -> None:
+    assert codec.decode(encoded(codec, 0, CHAT)).endswith("<|im_start|>assistant\n")
+
+
+def test_a_prompt_that_cannot_be_used_is_named(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidData, match=rf"prompts\[3\] has \d+ tokens; it must have 1 to {MAX_PROMPT_TOKENS}"):
+        encoded(codec, 3, SamplePrompt(text="a b " * MAX_PROMPT_TOKENS))
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidData, match=r"prompts\[1\] has messages, and the model has no chat template"):
+        encoded(TextCodec.from_folder(plain), 1, CHAT)
+
+
+def test_what_takes_more_than_the_cache_may_have_is_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"1 prompts with answers of up to 8 tokens take .* MiB"):
+        answer(request(folder, cache_bytes=100), Sent())  # type: ignore[arg-type]
+
+
+def test_an_answer_ends_with_what_the_folder_says(codec: TextCodec, folder: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    assert codec.eos_id in stop_tokens(copied, codec)
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert stop_tokens(copied, codec) >= {5, 6, codec.eos_id}
+    (copied / "generation_config.json").unlink()
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
+    assert stop_tokens(copied, codec) == {9, codec.eos_id}
+
+
+def test_text_is_sent_in_whole_characters(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_TEXT_EVERY_S", 0.0)
+    sent = Sent()
+    writer = _AnswerWriter(4, codec, sent)  # type: ignore[arg-type]
+    text = "na\u00efve \u4e2d\u6587 \U0001f600!"
+    ids = codec.encode_ids(text)
+    for token in ids:
+        writer.add(token, ended="")
+    writer.add(None, ended="stop")
+
+    assert text_of(sent, 4) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in line.text for line in sent.lines)
+    assert len(sent.lines) > 3
+    assert sent.lines[-1] == SampledText(prompt=4, text="", num_tokens=len(ids) + 1, ended="stop")
+
+
+def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (broken / "model.safetensors.index.json").unlink(missing_ok=True)
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(HorizonError) as caught:
+        work(request(broken).to_mapping(), Sent())  # type: ignore[arg-type]
+    assert str(tmp_path) not in caught.value.message
+    assert isinstance(caught.value, InvalidModel)
