@@ -347,7 +347,7 @@ class Template:
             for place in self.places[0]
         }
         with torch.no_grad():
-            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache)[1]
+            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache=cache)[1]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
