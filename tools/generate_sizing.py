@@ -24,6 +24,7 @@ from horizon_server.store.safetensors_files import file_header
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sizing.md"
 SEQUENCE_LENGTH, TOKENS_PER_STEP = 4096, 65536
+LAST_LAYERS = 4
 UNLIMITED_BYTES = 1 << 50
 
 
@@ -62,8 +63,8 @@ the `host` device, bf16 model folders, `sequence_length: {SEQUENCE_LENGTH}` and 
 `horizond plan job.yaml --model-dir FOLDER` gives the figures of any model folder and job on this very machine, and
 `horizond doctor` says how large a model it can train.
 
-| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | checkpoint on disk |
-| --- | --- | --- | --- | --- |
+| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | RAM, last {LAST_LAYERS} layers trained | checkpoint on disk |
+| --- | --- | --- | --- | --- | --- |
 """
 
 TAIL = """
@@ -72,7 +73,10 @@ moments and 4 for the gradient. An embedding table that is not the output projec
 tokens of a step. Without clipping, gradients are used as they arrive and need no memory of their own: 12 bytes. The rest
 is activations, buffers and the worker process. A checkpoint holds the weights for Hugging Face and the trainer's state,
 12 bytes per parameter; `checkpoint.keep_last` and `keep_best` say how many are kept, so plan disk space for two or three.
-"""
+
+`train.trainable` freezes the rest of the model. A frozen parameter takes 2 bytes of RAM where the model folder has it in
+bfloat16, else 4, and 2 or 4 in a checkpoint. The column has the last {last} layers trained, with clipping.
+""".replace("{last}", str(LAST_LAYERS))
 
 
 def header_only_folder(config: dict[str, Any], folder: Path) -> Path:
@@ -114,15 +118,13 @@ def stored_shapes(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]
             yield name, shape
 
 
-def planned(folder: Path, *, clipping: bool) -> JobPlan:
+def planned(folder: Path, **train: Any) -> JobPlan:
     """Return the plan of a job on a machine without limits."""
     planner = Planner(
         memory=lambda: HostMemory(limit_bytes=UNLIMITED_BYTES, available_bytes=UNLIMITED_BYTES),
         limit_bytes=None, reserve_bytes=0, arena_limit_bytes=UNLIMITED_BYTES // 2, num_threads=16, accelerators=(), rates=dict,
     )  # fmt: skip
-    train = {"sequence_length": SEQUENCE_LENGTH, "tokens_per_step": TOKENS_PER_STEP}
-    if not clipping:
-        train["max_grad_norm"] = None  # type: ignore[assignment]
+    train |= {"sequence_length": SEQUENCE_LENGTH, "tokens_per_step": TOKENS_PER_STEP}
     return planner.plan(parse_job_spec({"name": "sizing", "model": "m", "dataset": "d", "train": train}), folder)
 
 
@@ -133,11 +135,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         for name, config in MODELS.items():
             folder = header_only_folder(config, Path(root) / name)
-            clipped, unclipped = planned(folder, clipping=True), planned(folder, clipping=False)
+            clipped, unclipped = planned(folder), planned(folder, max_grad_norm=None)
+            depth = config["num_hidden_layers"]
+            last = planned(folder, trainable=[rf"layers\.{layer}\." for layer in range(depth - LAST_LAYERS, depth)])
             parameters = clipped.num_parameters
             rows.append(
                 f"| {name} | {parameters / 1e9:.2f} B | {clipped.host_total_bytes / 2**30:,.0f} GiB | "
-                f"{unclipped.host_total_bytes / 2**30:,.0f} GiB | {12 * parameters / 1e9:,.0f} GB |"
+                f"{unclipped.host_total_bytes / 2**30:,.0f} GiB | {last.host_total_bytes / 2**30:,.0f} GiB | {12 * parameters / 1e9:,.0f} GB |"
             )
             print(rows[-1], flush=True)
     PAGE.write_text(HEAD + "\n".join(rows) + "\n" + TAIL, "utf-8")
