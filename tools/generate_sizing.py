@@ -139,10 +139,8 @@ def main() -> int:
             depth = config["num_hidden_layers"]
             last = planned(folder, trainable=[rf"layers\.{layer}\." for layer in range(depth - LAST_LAYERS, depth)])
             parameters = clipped.num_parameters
-            rows.append(
-                f"| {name} | {parameters / 1e9:.2f} B | {clipped.host_total_bytes / 2**30:,.0f} GiB | "
-                f"{unclipped.host_total_bytes / 2**30:,.0f} GiB | {last.host_total_bytes / 2**30:,.0f} GiB | {12 * parameters / 1e9:,.0f} GB |"
-            )
+            gib = [f"{plan.host_total_bytes / 2**30:,.0f} GiB" for plan in (clipped, unclipped, last)]
+            rows.append(f"| {name} | {parameters / 1e9:.2f} B | {' | '.join(gib)} | {12 * parameters / 1e9:,.0f} GB |")
             print(rows[-1], flush=True)
     PAGE.write_text(HEAD + "\n".join(rows) + "\n" + TAIL, "utf-8")
     return 0

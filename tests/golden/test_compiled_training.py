@@ -4,6 +4,7 @@ resumed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import TrainSpec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.compilation import Compilation, CompileRequest
@@ -67,9 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def request_for(folder: Path, library: Path, dtype: str = "float32") -> CompileRequest:
+def request_for(folder: Path, library: Path, dtype: str = "float32", **more: Any) -> CompileRequest:
     return CompileRequest(
-        model=str(folder), library=str(library), dtype=dtype, device="cpu", num_threads=1, num_tokens=48
+        model=str(folder), library=str(library), dtype=dtype, device="cpu", num_threads=1, num_tokens=48, **more
     )
 
 
@@ -212,6 +215,29 @@ def test_layers_compiled_in_bf16_train_as_eager_ones(
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
     assert compiled.norms == pytest.approx(eager.norms, rel=2e-2)
     assert compiled.compiled_calls > 0
+
+
+def test_layers_that_are_frozen_in_part_or_whole_compile_as_kinds_of_their_own(
+    folder: Path,
+    batches: list[list[MicroBatch]],
+    tiny_model: Callable[..., TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    # The first and the last layer are frozen: backward passes through the last one, and ends before the first.
+    trainable = (r"layers\.1\.self_attn",)
+    layout = open_for_training(folder, TrainSpec(trainable=trainable)).layout
+    model = dataclasses.replace(tiny_model(MODEL), template=Template.from_folder(folder, layout=layout))
+    compilation, heard = compilation_of(model.template, request_for(folder, tmp_path, trainable=trainable), "on")
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == model.template.num_layers
+    assert any("kind 2 of 2" in text for text in heard.texts)
+    eager, compiled = (train(model, batches, where, monkeypatch) for where in (None, tmp_path))
+    assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
+    assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
+    num_rows = sum(len(batch) for batch in ROWS) - 1
+    # Forward of all layers and backward of two; and the packing trial.
+    num_layers = model.template.num_layers
+    assert compiled.compiled_calls == num_rows * (num_layers + 2) + 3 * num_layers
 
 
 def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(

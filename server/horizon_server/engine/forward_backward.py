@@ -303,7 +303,7 @@ class ForwardBackward:
             kept = current.products.pop((layer, index), None)
             if kept is not None:
                 self._charge_products(current, -kept.num_bytes)
-            with self._device.workspace(("layer", template.layer_groups[layer], hidden_1TD.shape[1])):
+            with self._device.workspace(("layer", template.layer_kinds[layer], is_last, hidden_1TD.shape[1])):
                 with products, kept.taken() if kept is not None else nullcontext():
                     output_1TD = template.layer_for_gradients(layer, leaves, hidden_1TD, call)
                 torch.autograd.backward(output_1TD, gradient_TD[None])

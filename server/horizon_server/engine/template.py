@@ -106,6 +106,12 @@ class Template:
         # Equal layers run as the first of them, so that trials, buffers and workspace are counted once per kind.
         first_equal: dict[tuple[object, ...], int] = {}
         self.layer_groups = [first_equal.setdefault(layer_signature(layer), i) for i, layer in enumerate(layer_list)]
+        # Of them, those whose parameters are stored and trained alike, so that compiled code of one serves all.
+        first_alike: dict[tuple[object, ...], int] = {}
+        self.layer_kinds = [
+            first_alike.setdefault((group, *_forms(places)), i)
+            for i, (group, places) in enumerate(zip(self.layer_groups, self.places[1:-1], strict=True))
+        ]
         self._layers = [layer_list[group] for group in self.layer_groups]
         for index, layer in enumerate(layer_list):
             layer_list[index] = Stub(layer, index, self._tape)
@@ -411,6 +417,19 @@ def _ends(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
         kinds = f"{type(table).__name__} and {type(projection).__name__}"
         raise InvalidModel(f"a model whose ends are {kinds}, not an embedding table and a projection, is not supported")
     return table, projection
+
+
+def _forms(places: Sequence[Place]) -> list[object]:
+    """How parameters are stored. In order, and without the offsets, which differ from layer to layer."""
+    return [
+        (
+            place.name,
+            place.piece.shape,
+            place.piece.strides if isinstance(place.piece, Strided) else None,
+            place.trained,
+        )
+        for place in places
+    ]
 
 
 def _stored_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,9 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.settings import child_environment
+from horizon_server.spec import EVERYTHING, TrainSpec
 from horizon_server.worker_link.orders import Order, Orders
 
 Choice = Literal["auto", "on", "off"]
@@ -56,6 +58,8 @@ class CompileRequest:
     device: str
     num_threads: int
     num_tokens: int
+    trainable: tuple[str, ...] = EVERYTHING
+    """As in the job: what is frozen has no gradient to compute."""
 
     @property
     def target(self) -> Target:
@@ -200,7 +204,8 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
     wanted = CompileRequest(**request)
     torch.set_num_threads(wanted.num_threads)
-    template = Template.from_folder(Path(wanted.model))
+    train = TrainSpec(trainable=tuple(wanted.trainable))
+    template = Template.from_folder(Path(wanted.model), layout=open_for_training(Path(wanted.model), train).layout)
     target = wanted.target
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))

@@ -303,6 +303,7 @@ class Training:
             device="cpu" if request.device == "host" else "cuda",
             num_threads=request.num_threads,
             num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
+            trainable=train.trainable,
         )
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile

@@ -107,6 +107,18 @@ def test_a_learning_rate_group_moves_what_it_fits(tmp_path: Path) -> None:
     assert moved[0] == moved[1]
 
 
+def test_a_job_of_frozen_parameters_continues_bit_by_bit_and_leaves_them_as_they_were(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path, trainable=[r"layers\.1\."], learning_rate=1e-2, warmup_steps=0)
+    weights = tmp_path / "checkpoints/step-00000002/model.safetensors"
+    straight, moments = weights.read_bytes(), load_file(weights.parent / "trainer/exp_avg.safetensors")
+    found, before = load_file(weights), load_file(tmp_path / "model/model.safetensors")
+    assert set(moments) == {name for name in before if "layers.1." in name}
+    assert {name for name in before if not torch.equal(found[name], before[name])} == set(moments)
+    train(tmp_path, resume=True, trainable=[r"layers\.1\."], learning_rate=1e-2, warmup_steps=0)
+    assert weights.read_bytes() == straight
+
+
 def test_a_checkpoint_of_rows_that_were_packed_without_a_limit_is_not_continued_with_one(tmp_path: Path) -> None:
     write_inputs(tmp_path, "phi3")
     train(tmp_path)

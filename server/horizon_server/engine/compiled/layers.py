@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.binding import Place
 from horizon_server.engine.compiled.call_pattern import CallPattern, NotCompilable
 from horizon_server.engine.compiled.library import CodeLibrary, Entry, Target, layer_key
 from horizon_server.engine.compiled.package import LayerCode
@@ -24,26 +24,26 @@ _PROBES = ((17, 20), (11, 13, 19))
 
 
 def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPattern | NotCompilable]:
-    """The pattern of every kind of layer, or why it has none."""
+    """The pattern of every kind of layer (`Template.layer_kinds`), or why it has none."""
     one, other = (template.probe_calls(lengths, dtype) for lengths in _PROBES)
     found: dict[int, CallPattern | NotCompilable] = {}
-    for group in sorted(set(template.layer_groups)):
+    for kind in sorted(set(template.layer_kinds)):
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
                     "the model's config asks for dropout, whose random numbers a compiled layer would draw differently"
                 )
-            found[group] = CallPattern.through(one[group], other[group])
+            found[kind] = CallPattern.through(one[kind], other[kind])
         except NotCompilable as error:
-            found[group] = error
+            found[kind] = error
     return found
 
 
 def is_complete(template: Template, library: CodeLibrary, target: Target) -> bool:
     """Whether the library knows every kind of layer that can be compiled."""
     return all(
-        isinstance(pattern, NotCompilable) or library.find(layer_key(template, group, target)) is not None
-        for group, pattern in call_patterns(template, target.dtype).items()
+        isinstance(pattern, NotCompilable) or library.find(layer_key(template, kind, target)) is not None
+        for kind, pattern in call_patterns(template, target.dtype).items()
     )
 
 
@@ -115,17 +115,16 @@ class CompiledLayers:
     ) -> CompiledLayers:
         """Take what the library has; with `only_faster`, of that what the trial found faster than the eager layers; with `keys`, those."""
         layers = cls(template)
-        for group, pattern in call_patterns(template, target.dtype).items():
+        for kind, pattern in call_patterns(template, target.dtype).items():
             try:
-                layers._kinds[group] = _load(
-                    template, group, pattern, library, target, only_faster=only_faster, keys=keys
+                layers._kinds[kind] = _load(
+                    template, kind, pattern, library, target, only_faster=only_faster, keys=keys
                 )
             except NotCompilable as error:
                 layers.refusals.append(str(error))
-        # Layers of a kind may be stored in other forms, which the code would misread.
-        for layer, group in enumerate(template.layer_groups):
-            if group in layers._kinds and _form(template.places[layer + 1]) == _form(template.places[group + 1]):
-                layers._layers[layer] = layers._kinds[group]
+        for layer, kind in enumerate(template.layer_kinds):
+            if kind in layers._kinds:
+                layers._layers[layer] = layers._kinds[kind]
         return layers
 
     @property
@@ -151,7 +150,7 @@ class CompiledLayers:
 
 def _load(
     template: Template,
-    group: int,
+    kind: int,
     pattern: CallPattern | NotCompilable,
     library: CodeLibrary,
     target: Target,
@@ -161,7 +160,7 @@ def _load(
 ) -> _Kind:
     if isinstance(pattern, NotCompilable):
         raise pattern
-    key = layer_key(template, group, target)
+    key = layer_key(template, kind, target)
     if keys is not None and key not in keys:
         raise NotCompilable("the job began with eager layers of this kind")
     entry = library.find(key)
@@ -174,16 +173,3 @@ def _load(
     except RuntimeError as error:
         raise NotCompilable(f"its code cannot be loaded ({str(error).splitlines()[0]})") from error
     return _Kind(key=key, pattern=pattern, code=code, entry=entry)
-
-
-def _form(places: list[Place]) -> list[object]:
-    # In order, and without the offsets, which differ from layer to layer.
-    return [
-        (
-            place.name,
-            place.piece.shape,
-            place.piece.strides if isinstance(place.piece, Strided) else None,
-            place.trained,
-        )
-        for place in places
-    ]
