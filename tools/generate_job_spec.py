@@ -14,7 +14,8 @@ from typing import Any
 
 from generated_files import ROOT, write_or_check
 
-from horizon_server.spec import allowed_values, job_schema
+from horizon_server.spec import job_schema
+from horizon_server.spec_values import allowed_values
 
 SCHEMA = ROOT / "client" / "horizon_client" / "job_schema.json"
 PAGE = ROOT / "docs" / "job-spec.md"

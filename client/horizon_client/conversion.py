@@ -25,6 +25,8 @@ ResourceT = TypeVar("ResourceT")
 REQUIRED = ("name", "model", "dataset")
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+# Choices that users write with underscores, because transformers does.
+_UNDERSCORED = frozenset({"LrSchedule"})
 _BOOLEAN_WORDS = {True: ("true", "on"), False: ("false", "off")}
 _CLIPPING_OFF = "no_clipping"
 _CLIPPING = "max_grad_norm"
@@ -83,7 +85,10 @@ def _enum_text(descriptor: Any, number: int) -> str:
 def enum_choices(descriptor: Any) -> dict[str, int]:
     """Return the values of an enumeration as users write them: lower case, with dashes, without the prefix and the unset value."""
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {v.name.removeprefix(prefix).lower().replace("_", "-"): v.number for v in descriptor.values if v.number != 0}
+    dash = "_" if descriptor.name in _UNDERSCORED else "-"
+    return {
+        v.name.removeprefix(prefix).lower().replace("_", dash): v.number for v in descriptor.values if v.number != 0
+    }
 
 
 def enum_number(enum: Any, field: str, text: str) -> Any:
@@ -101,7 +106,7 @@ def spec_to_mapping(spec: Message) -> dict[str, Any]:
         name, value = field.name, getattr(spec, field.name)
         if isinstance(value, MutableSequence):
             if value:
-                plain[name] = list(value)
+                plain[name] = [spec_to_mapping(item) if isinstance(item, Message) else item for item in value]
         elif field.has_presence and not spec.HasField(name):
             continue
         elif isinstance(value, Message):
@@ -181,8 +186,20 @@ def _set(message: Message, field: Any, value: object, path: str, violations: lis
         return
     current = getattr(message, field.name)
     if isinstance(current, MutableSequence):
+        # `trainable: all` is a list of one.
+        if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            value = [value]
         if not isinstance(value, list | tuple):
             raise _Refused("must be a list")
+        if field.message_type is not None:
+            items: Any = current
+            for index, item in enumerate(value):
+                if not isinstance(item, Mapping):
+                    raise _Refused(
+                        f"must be a list of mappings, each with {', '.join(_known_keys(field.message_type))}"
+                    )
+                _fill(items.add(), item, f"{path}[{index}].", violations)
+            return
         current.extend([_converted(field, item) for item in value])
     elif isinstance(current, Message):
         if not isinstance(value, Mapping):

@@ -168,6 +168,16 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LrGroup:
+    """LrGroup gives tensors a learning rate of their own."""
+
+    match: str
+    """Regular expression that is found in the tensors' names; required; at most 256 characters."""
+    scale: float | None
+    """What the learning rate is multiplied by; above 0, at most 1000; required."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One submitted job."""
 
@@ -395,6 +405,9 @@ class StepEvent:
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: float
     """Model FLOPs of the step (6PT and attention)."""
+    noise_scale_tokens: float | None
+    """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
+    little. Absent while unknown, as where steps are a single micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,7 @@ class StepFigures(QueueFigures):
     """One optimizer step.
 
     `step` counts from 1. `num_tokens` are real tokens, without padding. `grad_norm` is the global norm before clipping.
+    `noise_scale_tokens` is the gradient noise scale, averaged over steps (`engine.noise_scale`); None while unknown.
     `skipped` says why not every weight was updated, or is empty: `non_finite_gradient` changed nothing,
     `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the model's own
     operations, without recompute. The memory figures hold each component's peak since the start.
@@ -95,6 +96,8 @@ class StepFigures(QueueFigures):
     overlap_ratio: float = 1.0
     # At /metrics as a share of the device's measured peak, which the engine does not know.
     model_flops: float = 0.0
+    # Not at /metrics: it is a slow average that a job shows.
+    noise_scale_tokens: float | None = None
     host_memory_bytes: Annotated[
         dict[str, int],
         Metric("horizon_host_memory_bytes", "Host memory a running job uses, by component.", ("job_id", "component")),

@@ -6,12 +6,11 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-import regex
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,24 +23,28 @@ from pydantic import (
 )
 
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.expressions import problem_of
+from horizon_server.spec_values import RULE, problem_with
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 NAME_PATTERN = re.compile(_NAME)
 NAME_RULE = "1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit"
 
 MAX_STEPS = 100_000_000
-# Schema key of a field whose pattern is not readable: what is allowed, in words.
-_RULE = "x-allowed"
+MAX_EXPRESSIONS = 64
+MAX_EXPRESSION_CHARS = 256
+MAX_LR_SCALE = 1000
 
-Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={_RULE: NAME_RULE})]
+Name = Annotated[str, Field(pattern=f"^{_NAME}$", json_schema_extra={RULE: NAME_RULE})]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 EVERYTHING = ("all",)
 """`train.trainable` of a job that trains every parameter."""
-MAX_EXPRESSIONS = 64
-MAX_EXPRESSION_CHARS = 256
+NOT = "!"
+"""Before an expression of `train.trainable` that takes tensors away."""
 # Named, because a preview takes the same two choices without being a job.
 Method = Literal["sft", "pretrain"]
 TrainOn = Literal["assistant", "last-assistant", "all"]
+LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
 ComputeDtypeChoice = Literal["auto", "float32", "bfloat16"]
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -75,6 +78,13 @@ class _Section(BaseModel):
         return {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else given
 
 
+class LrGroup(_Section):
+    """Tensors whose learning rate is the schedule's times `scale`: those whose name the regular expression `match` is found in."""
+
+    match: str = Field(min_length=1, max_length=MAX_EXPRESSION_CHARS)
+    scale: float = Field(gt=0, le=MAX_LR_SCALE)
+
+
 class TrainSpec(_Section):
     """How the model is trained. Set `epochs` or `max_steps`, not both."""
 
@@ -100,10 +110,26 @@ class TrainSpec(_Section):
         json_schema_extra={"enum": ["auto", True, False, "true", "false"]},  # YAML's booleans are accepted as well
     )
     learning_rate: float = Field(default=1e-5, ge=0, le=10, description="Peak learning rate.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="Shape of the learning rate after the warmup."
+    lr_schedule: LrSchedule = Field(
+        default="cosine",
+        description="Shape of the learning rate after the warmup. constant: stays; linear, cosine: falls to 0; cosine_with_min_lr: falls "
+        "to min_lr_ratio; wsd (warmup, stable, decay): stays, and falls to min_lr_ratio at the end. All as in transformers.",
     )
-    warmup_steps: int = Field(default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0.")
+    warmup_steps: int = Field(
+        default=10, ge=0, le=MAX_STEPS, description="Steps of linear warmup from 0 (wsd: from min_lr_ratio)."
+    )
+    min_lr_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of learning_rate that is left at the end. For lr_schedule cosine_with_min_lr and wsd only.",
+    )
+    lr_decay_ratio: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of all steps, the last ones, in which the learning rate falls along half a cosine. For lr_schedule wsd only.",
+    )
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay (AdamW).")
     decay: Literal["trainer", "matrices", "all"] = Field(
         default="trainer",
@@ -120,7 +146,7 @@ class TrainSpec(_Section):
         le=1e9,
         description="Clip gradients to this global norm; null turns clipping off and saves the memory of the gradient planes.",
     )
-    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order and of dropout.")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the data order, dropout and noise.")
     train_on: Literal["assistant", "last-assistant", "all"] = Field(
         default="assistant", description="Which tokens of a chat carry loss."
     )
@@ -144,6 +170,30 @@ class TrainSpec(_Section):
         description="The job fails with reason DIVERGED after this number of skipped steps in a row.",
     )
 
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread evenly over the vocabulary, in training; as torch's cross_entropy. Steps report "
+        "the smoothed loss, evaluations the loss without smoothing.",
+    )
+    lr_groups: Annotated[tuple[LrGroup, ...], _list_as_tuple] = Field(
+        default=(),
+        max_length=MAX_EXPRESSIONS,
+        description="Learning rates of single tensors: [{match: embed_tokens, scale: 0.1}] gives the tensors in whose name the regular "
+        "expression is found a tenth of learning_rate, in weight decay too. The first group that fits counts; other tensors have scale 1.",
+        json_schema_extra={
+            RULE: f"a list of up to {MAX_EXPRESSIONS} groups, each with match (a regular expression of 1 to {MAX_EXPRESSION_CHARS} "
+            f"characters) and scale (a number above 0 up to {MAX_LR_SCALE}; what is not to be trained is left out of train.trainable)"
+        },
+    )
+    neftune_noise_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        le=1000,
+        description="NEFTune: noise on the embeddings in training, uniform and at most alpha / sqrt(L * D) for a document of L tokens and "
+        "embeddings of D numbers. 5 to 15 are usual; 0 is none.",
+    )
     matmul: Literal["bf16", "fp8"] = Field(
         default="bf16",
         description="What the layers' matrix products are computed in. bf16: the compute dtype's own; fp8: 8 bits with a scale per row, "
@@ -156,22 +206,21 @@ class TrainSpec(_Section):
         default=EVERYTHING,
         min_length=1,
         max_length=MAX_EXPRESSIONS,
-        description="What is trained: all, or regular expressions of which one must be found in a tensor's name (layers\\.1[0-9]\\., "
-        "norm). The other tensors are frozen: they take 2 bytes of host memory a parameter where the model has them in bfloat16, else 4, "
-        "instead of 12 to 16, and no gradient of theirs is computed. What comes before the first trained tensor has no backward.",
+        description="What is trained: all, or regular expressions that are found in tensors' names, each adding tensors or, after a !, "
+        "taking some away: [layers\\.1[0-9]\\., norm] trains layers 10 to 19 and all norms, [!embed_tokens] all but the embedding. The "
+        "others are frozen: they take 2 bytes of host memory a parameter where the model has them in bfloat16, else 4, instead of 12 to "
+        "16, and no gradient of theirs is computed. What comes before the first trained tensor has no backward.",
         json_schema_extra={
-            _RULE: f"all, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
+            RULE: f"all, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
         },
     )
 
     @field_validator("trainable")
     @classmethod
-    def _regular_expressions(cls, trainable: tuple[str, ...]) -> tuple[str, ...]:
+    def _expressions_that_can_be_used(cls, trainable: tuple[str, ...]) -> tuple[str, ...]:
         for expression in trainable:
-            try:
-                regex.compile(expression)
-            except regex.error as error:
-                raise ValueError(f"holds {expression!r}, which is not a regular expression: {error}") from error
+            if problem := problem_of(expression.removeprefix(NOT)):
+                raise ValueError(problem)
         return trainable
 
     @model_validator(mode="before")
@@ -180,6 +229,27 @@ class TrainSpec(_Section):
         if isinstance(given, Mapping) and given.get("epochs") is None and given.get("max_steps") is None:
             return {**given, "epochs": 1.0}
         return given
+
+    @field_validator("min_lr_ratio", "lr_decay_ratio")
+    @classmethod
+    def _of_its_schedule(cls, share: float, info: ValidationInfo) -> float:
+        assert info.field_name is not None
+        users = {"min_lr_ratio": ("cosine_with_min_lr", "wsd"), "lr_decay_ratio": ("wsd",)}[info.field_name]
+        schedule = info.data.get("lr_schedule")
+        # Absent where it was refused itself.
+        if schedule is not None and schedule not in users and share != cls.model_fields[info.field_name].default:
+            raise ValueError(
+                f"is {share:g}, and lr_schedule {schedule} does not use it; leave it out or set train.lr_schedule to {' or '.join(users)}"
+            )
+        return share
+
+    @field_validator("lr_groups")
+    @classmethod
+    def _regular_expressions(cls, groups: tuple[LrGroup, ...]) -> tuple[LrGroup, ...]:
+        for group in groups:
+            if problem := problem_of(group.match):
+                raise ValueError(problem)
+        return groups
 
     @field_validator("max_steps")
     @classmethod
@@ -255,14 +325,14 @@ class JobSpec(_Section):
     model: str = Field(
         pattern=rf"^(/[^\x00]{{0,4095}}|{_NAME})$",
         description="A pushed model, or an absolute folder on the node that an admin has allowed (model_roots).",
-        json_schema_extra={_RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
+        json_schema_extra={RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
     )
     dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
     project: str = Field(
         default="",
         pattern=f"^({_NAME})?$",
         description="The project that the job is charged to; empty means the user's own.",
-        json_schema_extra={_RULE: f"empty or {NAME_RULE}"},
+        json_schema_extra={RULE: f"empty or {NAME_RULE}"},
     )
     eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
     method: Literal["sft", "pretrain"] = Field(
@@ -358,75 +428,13 @@ def parse_job_spec(plain: object) -> JobSpec:
         violations: dict[str, FieldViolation] = {}
         for error in refused.errors(include_url=False):
             # An element of a list is reported as the list: users write, and change, the whole of it.
-            keys = [str(key) for key in error["loc"] if not isinstance(key, int)]
+            keys = [str(key) for key in takewhile(lambda key: not isinstance(key, int), error["loc"])]
             if isinstance(cause := error.get("ctx", {}).get("error"), _WrongField):
                 keys.append(cause.key)
             path = ".".join(keys)
             violations.setdefault(
-                path, FieldViolation(field=path, description=f"{path} {_problem(error, keys, plain, schema)}")
+                path, FieldViolation(field=path, description=f"{path} {problem_with(error, keys, plain, schema)}")
             )
         found = list(violations.values())
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise InvalidSpec(f"{found[0].description}{more}", violations=found) from refused
-
-
-def _problem(error: Any, keys: Sequence[str], plain: Any, schema: Mapping[str, Any]) -> str:
-    """Return what is wrong with one field: the part of the message after its path."""
-    if error["type"] == "missing":
-        return "is required"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    if error["type"] == "extra_forbidden":
-        known = list(_field(schema, keys[:-1])["properties"])
-        # Often right but one level off: learning_rate for train.learning_rate.
-        near = [path for path in _paths(schema) if path.rpartition(".")[2] == keys[-1]]
-        near = near[:1] or difflib.get_close_matches(keys[-1], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(known)}"
-        return f"is not a field of the job spec; {hint}"
-    value = plain
-    for key in keys:
-        value = value[key]
-    if error["type"] == "model_type":
-        return f"must be a mapping, not {value!r:.40}"
-    return f"is {value!r:.60}; it must be {allowed_values(_field(schema, keys))}"
-
-
-def _paths(schema: Mapping[str, Any]) -> Iterator[str]:
-    for name in schema["properties"]:
-        yield name
-        yield from (f"{name}.{key}" for key in _field(schema, [name]).get("properties", {}))
-
-
-def _field(schema: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
-    """Return the part of the schema that describes the field at this path."""
-    part = schema
-    for key in keys:
-        part = part["properties"][key]
-        if "$ref" in part:
-            part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]]
-    return part
-
-
-def allowed_values(field: Mapping[str, Any]) -> str:
-    """Return in words which values a field of the schema takes: the part of a message after "it must be"."""
-    if "anyOf" in field:
-        return ", or ".join(allowed_values(option) for option in field["anyOf"])
-    if _RULE in field:
-        return str(field[_RULE])
-    if "enum" in field:
-        return f"one of {', '.join(dict.fromkeys(str(value).lower() for value in field['enum']))}"
-    match field["type"]:
-        case "integer":
-            return f"a whole number from {field['minimum']} to {field['maximum']}"
-        case "number":
-            low = (
-                f"above {field['exclusiveMinimum']:g}" if "exclusiveMinimum" in field else f"from {field['minimum']:g}"
-            )
-            high = f"below {field['exclusiveMaximum']:g}" if "exclusiveMaximum" in field else f"{field['maximum']:g}"
-            return f"a number {low} {'up ' if low.startswith('above') else ''}to {high}"
-        case "array":
-            return f"a list of {field['maxItems']}, each {allowed_values(field['prefixItems'][0])}"
-        case "boolean":
-            return "true or false"
-        case kind:
-            return str(kind)

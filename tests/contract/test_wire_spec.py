@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 from horizon_proto.v1 import job_pb2
 from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import (
+    CheckpointSpec,
+    EvalSpec,
+    JobSpec,
+    LimitsSpec,
+    LrGroup,
+    LrSchedule,
+    TrainSpec,
+    parse_job_spec,
+)
 
 
 def from_wire(message: job_pb2.JobSpec) -> JobSpec:
@@ -28,9 +39,16 @@ def floats(low: float, high: float, *, exclude_min: bool = False) -> st.SearchSt
     return st.floats(low, high, exclude_min=exclude_min, allow_nan=False)
 
 
+lr_groups = st.lists(
+    st.builds(LrGroup, match=st.sampled_from(["norm", r"layers\.1[0-9]\."]), scale=floats(0, 1000, exclude_min=True)),
+    max_size=3,
+).map(tuple)
+
+
 @st.composite
 def train_specs(draw: st.DrawFn) -> TrainSpec:
     by_steps = draw(st.booleans())
+    schedule = draw(st.sampled_from(get_args(LrSchedule)))
     return TrainSpec(
         epochs=None if by_steps else draw(floats(0, 10_000, exclude_min=True)),
         max_steps=draw(st.integers(1, 100_000_000)) if by_steps else None,
@@ -38,7 +56,9 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         tokens_per_step=draw(st.integers(8, 67_108_864)),
         packing=draw(st.sampled_from(["auto", "true", "false"])),
         learning_rate=draw(floats(0, 10)),
-        lr_schedule=draw(st.sampled_from(["constant", "linear", "cosine"])),
+        lr_schedule=schedule,
+        min_lr_ratio=draw(floats(0, 1)) if schedule in ("cosine_with_min_lr", "wsd") else 0.0,
+        lr_decay_ratio=draw(floats(0, 1)) if schedule == "wsd" else 0.1,
         warmup_steps=draw(steps),
         weight_decay=draw(floats(0, 10)),
         decay=draw(st.sampled_from(["trainer", "matrices", "all"])),
@@ -50,7 +70,11 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         max_skipped_steps=draw(st.integers(1, 100_000_000)),
         compute_dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
         compile=draw(st.sampled_from(["auto", "on", "off"])),
+        lr_groups=draw(lr_groups),
+        neftune_noise_alpha=draw(floats(0, 1000)),
+        label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
+        trainable=draw(st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])),
     )
 
 
@@ -155,7 +179,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
     wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e"}))
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
     assert unset == set()
-    optional = {"epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
+    optional = {"lr_groups", "epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
     sections = (
         (wire.train, TrainSpec),
         (wire.checkpoint, CheckpointSpec),

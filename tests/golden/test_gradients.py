@@ -114,9 +114,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     steps: list[list[tuple[int, ...]]] = []
     gradients = ForwardBackward.gradients
 
-    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey) -> float:
+    def noted(self: ForwardBackward, micro_batches: list[MicroBatch], key: StepKey, **how: bool) -> float:
         steps.append([micro_batch.document_lengths for micro_batch in micro_batches])
-        return gradients(self, micro_batches, key)
+        return gradients(self, micro_batches, key, **how)
 
     monkeypatch.setattr(ForwardBackward, "gradients", noted)
     return steps

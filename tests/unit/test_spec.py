@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import (
+    MAX_EXPRESSION_CHARS,
+    MAX_EXPRESSIONS,
+    MAX_LR_SCALE,
+    CheckpointSpec,
+    JobSpec,
+    TrainSpec,
+    parse_job_spec,
+)
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
 
@@ -38,6 +46,18 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"max_grad_norm": 0}}, "train.max_grad_norm"),
         ({"train": {"packing": "maybe"}}, "train.packing"),
         ({"train": {"lr_schedul": "cosine"}}, "train.lr_schedul"),
+        ({"train": {"min_lr_ratio": 0.1}}, "train.min_lr_ratio"),
+        ({"train": {"min_lr_ratio": 1.1, "lr_schedule": "wsd"}}, "train.min_lr_ratio"),
+        ({"train": {"lr_schedule": "cosine_with_min_lr", "lr_decay_ratio": 0.2}}, "train.lr_decay_ratio"),
+        ({"train": {"lr_schedule": "exponential", "min_lr_ratio": 0.2}}, "train.lr_schedule"),
+        ({"train": {"lr_groups": [{"match": "norm", "scale": 0}]}}, "train.lr_groups"),
+        ({"train": {"lr_groups": [{"match": "norm"}]}}, "train.lr_groups"),
+        ({"train": {"lr_groups": [{"match": "norm", "scale": 1, "lr": 1}]}}, "train.lr_groups"),
+        ({"train": {"lr_groups": [{"match": "a(", "scale": 1}]}}, "train.lr_groups"),
+        ({"train": {"lr_groups": [7]}}, "train.lr_groups"),
+        ({"train": {"lr_groups": "norm"}}, "train.lr_groups"),
+        ({"train": {"neftune_noise_alpha": -1}}, "train.neftune_noise_alpha"),
+        ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing"),
         ({"train": {"epochs": 1, "max_steps": 5}}, "train.max_steps"),
         ({"train": {"max_skipped_steps": 0}}, "train.max_skipped_steps"),
         ({"train": 3}, "train"),
@@ -57,6 +77,11 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"limits": {"max_steps": 0}}, "limits.max_steps"),
         ({"limits": {"max_step": 9}}, "limits.max_step"),
         ({"eval": {"patience": -1}}, "eval.patience"),
+        ({"train": {"trainable": []}}, "train.trainable"),
+        ({"train": {"trainable": ["norm", "(bias"]}}, "train.trainable"),
+        ({"train": {"trainable": ["n" * 257]}}, "train.trainable"),
+        ({"train": {"trainable": ["norm"] * 65}}, "train.trainable"),
+        ({"train": {"trainable": 3}}, "train.trainable"),
         ({"eval": {"min_delta": -0.5}}, "eval.min_delta"),
         ({"eval": {"patience": 2}, "eval_fraction": 0.1}, "eval.patience"),
         ({"eval": {"patience": 2}, "eval_every_steps": 5}, "eval.patience"),
@@ -67,6 +92,12 @@ def test_a_wrong_field_is_named_with_what_is_allowed(change: dict[str, Any], fie
     found = violations({**MINIMAL, **change})
     assert list(found) == [field]
     assert found[field].startswith(field)
+
+
+def test_one_expression_need_not_be_a_list() -> None:
+    specs = [parse_job_spec({**MINIMAL, "train": {"trainable": given}}) for given in ("norm", ["norm"], "all")]
+    assert [spec.train.trainable for spec in specs] == [("norm",), ("norm",), ("all",)]
+    assert parse_job_spec(MINIMAL).train.trainable == ("all",)
 
 
 def test_all_violations_are_told_at_once() -> None:
@@ -103,6 +134,34 @@ def test_patience_needs_evaluations_between_steps_and_data_for_them() -> None:
 def test_limits_are_off_by_default_and_a_section_left_empty_is_the_default() -> None:
     spec = parse_job_spec({**MINIMAL, "limits": None, "eval": None})
     assert (spec.limits.max_hours, spec.limits.max_steps, spec.eval.patience) == (None, None, 0)
+
+
+def test_the_parts_of_a_schedule_belong_to_it() -> None:
+    found = violations({**MINIMAL, "train": {"lr_decay_ratio": 0.2}})
+    assert found == {
+        "train.lr_decay_ratio": "train.lr_decay_ratio is 0.2, and lr_schedule cosine does not use it; leave it out or set "
+        "train.lr_schedule to wsd"
+    }
+    train = parse_job_spec({**MINIMAL, "train": {"lr_schedule": "wsd", "min_lr_ratio": 0.1}}).train
+    assert (train.min_lr_ratio, train.lr_decay_ratio) == (0.1, 0.1)
+
+
+def test_learning_rate_groups_and_their_expressions_are_bounded() -> None:
+    def of(match: str, scale: float, number: int = 1) -> dict[str, Any]:
+        return {**MINIMAL, "train": {"lr_groups": [{"match": match, "scale": scale}] * number}}
+
+    allowed = of("x" * MAX_EXPRESSION_CHARS, MAX_LR_SCALE, MAX_EXPRESSIONS)
+    assert len(parse_job_spec(allowed).train.lr_groups) == MAX_EXPRESSIONS
+    for refused in (
+        of("x", 1.0, MAX_EXPRESSIONS + 1),
+        of("x" * (MAX_EXPRESSION_CHARS + 1), 1.0),
+        of("x", MAX_LR_SCALE + 1.0),
+    ):
+        assert "scale (a number above 0 up to 1000" in violations(refused)["train.lr_groups"]
+    assert (
+        "holds 'a(', which is not a regular expression that can be used: unclosed group"
+        in violations(of("a(", 1.0))["train.lr_groups"]
+    )
 
 
 def test_null_turns_clipping_off() -> None:

@@ -216,6 +216,8 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     if job.last_step is not None:
         step = job.last_step
         facts += [("loss", f"{step.loss:.4f}"), ("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
+        if step.noise_scale_tokens is not None:
+            facts.append(("noise scale", f"about {step.noise_scale_tokens:,.0f} tokens a step"))
         if has_device(job):  # on the host nothing is transferred
             facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
         if step.host_memory_bytes:

@@ -111,6 +111,10 @@ class _LrScheduleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Falls linearly to zero."""
     LR_SCHEDULE_COSINE: _LrSchedule.ValueType  # 3
     """Falls to zero along half a cosine."""
+    LR_SCHEDULE_COSINE_WITH_MIN_LR: _LrSchedule.ValueType  # 4
+    """Falls to min_lr_ratio along half a cosine."""
+    LR_SCHEDULE_WSD: _LrSchedule.ValueType  # 5
+    """Stays at learning_rate, and falls to min_lr_ratio in the last steps."""
 
 class LrSchedule(_LrSchedule, metaclass=_LrScheduleEnumTypeWrapper):
     """LrSchedule is the shape of the learning rate over the steps, after the warmup."""
@@ -123,6 +127,10 @@ LR_SCHEDULE_LINEAR: LrSchedule.ValueType  # 2
 """Falls linearly to zero."""
 LR_SCHEDULE_COSINE: LrSchedule.ValueType  # 3
 """Falls to zero along half a cosine."""
+LR_SCHEDULE_COSINE_WITH_MIN_LR: LrSchedule.ValueType  # 4
+"""Falls to min_lr_ratio along half a cosine."""
+LR_SCHEDULE_WSD: LrSchedule.ValueType  # 5
+"""Stays at learning_rate, and falls to min_lr_ratio in the last steps."""
 global___LrSchedule = LrSchedule
 
 class _Packing:
@@ -541,6 +549,11 @@ class TrainSpec(google.protobuf.message.Message):
     TRAINABLE_FIELD_NUMBER: builtins.int
     COMPILE_FIELD_NUMBER: builtins.int
     MATMUL_FIELD_NUMBER: builtins.int
+    MIN_LR_RATIO_FIELD_NUMBER: builtins.int
+    LR_DECAY_RATIO_FIELD_NUMBER: builtins.int
+    LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
+    LR_GROUPS_FIELD_NUMBER: builtins.int
+    NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -566,7 +579,7 @@ class TrainSpec(google.protobuf.message.Message):
     no_clipping: builtins.bool
     """True turns clipping off (null in YAML)."""
     seed: builtins.int
-    """Seed of data order and dropout; default 0."""
+    """Seed of data order, dropout and noise; default 0."""
     train_on: global___TrainOn.ValueType
     """Which tokens of a chat carry loss; default assistant."""
     max_skipped_steps: builtins.int
@@ -579,6 +592,14 @@ class TrainSpec(google.protobuf.message.Message):
     """Whether layers are compiled; default auto."""
     matmul: global___Matmul.ValueType
     """What the layers' matrix products are computed in; default bf16."""
+    min_lr_ratio: builtins.float
+    """Share of learning_rate that is left at the end, with lr_schedule cosine_with_min_lr or wsd; from 0 to 1; default 0."""
+    lr_decay_ratio: builtins.float
+    """Share of all steps in which the learning rate falls, with lr_schedule wsd; from 0 to 1; default 0.1."""
+    label_smoothing: builtins.float
+    """Share of each target that is spread evenly over the vocabulary, in training; from 0 to below 1; default 0."""
+    neftune_noise_alpha: builtins.float
+    """NEFTune's alpha, the noise on the embeddings in training; from 0 to 1000; default 0, none."""
     @property
     def betas(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Adam's two betas; default 0.9 and 0.999."""
@@ -586,6 +607,10 @@ class TrainSpec(google.protobuf.message.Message):
     @property
     def trainable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What is trained: "all", or regular expressions of tensors' names; default all."""
+
+    @property
+    def lr_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LrGroup]:
+        """Tensors that learn at a rate of their own; the first group that fits counts; at most 64."""
 
     def __init__(
         self,
@@ -611,19 +636,32 @@ class TrainSpec(google.protobuf.message.Message):
         trainable: collections.abc.Iterable[builtins.str] | None = ...,
         compile: global___Compile.ValueType = ...,
         matmul: global___Matmul.ValueType = ...,
+        min_lr_ratio: builtins.float | None = ...,
+        lr_decay_ratio: builtins.float | None = ...,
+        label_smoothing: builtins.float | None = ...,
+        lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
+        neftune_noise_alpha: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_learning_rate", b"_learning_rate", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "learning_rate", b"learning_rate", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eps", b"_eps"]) -> typing.Literal["eps"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_label_smoothing", b"_label_smoothing"]) -> typing.Literal["label_smoothing"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lr_decay_ratio", b"_lr_decay_ratio"]) -> typing.Literal["lr_decay_ratio"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_skipped_steps", b"_max_skipped_steps"]) -> typing.Literal["max_skipped_steps"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_steps", b"_max_steps"]) -> typing.Literal["max_steps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_lr_ratio", b"_min_lr_ratio"]) -> typing.Literal["min_lr_ratio"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_neftune_noise_alpha", b"_neftune_noise_alpha"]) -> typing.Literal["neftune_noise_alpha"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -638,6 +676,30 @@ class TrainSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["clipping", b"clipping"]) -> typing.Literal["max_grad_norm", "no_clipping"] | None: ...
 
 global___TrainSpec = TrainSpec
+
+@typing.final
+class LrGroup(google.protobuf.message.Message):
+    """LrGroup gives tensors a learning rate of their own."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
+    match: builtins.str
+    """Regular expression that is found in the tensors' names; required; at most 256 characters."""
+    scale: builtins.float
+    """What the learning rate is multiplied by; above 0, at most 1000; required."""
+    def __init__(
+        self,
+        *,
+        match: builtins.str = ...,
+        scale: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scale", b"_scale", "scale", b"scale"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scale", b"_scale", "match", b"match", "scale", b"scale"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
+
+global___LrGroup = LrGroup
 
 @typing.final
 class CheckpointSpec(google.protobuf.message.Message):
@@ -1198,6 +1260,7 @@ class StepEvent(google.protobuf.message.Message):
     ETA_S_FIELD_NUMBER: builtins.int
     OVERLAP_RATIO_FIELD_NUMBER: builtins.int
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
+    NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
@@ -1234,6 +1297,10 @@ class StepEvent(google.protobuf.message.Message):
     """Share of the transfer time that compute hid, 0 to 1, both directions together."""
     model_flops: builtins.float
     """Model FLOPs of the step (6PT and attention)."""
+    noise_scale_tokens: builtins.float
+    """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
+    little. Absent while unknown, as where steps are a single micro-batch.
+    """
     @property
     def h2d(self) -> global___TransferFigures:
         """Host to device."""
@@ -1274,9 +1341,11 @@ class StepEvent(google.protobuf.message.Message):
         eta_s: builtins.float = ...,
         overlap_ratio: builtins.float = ...,
         model_flops: builtins.float = ...,
+        noise_scale_tokens: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["d2h", b"d2h", "h2d", b"h2d"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent
 

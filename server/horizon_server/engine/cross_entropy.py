@@ -19,12 +19,20 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 
 
 def chunk_loss(
-    logits_SV: Tensor, targets_S: Tensor, *, num_targets_of_step: int, gradient_SV: Tensor | None = None
+    logits_SV: Tensor,
+    targets_S: Tensor,
+    *,
+    num_targets_of_step: int,
+    gradient_SV: Tensor | None = None,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """This chunk's share of the step's mean loss, in fp64. Every target counts: ignored positions were dropped before.
 
     It is what the plain forward of transformers computes, for any split into micro-batches and chunks. For mixtures of experts that
     forward adds the routers' auxiliary loss only where the config sets `output_router_logits`; such a config is refused.
+
+    With `smoothing`, this share of each target is spread evenly over the vocabulary, as torch's cross_entropy does with
+    `label_smoothing` (Szegedy et al., arXiv 1512.00567, section 7).
 
     `gradient_SV` receives the gradient of the logits, and may be the logits themselves.
     """
@@ -33,16 +41,18 @@ def chunk_loss(
     if runs_triton(logits_SV.device):
         from horizon_server.engine.cross_entropy_triton import row_losses
 
-        losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale)
+        losses_S = row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing)
     else:
-        losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scale)
+        losses_S = _row_losses(logits_SV, targets_S, gradient_SV, scale, smoothing)
     if gradient_SV is not None:
         # Autograd must know, because an operator of the model may have kept the logits for its own backward.
         torch.autograd.graph.increment_version(gradient_SV)
     return losses_S.double().sum() * scale
 
 
-def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float) -> Tensor:
+def _row_losses(
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float, smoothing: float
+) -> Tensor:
     num_rows, vocab_size = logits_SV.shape
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
     size = max(1, (_GPU_BLOCK_ELEMENTS if logits_SV.is_cuda else _BLOCK_ELEMENTS) // vocab_size)
@@ -54,11 +64,18 @@ def _row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None
         targets_R1 = targets_S[rows, None]
         # torch's own kernels, so that the bits are those of its cross_entropy; blocks are for the cache alone.
         values_RV = torch.log_softmax(logits_SV[rows], 1, dtype=torch.float32)
-        losses_S[rows] = -values_RV.gather(1, targets_R1)[:, 0]
+        losses_R = -values_RV.gather(1, targets_R1)[:, 0]
+        if smoothing:
+            losses_R = (1.0 - smoothing) * losses_R - values_RV.sum(1) * (smoothing / vocab_size)
+        losses_S[rows] = losses_R
         if gradient_SV is not None:
             grad_RV = at_targets_RV[: values_RV.shape[0]].scatter_(1, targets_R1, -scale)
             out_RV = gradient_SV[rows] if gradient_SV.dtype == torch.float32 else values_RV
             torch.ops.aten._log_softmax_backward_data.out(grad_RV, values_RV, 1, torch.float32, out=out_RV)
+            if smoothing:
+                # Afterwards, because torch's kernel adds up a gradient's row: a sum over the whole vocabulary would lose digits.
+                out_RV.sub_(scale * smoothing / vocab_size)
+                out_RV.scatter_add_(1, targets_R1, torch.full_like(values_RV[:, :1], scale * smoothing))
             if out_RV is values_RV:
                 gradient_SV[rows] = values_RV
             grad_RV.scatter_(1, targets_R1, 0.0)

@@ -17,8 +17,8 @@ _NUM_WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_kernel(  # type: ignore[no-untyped-def]
-    logits, gradient, targets, losses, logits_stride, gradient_stride, vocab_size, scale,
-    WRITES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, gradient, targets, losses, logits_stride, gradient_stride, vocab_size, scale, smoothing,
+    WRITES: tl.constexpr, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # 64 bits, because a chunk of 16k tokens has more than 2^31 logits.
     row = tl.program_id(0).to(tl.int64)
@@ -27,6 +27,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     at_target = tl.load(logits + target).to(tl.float32)
     highest = -float("inf")
     total = 0.0
+    sum_of_logits = 0.0
     for start in range(0, vocab_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         values = tl.load(logits + columns, mask=columns < vocab_size, other=-float("inf")).to(tl.float32)
@@ -35,7 +36,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         total = total * tl.exp(highest - shift) + tl.sum(tl.exp(values - shift), 0)
         highest = new_highest
-    tl.store(losses + row, highest + tl.log(total) - at_target)
+        if SMOOTHS:
+            sum_of_logits += tl.sum(tl.where(columns < vocab_size, values, 0.0), 0)
+    loss = highest + tl.log(total) - at_target
+    if SMOOTHS:
+        of_all = highest + tl.log(total) - sum_of_logits / vocab_size
+        loss = (1.0 - smoothing) * loss + smoothing * of_all
+    tl.store(losses + row, loss)
     if WRITES:
         gradient += row * gradient_stride
         # Every thread has the target's logit before any of them overwrites it.
@@ -46,12 +53,21 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             inside = columns < vocab_size
             values = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
             values = tl.exp(values - highest) * factor
-            values = tl.where(columns == target, values - scale, values)
+            if SMOOTHS:
+                values -= scale * smoothing / vocab_size
+                values = tl.where(columns == target, values - scale * (1.0 - smoothing), values)
+            else:
+                values = tl.where(columns == target, values - scale, values)
             tl.store(gradient + columns, values.to(gradient.dtype.element_ty), mask=inside)
 
 
-def row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float) -> Tensor:
-    """Every row's loss, in fp32; `gradient_SV`, which may be the logits, receives `scale` times their gradient."""
+def row_losses(
+    logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None, scale: float, smoothing: float = 0.0
+) -> Tensor:
+    """Every row's loss, in fp32; `gradient_SV`, which may be the logits, receives `scale` times their gradient.
+
+    `smoothing` is torch's `label_smoothing`.
+    """
     if logits_SV.stride(1) != 1:
         logits_SV = logits_SV.contiguous()
     out_SV = logits_SV if gradient_SV is None else gradient_SV
@@ -60,6 +76,7 @@ def row_losses(logits_SV: Tensor, targets_S: Tensor, gradient_SV: Tensor | None,
     losses_S = torch.empty(num_rows, dtype=torch.float32, device=logits_SV.device)
     _row_kernel[(num_rows,)](
         logits_SV, out_SV, targets_S, losses_S, logits_SV.stride(0), out_SV.stride(0), vocab_size, scale,
-        WRITES=gradient_SV is not None, BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
+        smoothing, WRITES=gradient_SV is not None, SMOOTHS=smoothing > 0,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses_S

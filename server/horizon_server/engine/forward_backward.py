@@ -40,11 +40,13 @@ Enqueue = Callable[[Tensor], None]
 
 # That the driver queues before compute has reached them.
 _UNITS_AHEAD = 2
+# In the place of a unit's index: the noise on the embeddings has numbers of its own, apart from dropout's.
+NOISE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepKey:
-    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout draws."""
+    """A step of a run, by the run's seed and the steps taken before: decides which random numbers dropout and noise draw."""
 
     seed: int
     step: int
@@ -68,6 +70,10 @@ class _Pass:
     chunks: Sequence[slice]
     loss: Tensor
     key: StepKey | None
+    noise_N1: Tensor | None = None
+    """How far noise may move each element of a token's embedding; None without noise."""
+    first_square: Tensor | None = None
+    """Where the square sum of the layers' gradients of the first micro-batch adds up, if it is measured."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     call_bytes: int = 0
     products: dict[tuple[int, int], KeptProducts] = field(default_factory=dict)
@@ -92,12 +98,15 @@ class ForwardBackward:
         head_chunk_tokens: int,
         activation_placement: ActivationPlacement,
         matmul: Matmul = "bf16",
+        label_smoothing: float = 0.0,
+        neftune_alpha: float = 0.0,
         product_layers: int = 0,
         max_product_bytes: int | None = None,
         compiled: CompiledLayers,
     ) -> None:
         self._template, self._device, self._stream, self._sink = template, device, stream, sink
         self._head_chunk_tokens, self._matmul, self._compiled = head_chunk_tokens, matmul, compiled
+        self._label_smoothing, self._neftune_alpha = label_smoothing, neftune_alpha
         self._product_layers, self._max_product_bytes = product_layers, max_product_bytes
         kind = Activations if activation_placement == "device" else OffloadedActivations
         layout = template.layout
@@ -107,10 +116,16 @@ class ForwardBackward:
         self.activations = kind(device, num_layers=self._num_kept, hidden_size=template.hidden_size)
         self._layers = [UnitRequest(unit_index=layer + 1) for layer in range(template.num_layers)]
         self._head = UnitRequest(unit_index=template.layout.units[-1].index)
+        self.first_square: float | None = None
+        """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey) -> float:
-        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host."""
+    def gradients(self, micro_batches: Sequence[MicroBatch], key: StepKey, *, measure_first: bool = False) -> float:
+        """Mean loss over the supervised tokens, with dropout; when it returns, every trained unit's gradient is on the host. With
+        `measure_first`, and of more micro-batches than one, `first_square` is what the first of them gave the layers.
+        """
         template, current = self._template, self._start(micro_batches, key)
+        if measure_first and len(micro_batches) > 1:
+            current.first_square = self._device.place(torch.zeros((), dtype=torch.float64))
         self._sink.reserve(current.tokens.row_ids_N.numel())
         self._sink.start_step()
         # The skipped layers write their outputs into one place, which is the input of the first that is not.
@@ -133,6 +148,7 @@ class ForwardBackward:
         if self._first_trained == 0:
             program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
         self._run(current, program)
+        self.first_square = None if current.first_square is None else float(current.first_square)
         return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -176,7 +192,27 @@ class ForwardBackward:
             # In fp64, because the losses of all chunks of a step add up in it.
             loss=self._device.place(torch.zeros((), dtype=torch.float64)),
             key=key,
+            noise_N1=self._noise_magnitudes(micro_batches) if key is not None and self._neftune_alpha else None,
         )
+
+    def _noise_magnitudes(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """NEFTune's alpha / sqrt(L * D) for each token, where L is the length of its document. Shapes: [N, 1]."""
+        lengths = torch.tensor([length for micro_batch in micro_batches for length in micro_batch.document_lengths])
+        magnitudes = self._neftune_alpha / (lengths * self._template.hidden_size).sqrt()
+        return self._device.place(magnitudes.repeat_interleave(lengths)[:, None])
+
+    def _noise(self, current: _Pass, index: int, span: slice) -> Tensor | None:
+        """The noise on the embeddings of a micro-batch, the same in forward and backward; None without. Shapes: [1, T, D].
+
+        Source: NEFTune (arXiv 2310.05914). Each document has the noise that it would have alone, however rows are packed.
+        """
+        if current.noise_N1 is None or current.key is None:
+            return None
+        magnitudes_T1 = current.noise_N1[span]
+        shape = (1, magnitudes_T1.shape[0], self._template.hidden_size)
+        noise_1TD = torch.empty(shape, dtype=self._device.compute_dtype, device=magnitudes_T1.device)
+        self._device.generator.manual_seed(current.key.seed_of(NOISE, index))
+        return noise_1TD.uniform_(-1.0, 1.0, generator=self._device.generator).mul_(magnitudes_T1)
 
     def _run(self, current: _Pass, program: Sequence[tuple[UnitRequest, Enqueue]]) -> None:
         walk = self._stream.walk([request for request, _ in program])
@@ -205,10 +241,11 @@ class ForwardBackward:
         def embed(index: int, span: slice) -> None:
             parameters = {place.name: place.piece.read(flat) for place in template.places_besides_table}
             parameters[template.table_place.name] = self._table(current, flat, by_rows=template.embeds_by_rows)
+            noise_1TD = self._noise(current, index, span)
             self._seed(current, 0, index)
-            with torch.no_grad():
+            with torch.no_grad(), self._charged(0 if noise_1TD is None else noise_1TD.nbytes):
                 hidden_1TD, calls = template.embed(
-                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index]
+                    parameters, tokens.row_ids_N[span], tokens.position_ids_N[span], tokens.boundaries[index], noise_1TD
                 )
             self.activations.layer_input(0)[span].copy_(hidden_1TD[0])
             current.calls[index] = calls
@@ -295,7 +332,13 @@ class ForwardBackward:
                 # The logits' own memory becomes their gradient, unless the model's backward wants them again.
                 gradient_SV = torch.empty_like(values_SV) if template.head_keeps_logits else values_SV
                 targets_S, num_targets = tokens.targets_S[chunk], tokens.num_targets
-                loss = chunk_loss(values_SV, targets_S, num_targets_of_step=num_targets, gradient_SV=gradient_SV)
+                loss = chunk_loss(
+                    values_SV,
+                    targets_S,
+                    num_targets_of_step=num_targets,
+                    gradient_SV=gradient_SV,
+                    smoothing=self._label_smoothing,
+                )
                 torch.autograd.backward(edge, gradient_SV)
             current.loss += loss
             if hidden_1SD.grad is not None:
@@ -340,9 +383,15 @@ class ForwardBackward:
             if hidden_1TD.grad is not None:
                 gradient_TD.copy_(hidden_1TD.grad[0])
 
+        def measure(total: Tensor) -> None:
+            if gradients is not None:
+                total.add_(gradients.square_sum())
+
         for index, span in enumerate(current.tokens.spans):
             activations.await_input(kept_input, span)
             self._device.compute.submit(partial(backward, index, span), label=f"backward {layer + 1}")
+            if index == 0 and current.first_square is not None:
+                self._device.compute.submit(partial(measure, current.first_square), label=f"backward {layer + 1}")
             # Per micro-batch, so that the input two layers below comes back while the next micro-batch computes.
             activations.consumed(kept_input, span)
         self._sink.send(layer + 1)
@@ -364,11 +413,12 @@ class ForwardBackward:
             # A row for each token: a gradient of the whole table, once per micro-batch, would take longer than all the rest of this.
             weight_TD = self._table(current, flat, by_rows=template.embeds_by_rows)[row_ids_T].requires_grad_(has_table)
             leaves[template.table_place.name] = weight_TD
+            noise_1TD = self._noise(current, index, span)
             self._seed(current, 0, index)
             with self._device.workspace(("embedding", span.stop - span.start)):
                 own_rows_T = torch.arange(row_ids_T.numel(), device=row_ids_T.device)
                 with products:
-                    hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span])
+                    hidden_1TD, _ = template.embed(leaves, own_rows_T, tokens.position_ids_N[span], noise_1TD=noise_1TD)
                 torch.autograd.backward(hidden_1TD, activations.gradient[span][None])
             # Not by a hook: other parameters of the unit may still read what came in.
             if weight_TD.grad is not None:

@@ -30,7 +30,7 @@ from horizon_server.engine.device.protocol import Device, Event, Queue, Work
 from horizon_server.store.adamw import AdamWStep, RowGradient, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
 
-LrSchedule = Literal["constant", "linear", "cosine"]
+LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
 IsFinite = Callable[[], bool]
 
 
@@ -219,19 +219,53 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
 
 
 def learning_rate_at(
-    step: int, *, learning_rate: float, schedule: LrSchedule, warmup_steps: int, num_steps: int
+    step: int,
+    *,
+    learning_rate: float,
+    schedule: LrSchedule,
+    warmup_steps: int,
+    num_steps: int,
+    min_ratio: float = 0.0,
+    decay_ratio: float = 0.0,
 ) -> float:
     """The rate of the step with this 0-based index.
 
-    It rises linearly from 0 over `warmup_steps`; then it stays (constant), falls linearly to 0 at `num_steps` (linear), or
-    follows half a cosine to 0 at `num_steps` (cosine).
+    It rises linearly over `warmup_steps`, from 0 or for wsd from `min_ratio` of the peak. Then it stays (constant), falls linearly
+    to 0 at `num_steps` (linear), follows half a cosine to 0 (cosine) or to `min_ratio` (cosine_with_min_lr), or stays until half a
+    cosine takes it to `min_ratio` in the last `decay_ratio` of all steps (wsd). These are rounded up, and begin after the warmup
+    at the earliest.
+
+    Source: transformers' get_scheduler, and the schedules of the same names there; WSD is that of MiniCPM (arXiv 2404.06395).
     """
-    # The formulas are those of transformers' schedulers of the same names, so that curves compare.
+    # Step for step the formulas of transformers, so that curves compare.
     if step < warmup_steps:
-        return learning_rate * step / max(1, warmup_steps)
-    if schedule == "constant":
-        return learning_rate
+        if schedule == "wsd":
+            return learning_rate * _above(min_ratio, step / warmup_steps)
+        return learning_rate * step / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "linear":
-        return learning_rate * max(0.0, 1.0 - progress)
-    return learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    match schedule:
+        case "constant":
+            return learning_rate
+        case "linear":
+            return learning_rate * max(0.0, 1.0 - progress)
+        case "cosine":
+            return learning_rate * max(0.0, _half_cosine(progress))
+        case "cosine_with_min_lr":
+            return learning_rate * _above(min_ratio, _half_cosine(progress))
+        case "wsd":
+            # 0.07 * 100 is a little more than 7 in binary.
+            wanted = math.ceil(decay_ratio * num_steps - 1e-6)
+            decay_steps = min(wanted, max(0, num_steps - warmup_steps))
+            into_decay = step - (num_steps - decay_steps)
+            if into_decay < 0:
+                return learning_rate
+            return learning_rate * _above(min_ratio, _half_cosine(into_decay / max(1, decay_steps)))
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _above(lowest: float, factor: float) -> float:
+    """A factor from 0 to 1, moved to between `lowest` and 1."""
+    return factor * (1.0 - lowest) + lowest

@@ -100,6 +100,8 @@ class Template:
         self.draws_random_numbers = draws_random_numbers(model.config)
         # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
+        self._noise_1TD: Tensor | None = None
+        table.register_forward_hook(self._with_noise)
         self._model, self._tape = model, Tape(num_layers=self.num_layers)
         # Equal layers run as the first of them, so that trials, buffers and workspace are counted once per kind.
         first_equal: dict[tuple[object, ...], int] = {}
@@ -287,9 +289,13 @@ class Template:
         row_ids_T: Tensor,
         position_ids_T: Tensor,
         boundaries: Tensor | None = None,
+        noise_1TD: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, list[LayerCall]]:
         """The input of the first layer, and the call of every layer. Shapes: [1, T, D].
+
+        `noise_1TD` is added to what the module of the table puts out, before positions, norms or dropout, as transformers' hook for
+        NEFTune does.
 
         `row_ids_T` index the table among `parameters`, which may have fewer rows than the vocabulary. `boundaries` are where documents
         start and the last one ends, on the CPU; without them the row is one document. With a `cache` the tokens follow those that it
@@ -297,8 +303,12 @@ class Template:
         """
         inputs = {"input_ids": row_ids_T[None], "position_ids": position_ids_T[None]}
         self._tape.start_capture()
-        with self._state.restored():
-            functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs, cache))
+        self._noise_1TD = noise_1TD
+        try:
+            with self._state.restored():
+                functional_call(self._base_model, dict(parameters), kwargs=_accepted(self._base_model, inputs, cache))
+        finally:
+            self._noise_1TD = None
         hidden_1TD, calls = self._tape.finish_capture()
         shape, expected = tuple(hidden_1TD.shape), (1, row_ids_T.numel(), self.hidden_size)
         if shape[:-1] != expected[:-1]:
@@ -312,6 +322,9 @@ class Template:
                 boundaries = torch.tensor([0, row_ids_T.numel()])
             calls = self._own_attention.with_boundaries(calls, boundaries)
         return hidden_1TD, calls
+
+    def _with_noise(self, table: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output if self._noise_1TD is None else output + self._noise_1TD
 
     def probe_calls(self, document_lengths: Sequence[int], dtype: torch.dtype) -> list[LayerCall]:
         """The calls of all layers for a row of such documents, in a model computed in `dtype`, which their tables have too."""
@@ -334,7 +347,7 @@ class Template:
             for place in self.places[0]
         }
         with torch.no_grad():
-            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache)[1]
+            return self.embed(zeros, torch.zeros_like(position_ids_T), position_ids_T, boundaries, cache=cache)[1]
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""

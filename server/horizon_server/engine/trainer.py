@@ -21,6 +21,7 @@ from horizon_server.engine.fp8 import Matmul, check_supported
 from horizon_server.engine.gradient_sink import GradientSink
 from horizon_server.engine.layer_stream import LayerStream
 from horizon_server.engine.micro_batch import MicroBatch, check_micro_batches, grouped
+from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
 from horizon_server.engine.optimizer import (
     LrSchedule,
     Optimizer,
@@ -45,21 +46,26 @@ _STATE_VERSION = 1
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How to train. The fields from `num_weight_slots` on change memory and speed, never the result (`head_chunk_tokens` and
-    `micro_batch_tokens` only its rounding, and what dropout draws).
+    `micro_batch_tokens` only its rounding, and what dropout and noise draw).
 
     `max_grad_norm` None turns clipping off. `optimizer_threads` None means what `update_threads` makes of this process's CPUs.
     `tokens_per_step` makes room for steps of that size at once; without it, or beyond it, memory grows with the largest step. Where the
     model keeps documents apart, they are computed up to `micro_batch_tokens` at a time, whatever row they are in; 0 computes row by row.
     `activation_placement` says where layer inputs wait for backward. The weights of `resident_layers` stay on the device from step to
     step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
-    dropout, where the model's config asks for it. After `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns
-    that off. `matmul` does change the result: fp8 rounds the layers' products.
+    dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
+    `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
+    rounds the layers' products.
     """
 
     num_steps: int
     learning_rate: float
     lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    lr_decay_ratio: float = 0.0
+    label_smoothing: float = 0.0
+    neftune_noise_alpha: float = 0.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -123,6 +129,8 @@ class Trainer:
             head_chunk_tokens=config.head_chunk_tokens or logits_chunk_tokens(template.vocab_size, device.name),
             activation_placement=config.activation_placement,
             matmul=config.matmul,
+            label_smoothing=config.label_smoothing,
+            neftune_alpha=config.neftune_noise_alpha,
             product_layers=config.product_layers,
             max_product_bytes=config.max_product_bytes,
             compiled=compiled or CompiledLayers(template),
@@ -140,6 +148,7 @@ class Trainer:
         )
         self.on_update: Callable[[StepFigures, dict[str, Any]], str] | None = None
         """Is given what is known of a step before its update begins, and the state after it; returns the text to keep with the weights."""
+        self._noise_scale = NoiseScale()
         self.step = self._num_updates = self._num_skipped = self._num_skipped_in_a_row = 0
 
     @cached_property
@@ -184,11 +193,16 @@ class Trainer:
             schedule=config.lr_schedule,
             warmup_steps=config.warmup_steps,
             num_steps=config.num_steps,
+            min_ratio=config.min_lr_ratio,
+            decay_ratio=config.lr_decay_ratio,
         )
         if self._updates_in_backward:
             # Before backward, whose gradients are updated as they land; clipping is off, so no norm is needed first.
             self._optimizer.begin(self._adamw_step(learning_rate, grad_scale=1.0))
-        loss = self._forward_backward.gradients(self._micro_batches(rows), StepKey(seed=config.seed, step=self.step))
+        parts, key = self._micro_batches(rows), StepKey(seed=config.seed, step=self.step)
+        loss = self._forward_backward.gradients(parts, key, measure_first=self.step % EVERY_STEPS == 0)
+        if self._forward_backward.first_square is not None:
+            self._measure_noise(self._forward_backward.first_square, parts)
         figures = StepFigures(
             step=self.step + 1,
             loss=loss,
@@ -197,6 +211,7 @@ class Trainer:
             num_tokens=sum(row.num_tokens for row in rows),
             duration_s=time.perf_counter() - start_s,
             model_flops=self._flops.of([length for row in rows for length in row.document_lengths]),
+            noise_scale_tokens=self._noise_scale.tokens,
         )
         figures = self._update(figures)
         use = self._device.take_use()
@@ -210,9 +225,9 @@ class Trainer:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalFigures:
-        """Mean loss over all supervised tokens, with the weights of the last step. Needs no more memory than training does.
+        """Mean loss over all supervised tokens, without label smoothing, with the weights of the last step.
 
-        It need not wait for the last update: each unit is read after its own.
+        It needs no more memory than training does, and need not wait for the last update: each unit is read after its own.
 
         Raises:
             InvalidData: as `train_step`.
@@ -265,6 +280,7 @@ class Trainer:
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
             "num_skipped_in_a_row": self._num_skipped_in_a_row,
+            **({"noise_scale": state} if (state := self._noise_scale.state()) else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -277,6 +293,8 @@ class Trainer:
         self._num_skipped = int(state["num_skipped"])
         # Absent in checkpoints of earlier versions.
         self._num_skipped_in_a_row = int(state.get("num_skipped_in_a_row", 0))
+        if "noise_scale" in state:
+            self._noise_scale.restore(state["noise_scale"])
 
     def release_device(self) -> None:
         """Free this trainer's memory on the device, for other work, until its next step or evaluation takes it again.
@@ -350,6 +368,18 @@ class Trainer:
                 "look for bad rows in the data"
             )
         return figures
+
+    def _measure_noise(self, first_square: float, micro_batches: Sequence[MicroBatch]) -> None:
+        first, total = micro_batches[0].num_targets, sum(part.num_targets for part in micro_batches)
+        if not 0 < first < total:
+            return
+        # Each micro-batch's loss is a sum over the step's count, and its own mean is wanted.
+        self._noise_scale.observe(
+            small_square=first_square * (total / first) ** 2,
+            small_tokens=first,
+            big_square=float(self._sink.square_sums[1:-1].sum()),
+            big_tokens=total,
+        )
 
     def _checked_rows(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, packed only as far as the model keeps documents independent of each other."""

@@ -53,6 +53,14 @@ class UnitGradients:
             place.piece.write(self.flat, self.flat.new_zeros(()).expand(place.piece.shape))
         self._first[place.name].fill_(False)
 
+    def square_sum(self) -> Tensor:
+        """Of what was written until now, in fp64."""
+        total = self.flat.new_zeros((), dtype=torch.float64)
+        for place in self._places:
+            if not self._first[place.name]:
+                total += torch.linalg.vector_norm(place.piece.read(self.flat)).double().square()
+        return total
+
     def finish(self) -> None:
         """Zero what nothing was written to. After it, every trained element of the unit has its value."""
         for place in self._places:

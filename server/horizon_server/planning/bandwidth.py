@@ -75,7 +75,7 @@ def measure_bandwidth(
         _touch(mapping, num_threads) for mapping in (*files, *(mmap.mmap(-1, num_elements * 8) for _ in range(3)))
     ]
     addresses = [ctypes.addressof(first_byte) for first_byte in touched]
-    segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0))
+    segments = (native.Segment * 1)(native.Segment(0, num_parameters, 1.0, 1.0))
     scalars = native.Scalars(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8, 1e-3)
 
     def seconds_of_pair() -> tuple[float, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from horizon_server.children.child import Limits, run_child
-from horizon_server.errors import FieldViolation, HorizonError, InvalidModel, InvalidSpec
+from horizon_server.errors import HorizonError, InvalidModel, InvalidSpec
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.ledger import (
@@ -38,11 +38,11 @@ from horizon_server.planning.machine import (
     host_memory,
     rates_name,
 )
-from horizon_server.planning.model_folder import ModelFolder, open_model_folder
+from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
-from horizon_server.planning.trainable import laid_out
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
 from horizon_server.spec import JobSpec
@@ -283,8 +283,7 @@ class Planner:
     def _against(
         self, limit_bytes: int, spec: JobSpec, folder: Path, choice: _Choice
     ) -> tuple[JobPlan, StoreLayout, _Choice]:
-        found = open_model_folder(folder)
-        found = dataclasses.replace(found, layout=laid_out(found, spec.train))
+        found = open_for_training(folder, spec.train)
         choice = dataclasses.replace(
             choice,
             layer=self._layer_memory(found),
@@ -292,9 +291,10 @@ class Planner:
         )
         longest = found.shape.max_position_embeddings
         if spec.train.sequence_length > longest:
-            field = "train.sequence_length"
-            what = f"is {spec.train.sequence_length}; the model allows at most {longest} positions"
-            raise InvalidSpec(f"{field} {what}", violations=[FieldViolation(field=field, description=what)])
+            what = (
+                f"train.sequence_length is {spec.train.sequence_length}; the model allows at most {longest} positions"
+            )
+            raise InvalidSpec.of("train.sequence_length", what)
         ledger, choice = self._placed(spec, found, choice, limit_bytes)
         if max(ledger.host_total_bytes, ledger.device_total_bytes) > _MAX_PLAN_BYTES:
             raise InvalidModel(
@@ -319,8 +319,7 @@ class Planner:
             prediction=prediction,
             kept=kept,
         )
-        plan = dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice))
-        return plan, found.layout, choice
+        return dataclasses.replace(plan, hint=self._hint(plan, spec, found, choice)), found.layout, choice
 
     def _prediction(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> StepPrediction | None:
         if choice.rates is None:
@@ -353,13 +352,11 @@ class Planner:
         # fp32 on the host although bf16 may be faster: a job's result must not depend on the CPU that it happens to run on.
         compute_dtype: ComputeDtype = DEFAULT_COMPUTE_DTYPE[device_kind] if asked == "auto" else asked
         if device_kind == "cuda" and compute_dtype == "float32":
-            field, what = "train.compute_dtype", "is float32, which only the host device computes in"
-            violation = FieldViolation(field=field, description=what)
-            raise InvalidSpec(f"{field} {what}; use bfloat16 or auto, or device: host", violations=[violation])
+            what = "train.compute_dtype is float32, which only the host device computes in; use bfloat16 or auto, or device: host"
+            raise InvalidSpec.of("train.compute_dtype", what)
         if spec.train.compile == "on" and spec.train.matmul == "fp8":
-            field, what = "train.compile", "is on, and layers whose products are in fp8 are never compiled"
-            violation = FieldViolation(field=field, description=what)
-            raise InvalidSpec(f"{field} {what}; use auto or off, or train.matmul: bf16", violations=[violation])
+            what = "train.compile is on, and layers whose products are in fp8 are never compiled; use auto or off, or train.matmul: bf16"
+            raise InvalidSpec.of("train.compile", what)
         return _Choice(
             device_kind=device_kind,
             compute_dtype=compute_dtype,

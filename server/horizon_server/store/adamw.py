@@ -18,6 +18,7 @@ import torch
 
 from horizon_server.store import native, reference
 from horizon_server.store.host_store import HostStore
+from horizon_server.store.layout import TensorLayout
 from horizon_server.store.native import Scalars, Segment
 
 
@@ -67,8 +68,9 @@ def update_unit(
 ) -> None:
     """Update `hi`, `lo`, `exp_avg` and `exp_avg_sq` of one unit from its gradient, which stays as it is.
 
-    Weight decay applies where the layout says so; padding is not touched. With `only`, the unit's other tensors are not touched
-    either: a tensor without a gradient is not decayed and keeps its moments, as in torch.optim.AdamW.
+    Weight decay applies where the layout says so, and the learning rate is scaled as it says; padding is not touched. With `only`,
+    the unit's other tensors are not touched either: a tensor without a gradient is not decayed and keeps its moments, as in
+    torch.optim.AdamW.
 
     Shapes: grad [unit.trained_elements], fp32 or bf16; the store's own `grad` plane where it is None.
     """
@@ -76,10 +78,9 @@ def update_unit(
     grads = store.unit(unit_index, "grad") if grad is None else grad
     assert grads.shape == (unit.trained_elements,) and grads.is_contiguous() and grads.device.type == "cpu"
     assert grads.dtype in (torch.float32, torch.bfloat16), f"gradients are fp32 or bf16, not {grads.dtype}"
-    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay
     tensors = [tensor for tensor in unit.tensors if tensor.trained and (only is None or tensor.name in only)]
     segments = (Segment * len(tensors))(
-        *(Segment(t.offset, t.num_elements, decay_factor if t.decay else 1.0) for t in tensors)
+        *(Segment(t.offset, t.num_elements, _decay_factor(t, hyper), t.lr_scale) for t in tensors)
     )
     scalars = _scalars(hyper)
     views = [store.unit(unit_index, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
@@ -108,11 +109,10 @@ def update_rows(
     source_of[gradient.rows_R] = torch.arange(gradient.rows_R.numel())
     # The kernel reads and writes by these numbers: indexing checks them, and makes a contiguous copy.
     sources_U, rows_U = source_of[rows_U], torch.arange(num_rows)[rows_U]
-    decay_factor = 1 - hyper.learning_rate * hyper.weight_decay if place.decay else 1.0
-    scalars = _scalars(hyper)
+    decay_factor, scalars = _decay_factor(place, hyper), _scalars(hyper)
     views = [store.tensor(name, plane) for plane in ("hi", "lo", "exp_avg", "exp_avg_sq")]
     if (kernel := native.library()) is None:
-        _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, scalars)
+        _update_rows_by_reference(views, values, rows_U, sources_U, decay_factor, place.lr_scale, scalars)
         return
     is_bf16, pointers = values.dtype == torch.bfloat16, [tensor.data_ptr() for tensor in (*views, values)]
     kernel.hz_adamw_rows(
@@ -123,6 +123,7 @@ def update_rows(
         rows_U.numel(),
         width,
         decay_factor,
+        place.lr_scale,
         scalars,
         num_threads,
     )
@@ -145,6 +146,10 @@ def sum_squares(values: torch.Tensor, *, num_threads: int = 1) -> SquaredSum:
         total = kernel.hz_sum_squares(values.data_ptr(), is_bf16, values.numel(), partials.ctypes.data, num_threads)
     # No fp32 square overflows float64, so the sum is finite exactly when every element is.
     return SquaredSum(value=total, is_finite=math.isfinite(total))
+
+
+def _decay_factor(place: TensorLayout, hyper: AdamWStep) -> float:
+    return 1 - hyper.learning_rate * place.lr_scale * hyper.weight_decay if place.decay else 1.0
 
 
 def _scalars(hyper: AdamWStep) -> Scalars:
@@ -175,6 +180,7 @@ def _update_by_reference(
             exp_avg_sq[part].numpy(),
             _raw(grads[part]),
             segment.decay_factor,
+            segment.step_scale,
             scalars,
         )
 
@@ -185,6 +191,7 @@ def _update_rows_by_reference(
     rows_U: torch.Tensor,
     sources_U: torch.Tensor,
     decay_factor: float,
+    step_scale: float,
     scalars: Scalars,
 ) -> None:
     size = max(1, reference.CHUNK_ELEMENTS // values_RD.shape[1])
@@ -200,6 +207,7 @@ def _update_rows_by_reference(
             exp_avg_sq.numpy(),
             _raw(grads.view(-1)),
             decay_factor,
+            step_scale,
             scalars,
         )
         for view, part in zip(views, parts, strict=True):

@@ -59,8 +59,9 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it. A tensor that is not
-    `trained` has no moments and no gradient; one that is not `exact` has no `lo` half either, because `hi` holds its value.
+    """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it, and `lr_scale`
+    multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that is not `exact` has no `lo` half
+    either, because `hi` holds its value.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TensorLayout:
     decay: bool
     trained: bool = True
     exact: bool = True
+    lr_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ class UnitLayout:
         return {"hi": self.num_elements, "lo": self.exact_elements}.get(plane, self.trained_elements)
 
     def _end_of(self, tensors: Sequence[TensorLayout]) -> int:
-        return _padded(max(tensor.offset + tensor.num_elements for tensor in tensors)) if tensors else 0
+        end = max((tensor.offset + tensor.num_elements for tensor in tensors), default=0)
+        return min(_padded(end), self.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +260,15 @@ def _grouped(
         units.append(replace(unit, offset=offset, num_elements=size, tensors=tuple(tensors)))
         offset += size
     return StoreLayout(units=tuple(units), num_elements=offset, tied=layout.tied)
+
+
+def with_lr_scales(layout: StoreLayout, scales: Mapping[str, float]) -> StoreLayout:
+    """The same layout with these factors of the learning rate, by tensors' names, and 1 for all other tensors."""
+    units = (
+        replace(unit, tensors=tuple(replace(t, lr_scale=scales.get(t.name, 1.0)) for t in unit.tensors))
+        for unit in layout.units
+    )
+    return replace(layout, units=tuple(units))
 
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:

@@ -21,9 +21,16 @@ _HOW_TO_BUILD = "install g++ and reinstall horizon-train, or run `python tools/b
 
 
 class Segment(ctypes.Structure):
-    """A stretch of a unit that decays by one factor; offsets in elements from the pointers that go with it."""
+    """A stretch of a unit that decays by one factor and whose step size has one scale; offsets in elements from the pointers that go with
+    it.
+    """
 
-    _fields_ = (("offset", ctypes.c_int64), ("num_elements", ctypes.c_int64), ("decay_factor", ctypes.c_float))
+    _fields_ = (
+        ("offset", ctypes.c_int64),
+        ("num_elements", ctypes.c_int64),
+        ("decay_factor", ctypes.c_float),
+        ("step_scale", ctypes.c_float),
+    )
 
 
 class Scalars(ctypes.Structure):
@@ -73,7 +80,15 @@ def bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     segments, scalars = ctypes.POINTER(Segment), ctypes.POINTER(Scalars)
     lib.hz_adamw.argtypes = (*[pointer] * 5, number, segments, size, scalars, number)
-    lib.hz_adamw_rows.argtypes = (*[pointer] * 5, number, *[pointer] * 2, *[size] * 2, ctypes.c_float, scalars, number)
+    lib.hz_adamw_rows.argtypes = (
+        *[pointer] * 5,
+        number,
+        *[pointer] * 2,
+        *[size] * 2,
+        *[ctypes.c_float] * 2,
+        scalars,
+        number,
+    )
     lib.hz_merge.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_split.argtypes = (pointer, pointer, pointer, size, number)
     lib.hz_sum_squares.argtypes = (pointer, number, size, pointer, number)

@@ -54,14 +54,16 @@ def adamw(
     exp_avg_sq: npt.NDArray[np.float32],
     grads: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
     decay_factor: float,
+    step_scale: float,
     scalars: Scalars,
 ) -> None:
-    """One AdamW update in place; `grads` are fp32, or bf16 as raw bits.
+    """One AdamW update in place; `grads` are fp32, or bf16 as raw bits. `step_scale` multiplies the step size.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2, in the order of operations of torch.optim.AdamW but for the second
     bias correction, which `scalars` carries.
     """
     f32 = np.float32
+    step_size = f32(scalars.scaled_step_size) * f32(step_scale)
     master = np.empty(min(CHUNK_ELEMENTS, len(lo)), dtype=np.float32)
     for start in range(0, len(lo), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
@@ -75,7 +77,7 @@ def adamw(
             merge(hi_bits[part], lo[part], weights)
             denominator = np.sqrt(second) + f32(scalars.scaled_eps)
             weights *= f32(decay_factor)
-            weights -= (f32(scalars.scaled_step_size) * first) / denominator
+            weights -= (step_size * first) / denominator
         split(weights, hi_bits[part], lo[part])
 
 

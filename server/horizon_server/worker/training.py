@@ -29,8 +29,7 @@ from horizon_server.figures import StepFigures, total_evaluation
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.flops import FlopsCount
 from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ActivationPlacement, ComputeDtype, DeviceKind
-from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.trainable import laid_out
+from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store import numa
 from horizon_server.store.cpus import update_threads
@@ -145,7 +144,7 @@ class Training:
         # Only the last steps: the first ones of an attempt are slower, and so may be a busy machine's.
         self._pace: deque[float] = deque(maxlen=_ETA_STEPS)
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
-        layout = laid_out(open_model_folder(request.model), self._spec.train)
+        layout = open_for_training(request.model, self._spec.train).layout
         template = self._template = Template.from_folder(request.model, layout=layout)
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
@@ -311,7 +310,7 @@ class Training:
         # A checkpoint of a version that compiled nothing was made with eager layers.
         kept = self._continued.state
         before = None if kept is None else list(kept.get("compiled", ()))
-        flops = FlopsCount.of_folder(open_model_folder(request.model)).of([train.sequence_length])
+        flops = FlopsCount.of_folder(open_for_training(request.model, train)).of([train.sequence_length])
         total = flops * self._plan.num_steps * train.tokens_per_step / train.sequence_length
         # Whether compiled layers are faster is tried with the device, where no other job's work is timed.
         return compilation.layers(model_flops=total, before=before, take_device=self._turn.take)
@@ -474,6 +473,10 @@ def _train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         learning_rate=train.learning_rate,
         lr_schedule=train.lr_schedule,
         warmup_steps=train.warmup_steps,
+        min_lr_ratio=train.min_lr_ratio,
+        lr_decay_ratio=train.lr_decay_ratio,
+        label_smoothing=train.label_smoothing,
+        neftune_noise_alpha=train.neftune_noise_alpha,
         weight_decay=train.weight_decay,
         betas=train.betas,
         eps=train.eps,

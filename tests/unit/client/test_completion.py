@@ -60,7 +60,10 @@ def tab(run: Run, daemon: Daemon) -> Callable[..., list[str]]:
         (("model", "get", ""), ["plain,tiny-base"]),
         (("dataset", "delete", "g"), ["plain,gsm8k"]),
         (("dataset", "preview", "gsm8k", "--model", "t"), ["plain,tiny-base"]),
-        (("job", "submit", "a.yaml", "--set", "train.lr"), ["plain,train.lr_schedule="]),
+        (
+            ("job", "submit", "a.yaml", "--set", "train.lr"),
+            ["plain,train.lr_schedule=", "plain,train.lr_decay_ratio=", "plain,train.lr_groups="],
+        ),
         (("jo",), ["plain,job"]),
     ],
 )  # fmt: skip

@@ -194,11 +194,17 @@ async def test_a_measurement_that_failed_is_not_tried_again(tmp_path: Path, monk
 
 async def test_a_job_ends_the_measurement_and_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"
-    os.mkfifo(started)
-    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, f"echo $$ > {started}; exec sleep 600"))
+    monkeypatch.setattr(
+        sys, "executable", fake_python(tmp_path, f"echo $$ > {started}.new; mv {started}.new {started}; exec sleep 600")
+    )
+    # However little memory the machine has to spare now.
+    monkeypatch.setattr(machine, "MEASURE_BYTES", {"host": 1})
     measurement = IdleMeasurement(RateBook(tmp_path, MACHINE), environment=os.environ, idle_s=0)
     task = asyncio.create_task(measurement())
-    pid = int(await asyncio.to_thread(started.read_text))
+    while not started.exists():
+        assert not task.done(), "the measurement has started no child"
+        await asyncio.sleep(0.01)
+    pid = int(started.read_text())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -99,6 +99,16 @@ def test_a_sequence_longer_than_the_model_allows_is_refused_by_field(folder: Pat
     assert worker_memory(folder, spec_of(sequence_length=4096)).plan.num_parameters > 0
 
 
+def test_a_learning_rate_group_that_fits_no_tensor_is_refused_by_field(folder: Path) -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"train\.lr_groups: 'experts' fits none of the model's \d+ tensors"
+    ) as caught:
+        worker_memory(folder, spec_of(lr_groups=[{"match": "experts", "scale": 2}]))
+
+    assert [violation.field for violation in caught.value.violations] == ["train.lr_groups"]
+    assert worker_memory(folder, spec_of(lr_groups=[{"match": "norm", "scale": 2}])).plan.num_parameters > 0
+
+
 def test_the_limit_of_a_model_that_calls_it_max_seq_len_counts(folder: Path) -> None:
     config = {name: value for name, value in CONFIG.items() if name != "max_position_embeddings"}
     (folder / "config.json").write_text(json.dumps({**config, "max_seq_len": 2048}))

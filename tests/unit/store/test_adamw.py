@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from horizon_server.store import native, reference
 from horizon_server.store.adamw import AdamWStep, RowGradient, sum_squares, update_rows, update_unit
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import build_layout
+from horizon_server.store.layout import build_layout, with_lr_scales
 
 PLANES = ("hi", "lo", "exp_avg", "exp_avg_sq")
 SHAPES = {
@@ -24,16 +25,25 @@ SHAPES = {
     "model.norm.weight": (33,),
 }
 OPTIONS = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": 0.37}
+SCALES = {
+    "model.embed_tokens.weight": 0.1, "model.layers.0.proj.weight": 3.0, "model.layers.0.norm.weight": 1 / 3,
+    "model.layers.0.out.weight": 1000.0,
+}  # fmt: skip
 needs_kernel = pytest.mark.skipif(
     not native.kernel_info().available, reason=f"no compiled kernel: {native.kernel_info().reason}"
 )
 
 
 def filled_store(
-    grad_dtype: torch.dtype, *, seed: int = 0, table: tuple[int, ...] = SHAPES["model.embed_tokens.weight"]
+    grad_dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    table: tuple[int, ...] = SHAPES["model.embed_tokens.weight"],
+    scales: Mapping[str, float] | None = None,
 ) -> HostStore:
     shapes = {**SHAPES, "model.embed_tokens.weight": table}
-    store = HostStore.allocate(build_layout(shapes, num_layers=1, tied=True), grad_dtype=grad_dtype, num_threads=1)
+    layout = with_lr_scales(build_layout(shapes, num_layers=1, tied=True), scales or {})
+    store = HostStore.allocate(layout, grad_dtype=grad_dtype, num_threads=1)
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in store.layout.tensors():
         store.write_master(tensor.name, torch.randn(tensor.shape, generator=generator) * 0.02)
@@ -67,12 +77,22 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 @needs_kernel
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0}, {"beta1": 0.0, "eps": 0.0}, {"learning_rate": 0.0}])
+@pytest.mark.parametrize("scales", [{}, SCALES])
 def test_kernel_gives_the_bits_of_numpy(
-    grad_dtype: torch.dtype, changes: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    grad_dtype: torch.dtype, changes: dict[str, float], scales: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_kernel = run(filled_store(grad_dtype), num_steps=4, changes=changes)
+    by_kernel = run(filled_store(grad_dtype, scales=scales), num_steps=4, changes=changes)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert_same_bits(by_kernel, run(filled_store(grad_dtype), num_steps=4, changes=changes))
+    assert_same_bits(by_kernel, run(filled_store(grad_dtype, scales=scales), num_steps=4, changes=changes))
+
+
+def test_one_scale_for_all_tensors_is_another_learning_rate() -> None:
+    """A power of two, so that nothing is rounded otherwise."""
+    scaled = filled_store(torch.float32, scales=dict.fromkeys(SHAPES, 0.25))
+    plain = filled_store(torch.float32)
+    changes = {"learning_rate": OPTIONS["learning_rate"] / 4}
+
+    assert_same_bits(run(scaled, num_steps=3), run(plain, num_steps=3, changes=changes))
 
 
 @needs_kernel
@@ -100,13 +120,19 @@ def test_bits_do_not_depend_on_the_callers_float_mode() -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_follows_torch_adamw(weight_decay: float) -> None:
-    store = filled_store(torch.float32)
+@pytest.mark.parametrize("scales", [{}, {**SCALES, "model.layers.0.out.weight": 2.5}])
+def test_follows_torch_adamw(weight_decay: float, scales: dict[str, float]) -> None:
+    store = filled_store(torch.float32, scales=scales)
     generator = torch.Generator().manual_seed(1)
     expected = {name: master_of(store, name).clone().requires_grad_() for name in SHAPES}
-    decayed = [weight for name, weight in expected.items() if store.layout.find(name)[1].decay]
-    kept = [weight for name, weight in expected.items() if not store.layout.find(name)[1].decay]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups = [
+        {
+            "params": [weight],
+            "weight_decay": weight_decay if store.layout.find(name)[1].decay else 0.0,
+            "lr": 1e-3 * scales.get(name, 1.0),
+        }
+        for name, weight in expected.items()
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for step in range(1, 51):
         for name, weight in expected.items():
@@ -156,7 +182,7 @@ def test_rows_get_the_bits_of_the_whole_table(
     grad_dtype: torch.dtype, by_kernel: bool, num_threads: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = "model.embed_tokens.weight"
-    dense, by_rows = (filled_store(grad_dtype, table=(97, width)) for _ in range(2))
+    dense, by_rows = (filled_store(grad_dtype, table=(97, width), scales=SCALES) for _ in range(2))
     generator = torch.Generator().manual_seed(11)
     if not by_kernel:
         monkeypatch.setattr(native, "library", lambda: None)

@@ -92,6 +92,21 @@ def test_weight_decay_applies_to_what_the_spec_chooses(tmp_path: Path) -> None:
     assert (norms[0] - norms[1]).min() > 0.01
 
 
+def test_a_learning_rate_group_moves_what_it_fits(tmp_path: Path) -> None:
+    moved = []
+    for scale in (1, 100):
+        (tmp_path / str(scale)).mkdir()
+        write_inputs(tmp_path / str(scale), "llama")
+        groups = [{"match": r"model\.norm", "scale": scale}]
+        train(tmp_path / str(scale), lr_groups=groups, learning_rate=1e-3, warmup_steps=0)
+        weights = load_file(tmp_path / str(scale) / "checkpoints/step-00000001/model.safetensors")
+        before = load_file(tmp_path / str(scale) / "model/model.safetensors")
+        moved.append({name: (weights[name] - before[name]).abs().max().item() for name in weights})
+    norm = "model.norm.weight"
+    assert moved[1].pop(norm) == pytest.approx(100 * moved[0].pop(norm), rel=1e-3)
+    assert moved[0] == moved[1]
+
+
 def test_a_checkpoint_of_rows_that_were_packed_without_a_limit_is_not_continued_with_one(tmp_path: Path) -> None:
     write_inputs(tmp_path, "phi3")
     train(tmp_path)

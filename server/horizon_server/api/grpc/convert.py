@@ -57,6 +57,8 @@ _RENAMED: Mapping[str, str] = {
     "Dataset.state": "ready",
     "Model.state": "ready",
 }
+# Choices that people write with underscores, because transformers does.
+_UNDERSCORED = frozenset({"LrSchedule"})
 _COMPUTED: Mapping[str, Callable[[Any], object]] = {
     "Dataset.state": attrgetter("state"),
     "Model.state": attrgetter("state"),
@@ -143,7 +145,9 @@ def enum_text(enum: EnumDescriptor, number: int) -> str:
     if known is None:
         return str(number)
     text: str = known.name.removeprefix(_prefix(enum))
-    return text if enum.name.endswith("State") else text.lower().replace("_", "-")
+    if enum.name.endswith("State"):
+        return text
+    return text.lower() if enum.name in _UNDERSCORED else text.lower().replace("_", "-")
 
 
 def attribute_of(field: Field) -> str:

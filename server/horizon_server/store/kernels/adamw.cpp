@@ -187,6 +187,7 @@ struct Segment {
     int64_t offset;
     int64_t num_elements;
     float decay_factor;
+    float step_scale;
 };
 
 struct Scalars {
@@ -309,6 +310,11 @@ static void for_each_range(int64_t n, int64_t grain, int num_threads, const Body
 // What a row without a gradient reads; zero bits are 0.0 in both dtypes.
 static const float no_gradient[kChunk] = {};
 
+static Scalars with_step_scale(Scalars scalars, float step_scale) {
+    scalars.scaled_step_size *= step_scale;
+    return scalars;
+}
+
 static int64_t chunks_of(const Segment& segment) { return (segment.num_elements + kChunk - 1) / kChunk; }
 
 }  // namespace hz
@@ -326,12 +332,13 @@ HZ_API void hz_adamw(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_s
         const int64_t left = segment->num_elements - start;
         const int64_t n = left < hz::kChunk ? left : hz::kChunk;
         const int64_t at = segment->offset + start;
+        const hz::Scalars own = hz::with_step_scale(*scalars, segment->step_scale);
         if (grads_are_bf16) {
             hz::adamw_bf16(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const uint16_t*>(grads) + at, n,
-                           segment->decay_factor, *scalars);
+                           segment->decay_factor, own);
         } else {
             hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, static_cast<const float*>(grads) + at, n,
-                           segment->decay_factor, *scalars);
+                           segment->decay_factor, own);
         }
     });
 }
@@ -340,7 +347,8 @@ HZ_API void hz_adamw(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_s
 // where that is negative.
 HZ_API void hz_adamw_rows(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_avg_sq, const void* values,
                           int values_are_bf16, const int64_t* rows, const int64_t* sources, int64_t num_rows, int64_t width,
-                          float decay_factor, const hz::Scalars* scalars, int num_threads) {
+                          float decay_factor, float step_scale, const hz::Scalars* scalars, int num_threads) {
+    const hz::Scalars own = hz::with_step_scale(*scalars, step_scale);
     const int64_t grain = width < hz::kChunk ? hz::kChunk / width : 1;
     hz::for_each_range(num_rows, grain, num_threads, [&](int64_t first, int64_t count) {
         for (int64_t i = first; i < first + count; ++i) {
@@ -350,10 +358,10 @@ HZ_API void hz_adamw_rows(uint16_t* hi, int16_t* lo, float* exp_avg, float* exp_
                 const int64_t from = sources[i] * width + start;
                 if (sources[i] >= 0 && values_are_bf16) {
                     hz::adamw_bf16(hi + at, lo + at, exp_avg + at, exp_avg_sq + at,
-                                   static_cast<const uint16_t*>(values) + from, n, decay_factor, *scalars);
+                                   static_cast<const uint16_t*>(values) + from, n, decay_factor, own);
                 } else {
                     const float* grads = sources[i] >= 0 ? static_cast<const float*>(values) + from : hz::no_gradient;
-                    hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, grads, n, decay_factor, *scalars);
+                    hz::adamw_fp32(hi + at, lo + at, exp_avg + at, exp_avg_sq + at, grads, n, decay_factor, own);
                 }
             }
         }

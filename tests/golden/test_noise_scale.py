@@ -1,0 +1,98 @@
+"""The gradient noise scale's two norms against plain autograd, and that measuring them changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from horizon_server.engine import trainer
+from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.noise_scale import EVERY_STEPS, NoiseScale
+
+if TYPE_CHECKING:
+    from tests.support.tiny_models import Run, TinyModel
+
+Pack = Callable[[list[Tensor]], MicroBatch]
+
+
+def square_of_layers(reference: torch.nn.Module) -> float:
+    parts = [p.grad for name, p in reference.named_parameters() if ".layers." in name and p.grad is not None]
+    return sum(float(part.double().square().sum()) for part in parts)
+
+
+# Experts: what a micro-batch does not reach has no gradient yet.
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_both_norms_are_those_of_plain_autograd(
+    architecture: str,
+    max_grad_norm: float | None,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    plain_loss: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = tiny_model(architecture), []
+
+    def observe(self: NoiseScale, **numbers: float) -> None:
+        seen.append(numbers)
+
+    monkeypatch.setattr(NoiseScale, "observe", observe)
+    rows = [pack(documents(14)), pack(documents(25, seed=3)), pack(documents(9, seed=4))]
+    store = model.store(grad_dtype=None if max_grad_norm is None else torch.float32)
+    run = start(model, store=store, max_grad_norm=max_grad_norm)
+    for _ in range(2):
+        run.trainer.train_step(rows)
+
+    (numbers,) = seen
+    reference = model.reference()
+    torch.autograd.backward(plain_loss(reference, rows[0]) / rows[0].num_targets)
+    assert numbers["small_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
+    assert (numbers["small_tokens"], numbers["big_tokens"]) == (13, 13 + 24 + 8)
+    reference.zero_grad()
+    for row in rows:
+        torch.autograd.backward(plain_loss(reference, row) / numbers["big_tokens"])
+    assert numbers["big_square"] == pytest.approx(square_of_layers(reference), rel=1e-5)
+
+
+def test_it_is_reported_and_continues_and_changes_no_bit(
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Pack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, num_steps = tiny_model("llama"), 5 * EVERY_STEPS
+
+    def rows(step: int) -> list[MicroBatch]:
+        return [pack(documents(14, seed=step)), pack(documents(25, seed=100 + step))]
+
+    def steps(run: Run, numbers: range) -> list[Any]:
+        figures = [run.trainer.train_step(rows(step)) for step in numbers]
+        run.trainer.flush()
+        return figures
+
+    measured, single = start(model, num_steps=num_steps), start(model, num_steps=num_steps)
+    figures = steps(measured, range(num_steps))
+    assert [step.noise_scale_tokens for step in figures[: 4 * EVERY_STEPS]] == [None] * 4 * EVERY_STEPS
+    assert figures[-1].noise_scale_tokens is not None and figures[-1].noise_scale_tokens > 0
+
+    half = start(model, num_steps=num_steps)
+    steps(half, range(10))
+    resumed = start(model, store=half.store, num_steps=num_steps)
+    resumed.trainer.restore(half.trainer.state())
+    assert steps(resumed, range(10, num_steps))[-1].noise_scale_tokens == figures[-1].noise_scale_tokens
+
+    monkeypatch.setattr(trainer, "EVERY_STEPS", 10**9)
+    single.trainer.step = 1
+    # Row by row and one micro-batch a step have no scale.
+    assert single.trainer.train_step([pack(documents(14, 25))]).noise_scale_tokens is None
+    unmeasured = start(model, num_steps=num_steps)
+    assert [step.loss for step in steps(unmeasured, range(num_steps))] == [step.loss for step in figures]
+    for plane in ("hi", "lo", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(unmeasured.store.plane(plane), measured.store.plane(plane)), plane

@@ -1,0 +1,142 @@
+"""Which tensors a job trains, what a plan makes of the frozen ones, and which expressions are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.planning.flops import FlopsCount, trained_shares
+from horizon_server.planning.ledger import plan_memory
+from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.step_work import StepWork, work_of_step
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import TrainSpec
+from horizon_server.store.layout import StoreLayout, plane_sizes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 4 layers in bfloat16, its norms in fp32."""
+    place = tmp_path_factory.mktemp("model")
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=512, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(place)
+    weights = {n: w.float() if "norm" in n else w.contiguous() for n, w in model.state_dict().items()}
+    save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def layout_of(folder: Path, *expressions: str) -> StoreLayout:
+    return open_for_training(folder, TrainSpec(trainable=expressions)).layout
+
+
+def work_of(folder: Path, *expressions: str, **train: Any) -> StepWork:
+    found = open_for_training(folder, TrainSpec(trainable=expressions, **train))
+    return work_of_step(
+        found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device"
+    )
+
+
+def test_all_is_the_layout_of_the_folder(folder: Path) -> None:
+    assert layout_of(folder, "all") == open_model_folder(folder).layout
+
+
+def test_expressions_add_and_take_away_in_turn(folder: Path) -> None:
+    def trained(*expressions: str) -> set[str]:
+        return {tensor.name for _, tensor in layout_of(folder, *expressions).tensors() if tensor.trained}
+
+    everything, norms = trained("all"), trained("norm")
+    assert len(norms) == 9
+    assert trained("!norm") == everything - norms
+    assert trained("!norm", r"model\.norm") == everything - norms | {"model.norm.weight"}
+    assert trained(r"layers\.1\.", "!mlp", "lm_head") == trained(r"layers\.1\..*(attn|norm)", "lm_head")
+
+
+def test_frozen_tensors_take_two_bytes_in_bfloat16_and_four_otherwise(folder: Path) -> None:
+    layout = layout_of(folder, r"layers\.3\.mlp")
+    frozen = [tensor for _, tensor in layout.tensors() if not tensor.trained]
+    assert {tensor.exact for tensor in frozen if "norm" in tensor.name} == {True}
+    assert {tensor.exact for tensor in frozen if "norm" not in tensor.name} == {False}
+    trained = layout.num_trained_parameters
+    norms = sum(tensor.num_elements for tensor in frozen if tensor.exact)
+    sizes = plane_sizes(layout, grad_dtype_bytes=4)
+    wanted = {"hi": 2 * layout.num_parameters, "lo": 2 * (trained + norms), "exp_avg": 4 * trained, "grad": 4 * trained}
+    for plane, size in wanted.items():
+        # Each unit is padded to whole pages.
+        assert size <= sizes[plane] <= size + 3 * len(layout.units) * 4096 * 2, plane
+
+
+def test_a_large_model_takes_two_bytes_a_frozen_parameter(tmp_path: Path) -> None:
+    shapes = {"model.embed_tokens.weight": (32000, 1024), "model.norm.weight": (1024,), "lm_head.weight": (32000, 1024)}
+    for index in range(4):
+        prefix = f"model.layers.{index}."
+        shapes |= {f"{prefix}self_attn.q_proj.weight": (1024, 1024), f"{prefix}mlp.up_proj.weight": (4096, 1024)}
+    save_file({n: torch.empty(s, dtype=torch.bfloat16) for n, s in shapes.items()}, tmp_path / "model.safetensors")
+    AutoConfig.for_model(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=32000, num_attention_heads=8
+    ).save_pretrained(tmp_path)
+    layout = layout_of(tmp_path, r"model\.norm")
+    stored = sum(plane_sizes(layout, grad_dtype_bytes=4).values()) - 16 * layout.num_trained_parameters
+    assert 2.0 <= stored / (layout.num_parameters - layout.num_trained_parameters) < 2.002
+
+
+def test_the_plan_counts_what_is_trained_only(folder: Path) -> None:
+    found = open_for_training(folder, TrainSpec(trainable=(r"layers\.[23]\.",)))
+    whole = open_model_folder(folder)
+    plans = [
+        plan_memory(
+            each.layout, model=each.shape, tokens_per_step=256, sequence_length=64, device_kind="host", grad_bytes=4
+        )
+        for each in (found, whole)
+    ]
+    part, full = plans
+    assert part.host["moments"] < 0.6 * full.host["moments"]
+    assert part.device["weights"] == full.device["weights"]
+    assert part.device["gradients"] < full.device["gradients"]
+    # The first two layers' inputs are not kept: the third one's is the first that backward wants.
+    plane = 256 * 128 * 4
+    assert full.device["activations"] - part.device["activations"] == 2 * plane
+
+
+def test_a_step_is_worth_what_its_products_are(folder: Path) -> None:
+    def flops(*expressions: str) -> float:
+        found = open_for_training(folder, TrainSpec(trainable=expressions))
+        return FlopsCount.of_folder(found).of([1]) - FlopsCount.of_folder(found).of_attention([1])
+
+    everything = flops("all")
+    # Norms are no products: all gradients of weights are left out, none of hidden states.
+    assert flops(r"layers\.0\..*norm") == pytest.approx(everything * 4 / 6, rel=0.05)
+    # Backward goes through the head alone.
+    assert flops("lm_head") < everything * 4 / 6
+    assert trained_shares(layout_of(folder, "all")) == (1.0, 1.0)
+
+
+def test_a_step_moves_what_is_trained_only(folder: Path) -> None:
+    full, part, head = work_of(folder, "all"), work_of(folder, r"layers\.[23]\..*q_proj"), work_of(folder, "lm_head")
+    assert (full.first_trained, part.first_trained, head.first_trained) == (0, 3, 5)
+    assert [unit.upload_bytes for unit in part.layers] == [unit.upload_bytes for unit in full.layers]
+    assert [unit.download_bytes > 0 for unit in part.layers] == [False, False, True, True]
+    assert sum(unit.update_bytes for unit in head.layers) == 0 < head.head_traffic.update_bytes
+    assert head.embedding.first_update_bytes == head.embedding.rows_down_bytes == 0
+    assert part.layer.backward_flops < full.layer.backward_flops
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("q_projj", r"'q_projj' fits none of the model's 39 tensors, whose names are such as model\.embed_tokens"),
+        ("!.", "nothing is left to train after '!.'; leave a tensor"),
+    ],
+)
+def test_an_expression_that_cannot_be_meant_is_refused(expression: str, problem: str, folder: Path) -> None:
+    with pytest.raises(InvalidSpec, match=problem) as refused:
+        layout_of(folder, "norm", expression)
+    assert [violation.field for violation in refused.value.violations] == ["train.trainable"]
