@@ -101,6 +101,25 @@ def test_by_command(daemon: DaemonProcess, client: Client, trained: tuple[str, s
     assert "tokens/s" in done.stderr
 
 
+def test_a_chat_remembers_what_was_said(daemon: DaemonProcess, client: Client, trained: tuple[str, str]) -> None:
+    token, job = trained
+    first, second = CHAT[0]["content"], "And why?"
+    command = [
+        *(sys.executable, "-m", "horizon_client", "checkpoint", "chat", job, "--max-tokens", str(NUM_TOKENS)),
+        *("--server", daemon.endpoints["grpc"]),
+    ]
+    environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
+    typed = f"{first}\n{second}\n\n"
+    done = subprocess.run(
+        command, env=environment, input=typed, capture_output=True, text=True, check=True, timeout=120
+    )
+
+    (said,), _ = answers_of(client, job, [CHAT], max_tokens=NUM_TOKENS)
+    chat = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": second}]
+    (then,), _ = answers_of(client, job, [chat], max_tokens=NUM_TOKENS)
+    assert done.stdout.split("> ")[1:] == [f"{said}\n", f"{then}\n", ""]
+
+
 def test_what_cannot_be_asked_names_the_field(client: Client, trained: tuple[str, str]) -> None:
     job = trained[1]
     asked: list[tuple[list[object], dict[str, object], str]] = [

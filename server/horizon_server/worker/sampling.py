@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.children.entry import EventWriter, serve
+from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.generation.generator import GenerationOptions, TokenGenerator
 from horizon_server.engine.template import Template
-from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData
+from horizon_server.errors import DoesNotFit, FieldViolation, HorizonError, InvalidData, InvalidModel
 from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout
@@ -34,6 +35,8 @@ from horizon_server.worker import let_launchers_run
 _NICENESS = 10
 # How often text of one answer is sent.
 _TEXT_EVERY_S = 0.2
+# Processor time for the prompts of a call, which take milliseconds.
+RENDER_S = 30.0
 # What a tokenizer writes for bytes that are not a character yet.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -62,8 +65,12 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
     start_s = time.perf_counter()
     folder, options = request.folder, request.options
     codec = TextCodec.from_folder(folder)
-    # Before the weights are read, which takes far longer.
-    prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
+    # Before the weights are read, which takes far longer. A template that never ends must not keep other callers waiting.
+    endless = InvalidModel(
+        f"the model's chat template takes more than {RENDER_S:g} s for these prompts; send fewer, or correct the template"
+    )
+    with processor_time_limit(RENDER_S, endless):
+        prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
     layout = sample_layout(open_model_folder(folder))
     template = Template.from_folder(folder, layout=layout, own_attention=False)
     store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)

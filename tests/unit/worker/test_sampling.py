@@ -84,6 +84,16 @@ def test_a_prompt_that_cannot_be_used_is_named(codec: TextCodec, folder: Path, t
         encoded(TextCodec.from_folder(plain), 1, CHAT)
 
 
+def test_a_template_that_never_ends_is_ended(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = shutil.copytree(folder, tmp_path / "endless")
+    (endless / "chat_template.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(sampling, "RENDER_S", 0.3)
+    with pytest.raises(InvalidModel, match=r"chat template takes more than 0\.3 s"):
+        answer(request(endless, CHAT), Sent())  # type: ignore[arg-type]
+
+
 def test_what_takes_more_than_the_cache_may_have_is_refused_with_the_numbers(folder: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"1 prompts with answers of up to 8 tokens take .* MiB"):
         answer(request(folder, cache_bytes=100), Sent())  # type: ignore[arg-type]
