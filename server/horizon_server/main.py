@@ -204,7 +204,7 @@ async def wire(
     quotas, space = Quotas(sharing, store, folders), Space(settings.state_dir, settings.min_free_bytes)
     database.when_full = space.give_up_reserve
     uploads, datasets, models = _wire_data(settings, database, store, metrics, quotas, space)
-    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots)
+    resources = NodeResources(datasets=datasets, models=models, model_roots=settings.model_roots, folders=folders)
     shares = Shares(settings.share_half_life_s, await sharing.uses(), await sharing.allowances())
     hold = SampleHold()
     scheduler, jobs = _wire_jobs(

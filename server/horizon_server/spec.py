@@ -327,6 +327,13 @@ class JobSpec(_Section):
         description="A pushed model, or an absolute folder on the node that an admin has allowed (model_roots).",
         json_schema_extra={RULE: f"the name of a pushed model ({NAME_RULE}) or an absolute folder on the node"},
     )
+    init_from: str | None = Field(
+        default=None,
+        pattern=rf"^{_NAME}@(last|best|[0-9]{{1,9}})$",
+        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP. The "
+        "optimizer, the schedule and the data are this job's own. Null starts with the weights of model.",
+        json_schema_extra={RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id"},
+    )
     dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
     project: str = Field(
         default="",

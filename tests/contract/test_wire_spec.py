@@ -92,6 +92,7 @@ any_job_specs = st.builds(
     JobSpec,
     name=names,
     model=names | st.just("/models/a folder"),
+    init_from=st.none() | st.sampled_from(["job_1a2b@last", "first-run@best", "x@120"]),
     dataset=names,
     project=st.just("") | names,
     eval_dataset=st.none() | names,
@@ -176,7 +177,11 @@ def test_what_the_parser_refuses_is_named_by_field() -> None:
 
 def test_every_field_of_the_contract_is_carried() -> None:
     """A field that is added to the contract and forgotten here would be dropped in silence."""
-    wire = to_wire(parse_job_spec({"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e"}))
+    wire = to_wire(
+        parse_job_spec(
+            {"name": "a", "model": "m", "dataset": "d", "project": "p", "eval_dataset": "e", "init_from": "j@last"}
+        )
+    )
     unset = {field.name for field in job_pb2.JobSpec.DESCRIPTOR.fields} - {field.name for field, _ in wire.ListFields()}
     assert unset == set()
     optional = {"lr_groups", "epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}

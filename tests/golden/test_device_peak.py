@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,7 +44,14 @@ def _the_loss_as_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned_and_tracked(
-    architecture: str, tokens: int, *, num_rows: int = 1, documents: int = 1, product_layers: int = 0, **sizes: Any
+    architecture: str,
+    tokens: int,
+    *,
+    num_rows: int = 1,
+    documents: int = 1,
+    product_layers: int = 0,
+    recipe: Mapping[str, float] = MappingProxyType({}),
+    **sizes: Any,
 ) -> tuple[int, TrackingRuntime]:
     """The workspace of one step of one model, with the products that are kept: what is planned, and the driver that has seen what was
     allocated.
@@ -60,6 +69,7 @@ def planned_and_tracked(
         optimizer_threads=1,
         tokens_per_step=tokens * num_rows,
         product_layers=product_layers,
+        **recipe,  # type: ignore[arg-type]
     )
     trainer = Trainer(template, store, device, settings)
     generator = torch.Generator().manual_seed(0)
@@ -131,6 +141,17 @@ def test_the_plan_is_not_below_the_peak_with_products_kept(architecture: str, nu
     )
     # What backward of a layer takes over is planned twice, and layers that recompute come when the others' products are gone.
     assert 0.98 < planned / runtime.allocations.peak_bytes < 1.6, "\n".join(runtime.allocations.at_peak)
+
+
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 16384}, {"num_rows": 3}, {"documents": 4}])
+def test_noise_label_smoothing_and_the_noise_scale_need_no_more_than_is_planned(changes: dict[str, Any]) -> None:
+    plain, usual = planned_and_tracked("llama", 512, **changes)
+    recipe = {"neftune_noise_alpha": 5.0, "label_smoothing": 0.1}
+    planned, runtime = planned_and_tracked("llama", 512, recipe=recipe, **changes)
+    assert planned == plain
+    # A few numbers per token: where noise may reach.
+    more_bytes = runtime.allocations.peak_bytes - usual.allocations.peak_bytes
+    assert more_bytes <= 16 * 1024, "\n".join(runtime.allocations.at_peak)
 
 
 def test_tracking_counts_storages_once_and_until_they_are_gone() -> None:

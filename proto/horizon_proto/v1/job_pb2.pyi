@@ -401,6 +401,7 @@ class JobSpec(google.protobuf.message.Message):
     EVAL_FRACTION_FIELD_NUMBER: builtins.int
     EVAL_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    INIT_FROM_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -423,6 +424,8 @@ class JobSpec(google.protobuf.message.Message):
     """Share of the dataset's rows held out for evaluation, chosen by each row's hash; from 0 to below 1; default 0, none; not together
     with eval_dataset.
     """
+    init_from: builtins.str
+    """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; default none."""
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -456,9 +459,10 @@ class JobSpec(google.protobuf.message.Message):
         eval_fraction: builtins.float | None = ...,
         eval: global___EvalSpec | None = ...,
         limits: global___LimitsSpec | None = ...,
+        init_from: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "limits", b"limits", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload

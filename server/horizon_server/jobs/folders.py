@@ -56,6 +56,10 @@ class JobFolders:
         """Return a job's checkpoints, whether or not there are any."""
         return CheckpointFolder(self._jobs / job_id / "checkpoints", job_id)
 
+    def start(self, job_id: str) -> Path:
+        """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
+        return self._jobs / job_id / "start"
+
     def of_job(self, job_id: str) -> Path:
         """Return where all files of a job are."""
         return self._jobs / job_id
@@ -160,6 +164,19 @@ class CheckpointFolder:
                 raise NotFound(f"the checkpoint of step {step} of job {self._job_id} is being deleted") from error
             yield
 
+    def link_model(self, step: int, target: Path) -> None:
+        """Make `target` a model folder of a checkpoint's files, without those of the trainer. Blocking. Raises NotFound.
+
+        The files are hard links, so that they take no space and stay when the checkpoint is deleted; where the file system has no links
+        they are copies.
+        """
+        with self.reading(step):
+            folder = self.of_step(step)
+            for name in read_manifest(folder).files:
+                if not name.startswith(f"{TRAINER_FOLDER}/"):
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    _link_or_copy(folder / name, target / name)
+
     def delete(self, step: int) -> None:
         """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""
         self._require(step)
@@ -229,6 +246,13 @@ class CheckpointFolder:
             gone = folder.rename(folder.with_name(f"{_DELETED}{folder.name}"))
         # The daemon's sweep may have removed it at the same time.
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _is_trainer_state(name: str) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from horizon_server.errors import NotAllowed, NotFound
+from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord
@@ -19,9 +20,12 @@ from horizon_server.store.model_files import CONFIG_FILE
 class NodeResources:
     """Finds the files that names mean, as the dataset and model services let the caller see them."""
 
-    def __init__(self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path]) -> None:
+    def __init__(
+        self, *, datasets: DatasetService, models: ModelService, model_roots: Sequence[Path], folders: JobFolders
+    ) -> None:
         self._datasets = datasets
         self._models = models
+        self._folders = folders
         self._model_roots = [root.resolve() for root in model_roots]
 
     async def dataset(self, principal: Principal, name: str) -> DatasetFiles:
@@ -29,11 +33,22 @@ class NodeResources:
         return self._files(await self._datasets.get_ready(principal, name))
 
     async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
-        """Return model, data and evaluation data of a job. Raises NotFound when a dataset was deleted meanwhile."""
+        """Return model, data and evaluation data of a job.
+
+        Raises NotFound when a dataset was deleted meanwhile, or the weights that the job starts from are gone.
+        """
         dataset = await self._datasets.by_id(job.dataset_id)
         evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
         # `model` gives the path of a folder of the node as its id.
         model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
+        if job.spec.init_from is not None:
+            model = self._folders.start(job.job_id)
+            if not await asyncio.to_thread(model.is_dir):
+                # As after a restore: no backup has them.
+                raise NotFound(
+                    f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or start another "
+                    f"job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
+                )
         return model, self._files(dataset), self._files(evaluation) if evaluation else None
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:

@@ -7,9 +7,10 @@ import base64
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from horizon_server.blobs.concurrency import in_thread
@@ -51,6 +52,14 @@ Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """The checkpoint whose weights a job starts with."""
+
+    source: JobRecord
+    step: int
+
+
 @dataclass(kw_only=True, eq=False)
 class JobService:
     """The use cases around jobs. Thread: belongs to one event loop; blocking file work goes to threads."""
@@ -69,7 +78,8 @@ class JobService:
         """Queue a job, or return the one that the same earlier request made.
 
         Raises:
-            NotFound: when model or dataset do not exist for the caller.
+            NotFound: when model or dataset do not exist for the caller, or the checkpoint that `init_from` names.
+            InvalidSpec: when that checkpoint is of another model.
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
             QuotaExceeded: when the user or the project has as many queued jobs as an admin allows, or the job needs more memory.
             RequestIdReused: when the id came with another spec.
@@ -81,11 +91,12 @@ class JobService:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
+        start = await self._start(principal, spec)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            plan = await asyncio.to_thread(self.planner.plan, spec, folder)
+            plan = await self._plan(spec, model_id, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
             admit = await self.quotas.admit_job(principal.name, spec.project, plan)
@@ -104,7 +115,8 @@ class JobService:
                 queued_s=now_s,
                 plan=plan,
             )
-            stored = await self.journal.create(job, request_id=request_id, admit=admit)
+            create = partial(self.journal.create, job, request_id=request_id, admit=admit)
+            stored = await (create() if start is None else self._created_from(start, job, create))
         self.scheduler.wake()
         return stored
 
@@ -114,14 +126,16 @@ class JobService:
         """Return the spec with defaults and its memory plan, fitting or not; for this node, or for a machine that is asked about.
 
         Raises:
-            NotFound: when the caller has no such model.
+            NotFound: when the caller has no such model, or no such checkpoint to start from.
+            InvalidSpec: when that checkpoint is of another model.
         """
         spec = self._owned(principal, spec)
         require_project(principal, spec.project)
+        start = await self._start(principal, spec)
         async with self.turns.of(principal.name):
-            _, folder = await self.resources.model(principal, spec.model)
+            model_id, folder = await self.resources.model(principal, spec.model)
             if machine is None:
-                return spec, await asyncio.to_thread(self.planner.plan, spec, folder)
+                return spec, await self._plan(spec, model_id, folder, start)
             return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
@@ -345,6 +359,68 @@ class JobService:
             raise
         await self.journal.store.delete(job_id)
         self.journal.forget(await self.journal.store.counts())
+
+    async def _start(self, principal: Principal, spec: JobSpec) -> _Start | None:
+        """Return the checkpoint that `init_from` names, which anyone may use who may download it. Raises NotFound."""
+        if spec.init_from is None:
+            return None
+        key, _, which = spec.init_from.rpartition("@")
+        source = await self.get(principal, key)
+        records = await asyncio.to_thread(self.folders.checkpoints(source.job_id).all)
+        # Without evaluations the newest counts as the best elsewhere; whoever asks for the best here means one that was evaluated.
+        found = [
+            record.step
+            for record in records
+            if (which == "last" and record.last)
+            or (which == "best" and record.best and record.eval_loss is not None)
+            or (which.isdecimal() and record.step == int(which))
+        ]
+        if not found:
+            steps = ", ".join(str(record.step) for record in records) or "none"
+            asked = "evaluated checkpoint" if which == "best" else "checkpoint"
+            at = f" of step {which}" if which.isdecimal() else ""
+            raise NotFound(f"init_from: job {source.job_id} has no {asked}{at}; it has checkpoints of steps: {steps}")
+        return _Start(source=source, step=found[0])
+
+    async def _plan(self, spec: JobSpec, model_id: str, folder: Path, start: _Start | None) -> JobPlan:
+        """Return the plan of a job on this node, with the numbers of the files that it starts from."""
+        if start is None:
+            return await asyncio.to_thread(self.planner.plan, spec, folder)
+        source, step = start.source, start.step
+        if source.model_id != model_id:
+            raise InvalidSpec.of(
+                "init_from",
+                f"init_from: job {source.job_id} has trained the model {source.spec.model}, which is not the model {spec.model} of this "
+                "job; a job starts from a checkpoint of its own model",
+            )
+        checkpoints = self.folders.checkpoints(source.job_id)
+
+        def plan() -> JobPlan:
+            with checkpoints.reading(step):
+                return self.planner.plan(spec, checkpoints.of_step(step))
+
+        return await asyncio.to_thread(plan)
+
+    async def _created_from(
+        self, start: _Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]
+    ) -> JobRecord:
+        """Store a job with the weights that it starts with, or return the one that the same earlier request made."""
+        source, step = start.source, start.step
+        try:
+            # Before the job: it may begin at once.
+            target = self.folders.start(job.job_id)
+            await in_thread(lambda: self.folders.checkpoints(source.job_id).link_model(step, target))
+            stored = await create()
+        finally:
+            # Asked of the database: a caller that hangs up may do so when the job is stored already.
+            if await self.journal.store.get(job.job_id) is None:
+                await in_thread(lambda: self.folders.remove_job(job.job_id))
+        if stored.job_id == job.job_id:
+            text = (
+                f"starts with the weights of the checkpoint of step {step} of job {source.job_id} ({source.spec.name})"
+            )
+            await self.journal.append(job.job_id, Message(level="info", text=text))
+        return stored
 
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:
         """Return the spec with its project."""

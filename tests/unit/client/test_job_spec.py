@@ -63,6 +63,7 @@ _specs = st.fixed_dictionaries(
     {"name": _names, "model": _names, "dataset": _names},
     optional={
         "project": _names,
+        "init_from": _names,
         "eval_dataset": _names,
         "method": st.sampled_from(["sft", "pretrain"]),
         "train": _train,
@@ -86,6 +87,7 @@ def test_property_covers_every_field_of_the_contract() -> None:
     full = {
         **MINIMAL,
         "project": "p",
+        "init_from": "other@best",
         "eval_dataset": "e",
         "method": "pretrain",
         "train": {

@@ -15,6 +15,7 @@ from tests.support.worker_attempts import worker_request, write_inputs
 from horizon_server.children.entry import EventWriter, decode_line
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
+from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
@@ -117,6 +118,24 @@ def test_a_job_of_frozen_parameters_continues_bit_by_bit_and_leaves_them_as_they
     assert {name for name in before if not torch.equal(found[name], before[name])} == set(moments)
     train(tmp_path, resume=True, trainable=[r"layers\.1\."], learning_rate=1e-2, warmup_steps=0)
     assert weights.read_bytes() == straight
+
+
+def test_a_job_starts_with_the_weights_of_a_linked_checkpoint_and_a_new_optimizer(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        write_inputs(folder, "llama")
+    train(first, learning_rate=1e-2, warmup_steps=0)
+    shutil.rmtree(second / "model")
+    CheckpointFolder(first / "checkpoints", "job").link_model(2, second / "model")
+    trained = load_file(first / "checkpoints/step-00000002/model.safetensors")
+
+    # At a rate of 0 nothing moves: what is saved is what was loaded.
+    train(second, learning_rate=0.0, seed=1)
+    for name, weight in load_file(second / "checkpoints/step-00000001/model.safetensors").items():
+        assert torch.equal(weight, trained[name]), name
+    state = json.loads((second / "checkpoints/step-00000001" / STATE).read_text())
+    assert (state["trainer"]["step"], state["trainer"]["num_updates"]) == (1, 1)
 
 
 def test_a_checkpoint_of_rows_that_were_packed_without_a_limit_is_not_continued_with_one(tmp_path: Path) -> None:

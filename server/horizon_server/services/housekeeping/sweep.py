@@ -20,7 +20,7 @@ from horizon_server.errors import HorizonError, InUse, NotFound
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.records.blob import PushedRecord
 from horizon_server.records.housekeeping import Garbage
-from horizon_server.records.job import BEING_DELETED, ENDED, RESIDENT, JobRecord
+from horizon_server.records.job import BEING_DELETED, ENDED, RESIDENT, JobRecord, JobState
 from horizon_server.services.housekeeping import caches
 from horizon_server.services.housekeeping.caches import garbage
 from horizon_server.services.housekeeping.retention import DAY_S, Retention
@@ -160,6 +160,10 @@ class Sweep:
         assert job.job_state in ENDED, job.job_id
         journals = await in_thread(lambda: caches.stored_journals(self._folders, job.job_id))
         found = await self._remove("journals", journals, "all of it is in the database", dry_run=dry_run)
+        # A failed job may be resumed, from them where it has no checkpoint.
+        if job.job_state is not JobState.FAILED:
+            start = await in_thread(lambda: _if_there(self._folders.start(job.job_id)))
+            found += await self._remove("starting weights", start, "the job has ended", dry_run=dry_run)
         return found + await self._attempts(job, dry_run)
 
     async def _attempts(self, job: JobRecord, dry_run: bool) -> list[Garbage]:
