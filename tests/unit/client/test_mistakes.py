@@ -166,6 +166,16 @@ def test_stopping_says_towards_what(run: Run, running_job: JobRecord) -> None:
     assert "STOPPING (to cancel)" in run("job", "get", "first").stdout
 
 
+@pytest.mark.parametrize("tokens", [None, 12345.6])
+def test_the_noise_scale_is_shown_once_it_is_known(
+    run: Run, daemon: Daemon, make_step: Callable[..., StepDone], tokens: float | None
+) -> None:
+    daemon.add_job("first", make_step(1, noise_scale_tokens=tokens), state=JobState.SUCCEEDED)
+    page = run("job", "get", "first").stdout
+    assert ("about 12,346 tokens a step" in page) == (tokens is not None)
+    assert ("noise scale" in page) == (tokens is not None)
+
+
 @pytest.mark.parametrize("device", ["host", "cuda"])
 def test_figures_of_a_device_only_where_there_is_one(
     run: Run, daemon: Daemon, make_step: Callable[..., StepDone], device: str
