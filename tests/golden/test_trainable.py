@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.engine.objectives import Documents, StepObjective, WeightedSFT
 from horizon_server.engine.template import Template
 from horizon_server.errors import InvalidModel
 from horizon_server.planning.ledger import ActivationPlacement, plan_memory
@@ -190,6 +191,18 @@ def test_updates_in_backward_are_those_of_a_step_without_clipping(
     landed.trainer.flush()
     for plane in PLANES:
         assert torch.equal(kept.store.plane(plane), landed.store.plane(plane))
+
+
+@pytest.mark.parametrize("part", ["layers 1 and 2", "the head", "the embedding"])
+def test_an_objective_has_the_same_gradients_of_what_is_trained(
+    part: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
+) -> None:
+    model, frozen = both(tiny_model("qwen3"), PARTS[part])
+    objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows))
+    whole, run = start(model), start(frozen)
+    assert run.trainer.train_step(rows, objective).loss == whole.trainer.train_step(rows, objective).loss
+    for name in trained_names(frozen.template.layout):
+        assert torch.equal(run.gradient(name), whole.gradient(name)), name
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
