@@ -198,7 +198,8 @@ def test_an_objective_has_the_same_gradients_of_what_is_trained(
     part: str, tiny_model: Callable[..., TinyModel], start: Callable[..., Run], rows: list[MicroBatch]
 ) -> None:
     model, frozen = both(tiny_model("qwen3"), PARTS[part])
-    objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows))
+    weights_S = torch.rand(sum(row.num_targets for row in rows)) + 0.5
+    objective = StepObjective(objective=WeightedSFT(), documents=Documents.of(rows), weights_S=weights_S)
     whole, run = start(model), start(frozen)
     assert run.trainer.train_step(rows, objective).loss == whole.trainer.train_step(rows, objective).loss
     for name in trained_names(frozen.template.layout):
