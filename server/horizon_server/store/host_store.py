@@ -131,10 +131,12 @@ class HostStore:
     def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
         hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
-        # `read` expects the whole unit.
-        both = torch.zeros(len(hi), dtype=torch.int16)
-        both[: len(lo)] = lo
-        bits: torch.Tensor = (read(hi).view(torch.int16).int() << 16) + read(both if len(lo) < len(hi) else lo).int()
+        if len(lo) < len(hi):
+            # `read` expects the whole unit; pages of zeros that nothing touches take no memory.
+            whole = torch.zeros(len(hi), dtype=torch.int16)
+            whole[: len(lo)] = lo
+            lo = whole
+        bits: torch.Tensor = (read(hi).view(torch.int16).int() << 16) + read(lo).int()
         return bits.contiguous().view(torch.float32)
 
     def exact_rows(self, name: str, rows_R: torch.Tensor) -> torch.Tensor:
