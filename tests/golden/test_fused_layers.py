@@ -60,7 +60,7 @@ def test_a_layer_with_operators_computes_what_the_layer_computes(architecture: s
     template = template_of(config_of(architecture))
     for group, pattern in call_patterns(template, FP32).items():
         assert isinstance(pattern, CallPattern)
-        substitution = Substitution(template.kinds[group])
+        substitution = Substitution(template.groups[group])
         assert [*substitution.norms.values()] == num_norms * [rule]
         with substitution.active():
             graphs = trace(template, group, pattern)
@@ -83,7 +83,7 @@ def test_a_layer_with_operators_computes_what_the_layer_computes(architecture: s
 @pytest.mark.parametrize("architecture", sorted(FOUND))
 def test_values_have_the_bits_of_the_layers_own_code(architecture: str, dtype: torch.dtype) -> None:
     template, generator = template_of(config_of(architecture)), torch.Generator().manual_seed(0)
-    for group, layer in template.kinds.items():
+    for group, layer in template.groups.items():
         places = template.places[group + 1]
         parameters = {p.name: (0.3 * torch.randn(p.piece.shape, generator=generator)).to(dtype) for p in places}
         hidden = torch.randn(1, 29, template.hidden_size, generator=generator).to(dtype)
@@ -105,7 +105,7 @@ def test_outside_nothing_is_changed() -> None:
     template = template_of(config_of("qwen3"))
     (pattern,) = call_patterns(template, FP32).values()
     assert isinstance(pattern, CallPattern)
-    with Substitution(template.kinds[0]).active():
+    with Substitution(template.groups[0]).active():
         assert has_fused_operators(trace(template, 0, pattern).forward.module)
     assert not has_fused_operators(trace(template, 0, pattern).forward.module)
     assert FOUND.keys() >= TRACED
@@ -148,7 +148,7 @@ def test_a_weight_kept_in_fp32_keeps_its_module(monkeypatch: pytest.MonkeyPatch)
     exact = {place.name for place in template.places[1] if "post_attention_layernorm" in place.name}
     assert exact
     monkeypatch.setattr(kinds, "dtype_in", lambda place, dtype: FP32 if place.name in exact else dtype)
-    with Substitution(template.kinds[0]).active():
+    with Substitution(template.groups[0]).active():
         graphs = trace_layer(
             template, 0, pattern, example, num_tokens=sum(TRACED_FOR), dtype=torch.bfloat16, device=CPU
         )

@@ -24,6 +24,8 @@ from horizon_server.engine.compiled.package import CompilerFailed, LayerCode, bu
 from horizon_server.engine.compiled.trial import Trial, try_layer
 from horizon_server.engine.fused.graphs import fuse_sums, has_fused_operators
 from horizon_server.engine.fused.substitution import Substitution
+from horizon_server.engine.template import Template
+from horizon_server.store.layout import with_trained
 
 # The compiler uses parts of torch that are to be replaced.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -60,7 +62,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("code")
     (pattern,) = call_patterns(TEMPLATE, TARGET.dtype).values()
     assert isinstance(pattern, CallPattern)
-    with Substitution(TEMPLATE.kinds[0]).active():
+    with Substitution(TEMPLATE.groups[0]).active():
         graphs = trace(TEMPLATE, 0, pattern)
     for graph in (graphs.forward, graphs.backward):
         fuse_sums(graph.module)
@@ -115,6 +117,26 @@ def test_the_faster_candidate_is_used(
     check = "import sys; from horizon_server.engine.compiled.package import LayerCode; LayerCode(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", check, str(library.code(key))], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_every_kind_of_layer_of_a_partly_frozen_model_has_both_candidates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layout = with_trained(TEMPLATE.layout, lambda name: "layers.1.mlp" in name, is_bfloat16=lambda _: False)
+    template, found, texts = Template.from_config(config_of("llama"), layout=layout), list[bool](), list[str]()
+    assert (template.layer_groups, template.layer_kinds) == ([0, 0, 0], [0, 1, 0])
+
+    def noted(graphs: LayerGraphs, path: Path) -> None:
+        found.append(has_fused_operators(graphs.forward.module))
+        path.touch()
+
+    monkeypatch.setattr(build, "runs_triton", lambda device: True)
+    monkeypatch.setattr(build, "build_package", noted)
+    monkeypatch.setattr(build, "LayerCode", lambda file: None)
+    monkeypatch.setattr(build, "try_layer", lambda *args, **kwargs: Trial(error=0.0, worst="", speedup=2.0))
+    assert build.build_missing(template, CodeLibrary(tmp_path), TARGET, texts.append) == []
+    assert found == [False, True] * 2
+    assert not any("not with" in text for text in texts)
 
 
 @pytest.mark.parametrize(

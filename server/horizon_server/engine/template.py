@@ -235,8 +235,8 @@ class Template:
         return self._own_attention is None
 
     @property
-    def kinds(self) -> dict[int, nn.Module]:
-        """The module that runs each kind of layer, by the first of its layers. It has no storage."""
+    def groups(self) -> dict[int, nn.Module]:
+        """The module that runs each group of equal layers, by the first of them. It has no storage."""
         return {group: self._layers[group] for group in self.layer_groups}
 
     def train(self, mode: bool) -> None:

@@ -224,6 +224,10 @@ class ModelFolder:
     headers: Mapping[str, TensorHeader]
     layout: StoreLayout
 
+    def is_bfloat16(self, name: str) -> bool:
+        """Whether a tensor is in bfloat16, so that the store's `hi` half holds it exactly."""
+        return name in self.headers and self.headers[name].dtype == "BF16"
+
 
 def open_model_folder(folder: Path) -> ModelFolder:
     """Read a folder's config and headers and lay its parameters out, without torch and without reading a weight.

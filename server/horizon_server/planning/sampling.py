@@ -40,9 +40,7 @@ class SampleHold:
 
 def sample_layout(folder: ModelFolder) -> StoreLayout:
     """The store's layout for weights that are only read."""
-    return weights_only(
-        folder.layout, is_bfloat16=lambda name: name in folder.headers and folder.headers[name].dtype == "BF16"
-    )
+    return weights_only(folder.layout, is_bfloat16=folder.is_bfloat16)
 
 
 def sample_memory(folder: ModelFolder) -> SampleMemory:

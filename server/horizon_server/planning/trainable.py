@@ -25,8 +25,7 @@ def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
     layout = with_decay(found.layout, train.decay)
     if train.trainable != EVERYTHING:
         trained = _trained(train.trainable, [tensor.name for _, tensor in layout.tensors()])
-        in_bfloat16 = {name for name, header in found.headers.items() if header.dtype == "BF16"}
-        layout = with_trained(layout, trained.__contains__, is_bfloat16=in_bfloat16.__contains__)
+        layout = with_trained(layout, trained.__contains__, is_bfloat16=found.is_bfloat16)
     return dataclasses.replace(found, layout=with_lr_groups(layout, train.lr_groups))
 
 

@@ -367,7 +367,7 @@ class JobService:
         key, _, which = spec.init_from.rpartition("@")
         source = await self.get(principal, key)
         records = await asyncio.to_thread(self.folders.checkpoints(source.job_id).all)
-        # Without evaluations the newest counts as the best elsewhere; whoever asks for the best here means one that was evaluated.
+        # Elsewhere the newest counts as the best where there were no evaluations; here the best must be one that was evaluated.
         found = [
             record.step
             for record in records

@@ -43,10 +43,10 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
     """Compile the kinds of layers that the library lacks, and return why some could not be."""
     patterns = call_patterns(template, target.dtype)
     refusals = []
-    for number, (group, pattern) in enumerate(patterns.items(), start=1):
+    for number, (layer, pattern) in enumerate(patterns.items(), start=1):
         if isinstance(pattern, NotCompilable):
             continue  # `CompiledLayers.load` reports the reason
-        key = layer_key(template, group, target)
+        key = layer_key(template, layer, target)
         kind = f"kind {number} of {len(patterns)}"
         with library.locked(key):
             entry = library.find(key)
@@ -56,7 +56,7 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
                 def report_of_kind(text: str, kind: str = kind) -> None:
                     report(f"compiling layers: {kind}{text}")
 
-                entry = _Build(template, group, pattern, library, key, target, report_of_kind).run()
+                entry = _Build(template, layer, pattern, library, key, target, report_of_kind).run()
         if entry.refusal:
             refusals.append(entry.refusal)
         else:
@@ -69,10 +69,12 @@ def build_missing(template: Template, library: CodeLibrary, target: Target, repo
 
 @dataclass(frozen=True)
 class _Build:
-    """The making of one kind of layer. Candidates: what TorchInductor makes of the layer, and the same with Triton's operators in it."""
+    """The making of one kind of layer, of which `layer` is the first. Candidates: what TorchInductor makes of the layer, and the same with
+    Triton's operators in it.
+    """
 
     template: Template
-    group: int
+    layer: int
     pattern: CallPattern
     library: CodeLibrary
     key: str
@@ -127,7 +129,7 @@ class _Build:
 
     def _fused(self) -> LayerGraphs | None:
         """The graphs of the layer with operators where it computes what they do, or None where it does so nowhere."""
-        with Substitution(self.template.kinds[self.group]).active():
+        with Substitution(self.template.groups[self.template.layer_groups[self.layer]]).active():
             graphs = trace_layer(*self._what(), **self._how())
         modules = (graphs.forward.module, graphs.backward.module)
         for module in modules:
@@ -162,8 +164,8 @@ class _Build:
         num_tokens = self.target.num_tokens
         share = num_tokens // _NUM_DOCUMENTS
         lengths = [share] * (_NUM_DOCUMENTS - 1) + [num_tokens - share * (_NUM_DOCUMENTS - 1)]
-        call = self.template.probe_calls(lengths, self.target.dtype)[self.group]
-        return self.template, self.group, self.pattern, call
+        call = self.template.probe_calls(lengths, self.target.dtype)[self.layer]
+        return self.template, self.layer, self.pattern, call
 
     def _how(self) -> _How:
         return {"num_tokens": self.target.num_tokens, "dtype": self.target.dtype, "device": self.target.device}
