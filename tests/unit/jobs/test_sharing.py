@@ -401,7 +401,8 @@ async def test_a_job_whose_memory_is_not_free_waits_until_another_has_ended(make
         assert re.search(r"needs .* of host memory and .* are available", waiting.message)
         # It would come and go all the time; now it is loaded when something has changed.
         daemon.parts.scheduler.wake()
-        await eventually(daemon, await daemon.submit(CLEO, "later", Script(hold_at="start")), "")
+        later = await daemon.submit(CLEO, "later", Script(hold_at="start"))
+        await daemon.until(later.job_id, S.QUEUED, attempt=1)
         assert (await daemon.job(job.job_id)).attempt == 1
         planner._memory = real
         daemon.release("holder")
