@@ -77,7 +77,7 @@ class Connections:
                 _shut_down(connection)
 
     def _found(self, port: int) -> list[_Connection]:
-        """Return the open connections, oldest first."""
+        """Return the open connections, oldest first; of those that came since the last look, the lowest descriptor is first."""
         present: dict[int, int] = {}
         for entry in Path("/proc/self/fd").iterdir():
             try:
@@ -87,8 +87,8 @@ class Connections:
             if stat.S_ISSOCK(status.st_mode):
                 present[status.st_ino] = int(entry.name)
         self._seen = {inode: seen for inode, seen in self._seen.items() if inode in present}
-        # Inodes of sockets grow, so this is the order in which connections came.
-        for inode in sorted(present.keys() - self._seen.keys()):
+        # Not by inode: each processor counts its own, so those of connections that two threads accept do not tell which came first.
+        for inode in sorted(present.keys() - self._seen.keys(), key=lambda inode: present[inode]):
             self._seen[inode] = _looked_at(inode, present[inode], port)
         return [connection for connection in self._seen.values() if connection is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,11 +17,14 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pairs() -> Iterator[tuple[int, list[Pair]]]:
-    """Port and six accepted connections, oldest first: the client's end and the server's."""
+    """Port and six accepted connections, oldest first: the client's end and the server's. Two processors make them, where there are two."""
+    processors = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, processors)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = []
-        for _ in range(6):
+        for number in range(6):
+            os.sched_setaffinity(0, {processors[number % min(2, len(processors))]})
             client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
             made.append((client, stack.enter_context(listener.accept()[0])))
         yield listener.getsockname()[1], made
