@@ -21,7 +21,7 @@ _UNITS = {
     "(days)": 1, "bytes": 1, "characters": 1, "s": 1, "ms": 1, "times": 1, "": 1,
 }  # fmt: skip
 # Folders of the server in which a MAX_... bounds what a caller sends. The others plan, compute and draw.
-_GUARDED = ("api", "blobs", "children", "datasets", "db", "jobs", "records", "services", "spec.py", "scheduling")
+_GUARDED = ("api", "blobs", "children", "datasets", "db", "jobs", "records", "services", "spec", "scheduling")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from horizon_server.children.entry import EventWriter, Line
 from horizon_server.events import AttemptReady, Message, StepDone
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 
 

@@ -23,7 +23,8 @@ from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.manifest import is_complete
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import TURN, Orders
 
 GIB = 2**30

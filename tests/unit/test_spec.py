@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import (
-    MAX_EXPRESSION_CHARS,
-    MAX_EXPRESSIONS,
-    MAX_LR_SCALE,
-    CheckpointSpec,
-    JobSpec,
-    TrainSpec,
-    parse_job_spec,
-)
+from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LR_SCALE
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
 

@@ -14,7 +14,8 @@ def work(request: Any, link: WorkerEnd) -> dict[str, str]:
     let_launchers_run()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Heavy imports come after the orders are listened to, so that a stop during start-up is heard.
-    from horizon_server.worker.training import Training, WorkerRequest
+    from horizon_server.worker.request import WorkerRequest
+    from horizon_server.worker.training import Training
 
     training = Training(WorkerRequest.from_mapping(request), events=link, orders=link.orders)
     try:

@@ -15,7 +15,8 @@ from horizon_server.children.entry import EventWriter, Failure, decode_line
 from horizon_server.errors import HorizonError
 from horizon_server.events import Message, decode
 from horizon_server.worker.__main__ import work
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 
 REQUEST: dict[str, Any] = {

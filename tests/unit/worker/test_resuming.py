@@ -19,7 +19,8 @@ from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 
 STATE = "trainer/trainer_state.json"

@@ -17,7 +17,8 @@ from horizon_server.events import AttemptReady, CheckpointWritten, EvalDone, Mes
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.store.generations import PLANE, Generations
 from horizon_server.worker.ending import Outcome
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import CANCEL, STOP
 
 Inputs = Callable[[str], Path]

@@ -15,7 +15,8 @@ from horizon_server.errors import InvalidSpec
 from horizon_server.figures import StepFigures
 from horizon_server.spec import parse_job_spec
 from horizon_server.worker.host_use import host_components, process_bytes
-from horizon_server.worker.training import Training, WorkerRequest
+from horizon_server.worker.request import WorkerRequest
+from horizon_server.worker.training import Training
 from horizon_server.worker_link.orders import Orders
 
 MPT: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}
