@@ -190,6 +190,8 @@ def plan_memory(
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
+        # The buffer in which packed weights arrive.
+        device["weights"] += max(unit.packed_bytes for unit in layout.units)
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
@@ -229,7 +231,7 @@ def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     return {
-        "weights": planes["hi"] + planes["lo"],
+        "weights": planes["hi"] + planes["lo"] + planes.get("packed", 0),
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
     }
