@@ -73,7 +73,7 @@ def test_nf4_is_the_nearest_level_of_its_block(shape: tuple[int, ...]) -> None:
     flat = values_of(shape).view(-1)
     found = there_and_back(flat.view(shape), "nf4").view(-1)
     levels = torch.tensor(NF4_LEVELS)
-    for block, back in zip(flat.split(NF4_BLOCK), found.split(NF4_BLOCK), strict=True):
+    for block, back in zip(torch.split(flat, NF4_BLOCK), torch.split(found, NF4_BLOCK), strict=True):
         most = block.abs().max()
         scale = back.abs().max() if most else torch.tensor(0.0)
         # The block's largest element is at an outermost level, within the 8 bits of the scale.
