@@ -6,9 +6,10 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
 from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
+from horizon_server.spec.lora import ALL_LINEAR, NOT, LoraSpec
 from horizon_server.spec.training import (
     EVERYTHING,
-    NOT,
+    LORA,
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
@@ -18,7 +19,9 @@ from horizon_server.spec.training import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "EVERYTHING",
+    "LORA",
     "NAME_PATTERN",
     "NAME_RULE",
     "NOT",
@@ -28,6 +31,7 @@ __all__ = [
     "EvalSpec",
     "JobSpec",
     "LimitsSpec",
+    "LoraSpec",
     "LrGroup",
     "LrSchedule",
     "Method",

@@ -61,7 +61,7 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 class TensorLayout:
     """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it, and `lr_scale`
     multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that is not `exact` has no `lo` half
-    either, because `hi` holds its value.
+    either, because `hi` holds its value. A tensor of an adapter `adapts` the weight of that name, and is in no model folder.
     """
 
     name: str
@@ -72,6 +72,7 @@ class TensorLayout:
     trained: bool = True
     exact: bool = True
     lr_scale: float = 1.0
+    adapts: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
 def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
     """The same layout with weight decay on other parameters."""
     units = (
-        replace(unit, tensors=tuple(replace(t, decay=_decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
+        replace(unit, tensors=tuple(replace(t, decay=decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
         for unit in layout.units
     )
     return replace(layout, units=tuple(units))
@@ -325,7 +326,8 @@ def _order_in_unit(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str,
     return (match[1], int(match[2]), shape, match[3]) if match else (inner, -1, (), "")
 
 
-def _decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+def decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+    """Whether weight decay applies to a parameter of a unit of this kind."""
     spared_by_name = _TRAINER_SPARES.search(name.lower()) is not None
     if rule == "matrices":
         return len(shape) > 1 and kind != "embedding" and not spared_by_name
@@ -371,7 +373,7 @@ def _place(
             shape=tuple(shapes[name]),
             offset=0,
             num_elements=math.prod(shapes[name]),
-            decay=_decays(name, tuple(shapes[name]), kind, "trainer"),
+            decay=decays(name, tuple(shapes[name]), kind, "trainer"),
         )
         for name in names
     ]
