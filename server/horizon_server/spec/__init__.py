@@ -5,7 +5,18 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 """
 
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
+from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, job_schema, parse_job_spec
+from horizon_server.spec.objective import (
+    PAIRED,
+    WITH_OPTIONS,
+    DpoSpec,
+    IpoSpec,
+    KtoSpec,
+    Method,
+    OrpoSpec,
+    PolicySpec,
+    SimpoSpec,
+)
 from horizon_server.spec.training import (
     EVERYTHING,
     NOT,
@@ -22,15 +33,23 @@ __all__ = [
     "NAME_PATTERN",
     "NAME_RULE",
     "NOT",
+    "PAIRED",
+    "WITH_OPTIONS",
     "CheckpointSpec",
     "CompileChoice",
     "ComputeDtypeChoice",
+    "DpoSpec",
     "EvalSpec",
+    "IpoSpec",
     "JobSpec",
+    "KtoSpec",
     "LimitsSpec",
     "LrGroup",
     "LrSchedule",
     "Method",
+    "OrpoSpec",
+    "PolicySpec",
+    "SimpoSpec",
     "TrainOn",
     "TrainSpec",
     "job_schema",
