@@ -280,7 +280,7 @@ class Trainer:
         return self.evaluate_tokens(micro_batches)[0]
 
     def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
-        """As `log_probabilities`, with the figures of the evaluation that it is: the loss is the mean cross-entropy, as `evaluate` has it."""
+        """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as in `evaluate`."""
         start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)

@@ -5,7 +5,15 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 """
 
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, job_schema, parse_job_spec
+from horizon_server.spec.job import (
+    CheckpointSpec,
+    EvalSpec,
+    JobSpec,
+    LimitsSpec,
+    job_schema,
+    needs_references,
+    parse_job_spec,
+)
 from horizon_server.spec.objective import (
     PAIRED,
     WITH_OPTIONS,
@@ -16,6 +24,7 @@ from horizon_server.spec.objective import (
     OrpoSpec,
     PolicySpec,
     SimpoSpec,
+    check_kind,
 )
 from horizon_server.spec.training import (
     EVERYTHING,
@@ -52,6 +61,8 @@ __all__ = [
     "SimpoSpec",
     "TrainOn",
     "TrainSpec",
+    "check_kind",
     "job_schema",
+    "needs_references",
     "parse_job_spec",
 ]

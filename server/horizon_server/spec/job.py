@@ -228,6 +228,11 @@ class JobSpec(Section):
         return self.model_construct(_fields_set=set(self.model_fields_set), **{**dict(self), "project": project})
 
 
+def needs_references(spec: JobSpec) -> bool:
+    """Return whether the job's method compares with the log-probabilities of the weights that the job starts with."""
+    return spec.method in ("dpo", "ipo", "kto") or (spec.method == "policy" and spec.policy.kl_coefficient > 0)
+
+
 def job_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a job spec file."""
     schema = JobSpec.model_json_schema()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from horizon_server.errors import InvalidSpec
 from horizon_server.spec.fields import Section
 
 # Named, because a preview takes the same choice without being a job.
@@ -109,3 +110,23 @@ class PolicySpec(Section):
         description="tokens: every token of a step weighs the same (DAPO); documents: every sample weighs the same, whatever its length "
         "(GRPO).",
     )
+
+
+_KINDS: dict[str, str] = {**dict.fromkeys(PAIRED, "preference"), "kto": "kto", "policy": "samples"}
+
+
+def check_kind(method: str, kind: str) -> None:
+    """Check that a method learns from prepared data of that kind (text, preference, kto or samples).
+
+    Raises:
+        InvalidSpec: it does not; the message says which methods do, and which data the method needs.
+    """
+    wanted = _KINDS.get(method, "text")
+    if kind == wanted:
+        return
+    methods = [name for name, its in _KINDS.items() if its == kind] or ["sft", "pretrain"]
+    problem = (
+        f"{method}, which learns from data of kind {wanted}, and the dataset is of kind {kind}; set method to {' or '.join(methods)}, "
+        f"or use a dataset of kind {wanted}"
+    )
+    raise InvalidSpec.of("method", f"method is {problem}")
