@@ -150,13 +150,17 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
         module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
         a_name, b_name = peft_keys(module)
         if name not in (a_name, b_name):
-            raise InvalidModel(f"{header.file}: {name} is not a matrix of plain LoRA ({_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}")
+            raise InvalidModel(
+                f"{header.file}: {name} is not a matrix of plain LoRA ({_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
+            )
         if a_name not in headers or b_name not in headers:
             raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
         a, b = headers[a_name], headers[b_name]
         for header in (a, b):
             if header.dtype not in _DTYPES:
-                raise InvalidModel(f"{header.file}: {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16")
+                raise InvalidModel(
+                    f"{header.file}: {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16"
+                )
         ranks = (a.shape[0], b.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
         if ranks != (config.rank, config.rank):
             raise InvalidModel(
