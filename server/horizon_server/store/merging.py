@@ -50,7 +50,9 @@ Floats = npt.NDArray[np.float32]
 def merged_bytes(base: Path, dtype: ExportDtype) -> int:
     """The disk space that a merged model takes at most."""
     headers = read_safetensors_headers(base)
-    sizes = (math.prod(h.shape) * DTYPE_BYTES[_written_as(h, dtype)] + _ENTRY_BYTES + len(h.name) for h in headers.values())
+    sizes = (
+        math.prod(h.shape) * DTYPE_BYTES[_written_as(h, dtype)] + _ENTRY_BYTES + len(h.name) for h in headers.values()
+    )
     return sum(sizes) + _SMALL_FILES_BYTES + sum((base / name).stat().st_size for name in companion_files(base))
 
 
@@ -79,7 +81,9 @@ def write_merged(
         delta = None if pair is None else partial(weight_change, *pair, adapter.config.scale, adapter.config.transposed)
         pieces = partial(_pieces, header, written_as, delta, advance)
         size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
-        tensors.append(TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces))
+        tensors.append(
+            TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
+        )
     files = write_sharded(folder, "model", tensors, shard_bytes=shard_bytes)
     sizes = Counter[str]()
     for tensor in tensors:
@@ -96,9 +100,7 @@ def write_merged(
     return files
 
 
-def weight_change(
-    a: TensorHeader, b: TensorHeader, scale: float, transposed: bool
-) -> Callable[[int, int], Floats]:
+def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bool) -> Callable[[int, int], Floats]:
     """Returns what gives rows `start` to `end` of scale * B A, in the orientation of the adapted weight.
 
     Shapes: [end - start, inputs], or [end - start, outputs] of a transposed weight.
@@ -151,7 +153,7 @@ def _pieces(
             values = _as_floats(raw, header.dtype)
             if change is not None:
                 values = values + change(start, end).reshape(-1)
-            yield memoryview(_encoded(values, written_as, header.name)).cast("B")
+            yield _encoded(values, written_as, header.name).view(np.uint8).data
 
 
 def _as_floats(raw: bytes | bytearray, dtype: str) -> Floats:
@@ -169,8 +171,12 @@ def _encoded(values: Floats, dtype: str, name: str) -> npt.NDArray[Any]:
     else:
         bits = values.view(np.uint32)
         # Half to even, as torch rounds.
-        encoded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        encoded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+            np.uint16
+        )
     finite = np.isfinite(values).all() and (dtype != "F16" or np.isfinite(encoded).all())
     if not finite:
-        raise InvalidModel(f"{name} holds values that are not finite in {CONFIG_DTYPES[dtype]}; export with dtype bf16 or fp32")
+        raise InvalidModel(
+            f"{name} holds values that are not finite in {CONFIG_DTYPES[dtype]}; export with dtype bf16 or fp32"
+        )
     return encoded
