@@ -240,6 +240,24 @@ class PolicySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
+
+    rank: int | None
+    """Rows of A and columns of B; from 1 to 4096; default 16."""
+    alpha: float | None
+    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
+    dropout: float | None
+    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
+    targets: tuple[str, ...]
+    """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
+    rslora: bool | None
+    """Scale by alpha / sqrt(rank) instead; default false."""
+    base: str
+    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrGroup:
     """LrGroup gives tensors a learning rate of their own."""
 

@@ -16,6 +16,7 @@ from horizon_server.spec import (
     EvalSpec,
     JobSpec,
     LimitsSpec,
+    LoraSpec,
     LrGroup,
     LrSchedule,
     TrainSpec,
@@ -43,6 +44,18 @@ lr_groups = st.lists(
     st.builds(LrGroup, match=st.sampled_from(["norm", r"layers\.1[0-9]\."]), scale=floats(0, 1000, exclude_min=True)),
     max_size=3,
 ).map(tuple)
+
+
+lora_specs = st.builds(
+    LoraSpec,
+    rank=st.integers(1, 4096),
+    alpha=floats(0, 1e6, exclude_min=True),
+    dropout=floats(0, 0.999),
+    targets=st.sampled_from([("all-linear",), ("q_proj", "!mlp")]),
+    rslora=st.booleans(),
+    base=st.sampled_from(["source", "int8", "nf4"]),
+)
+with_lora = st.fixed_dictionaries({"trainable": st.just(("lora",)), "lora": lora_specs})
 
 
 @st.composite
@@ -74,7 +87,9 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         neftune_noise_alpha=draw(floats(0, 1000)),
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
-        trainable=draw(st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])),
+        **draw(
+            st.fixed_dictionaries({"trainable": st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])}) | with_lora
+        ),
     )
 
 
@@ -187,6 +202,7 @@ def test_every_field_of_the_contract_is_carried() -> None:
     optional = {"lr_groups", "epochs", "max_steps", "max_hours", "max_grad_norm", "no_clipping", "keep_days"}
     sections = (
         (wire.train, TrainSpec),
+        (wire.train.lora, LoraSpec),
         (wire.checkpoint, CheckpointSpec),
         (wire.eval, EvalSpec),
         (wire.limits, LimitsSpec),

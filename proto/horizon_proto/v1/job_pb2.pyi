@@ -285,6 +285,34 @@ MATMUL_FP8: Matmul.ValueType  # 2
 """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
 global___Matmul = Matmul
 
+class _LoraBase:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LoraBaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LoraBase.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LORA_BASE_UNSPECIFIED: _LoraBase.ValueType  # 0
+    """The default: LORA_BASE_SOURCE."""
+    LORA_BASE_SOURCE: _LoraBase.ValueType  # 1
+    """As in the model folder."""
+    LORA_BASE_INT8: _LoraBase.ValueType  # 2
+    """8 bits, with a scale for each row."""
+    LORA_BASE_NF4: _LoraBase.ValueType  # 3
+    """4 bits of NormalFloat, with a scale of 8 bits for every 64."""
+
+class LoraBase(_LoraBase, metaclass=_LoraBaseEnumTypeWrapper):
+    """LoraBase is how the frozen matrices below adapters are kept."""
+
+LORA_BASE_UNSPECIFIED: LoraBase.ValueType  # 0
+"""The default: LORA_BASE_SOURCE."""
+LORA_BASE_SOURCE: LoraBase.ValueType  # 1
+"""As in the model folder."""
+LORA_BASE_INT8: LoraBase.ValueType  # 2
+"""8 bits, with a scale for each row."""
+LORA_BASE_NF4: LoraBase.ValueType  # 3
+"""4 bits of NormalFloat, with a scale of 8 bits for every 64."""
+global___LoraBase = LoraBase
+
 class _Compile:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -859,6 +887,7 @@ class TrainSpec(google.protobuf.message.Message):
     LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
     LR_GROUPS_FIELD_NUMBER: builtins.int
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
+    LORA_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -917,6 +946,10 @@ class TrainSpec(google.protobuf.message.Message):
     def lr_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LrGroup]:
         """Tensors that learn at a rate of their own; the first group that fits counts; at most 64."""
 
+    @property
+    def lora(self) -> global___LoraSpec:
+        """Adapters, for trainable ["lora"] only."""
+
     def __init__(
         self,
         *,
@@ -946,9 +979,10 @@ class TrainSpec(google.protobuf.message.Message):
         label_smoothing: builtins.float | None = ...,
         lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
         neftune_noise_alpha: builtins.float | None = ...,
+        lora: global___LoraSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -981,6 +1015,55 @@ class TrainSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["clipping", b"clipping"]) -> typing.Literal["max_grad_norm", "no_clipping"] | None: ...
 
 global___TrainSpec = TrainSpec
+
+@typing.final
+class LoraSpec(google.protobuf.message.Message):
+    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ALPHA_FIELD_NUMBER: builtins.int
+    DROPOUT_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
+    RSLORA_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Rows of A and columns of B; from 1 to 4096; default 16."""
+    alpha: builtins.float
+    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
+    dropout: builtins.float
+    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
+    rslora: builtins.bool
+    """Scale by alpha / sqrt(rank) instead; default false."""
+    base: global___LoraBase.ValueType
+    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE."""
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int | None = ...,
+        alpha: builtins.float | None = ...,
+        dropout: builtins.float | None = ...,
+        targets: collections.abc.Iterable[builtins.str] | None = ...,
+        rslora: builtins.bool | None = ...,
+        base: global___LoraBase.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_alpha", b"_alpha"]) -> typing.Literal["alpha"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dropout", b"_dropout"]) -> typing.Literal["dropout"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rslora", b"_rslora"]) -> typing.Literal["rslora"] | None: ...
+
+global___LoraSpec = LoraSpec
 
 @typing.final
 class LrGroup(google.protobuf.message.Message):

@@ -55,7 +55,7 @@ class LayerStream:
             units,
             allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
             give_back=device.free,
-            plane="hi",
+            elements_of=lambda unit: unit.num_elements,
             num_slots=num_slots,
             edge_elements=max(units[0].num_elements, template.head_elements) + exact(in_layers=False),
             more_layer_elements=exact(in_layers=True),

@@ -259,7 +259,7 @@ class _Counter:
         offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
         return tuple(
             UnitTraffic(
-                upload_bytes=unit.num_elements * self.element,
+                upload_bytes=unit.unpacked_elements * self.element + unit.packed_bytes,
                 download_bytes=unit.trained_elements * self.grad_bytes,
                 clear_bytes=unit.trained_elements * self.clear_bytes,
                 update_bytes=unit.trained_elements * self.update_bytes,

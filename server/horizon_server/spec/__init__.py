@@ -14,6 +14,7 @@ from horizon_server.spec.job import (
     needs_references,
     parse_job_spec,
 )
+from horizon_server.spec.lora import ALL_LINEAR, NOT, LoraSpec
 from horizon_server.spec.objective import (
     PAIRED,
     WITH_OPTIONS,
@@ -28,7 +29,7 @@ from horizon_server.spec.objective import (
 )
 from horizon_server.spec.training import (
     EVERYTHING,
-    NOT,
+    LORA,
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
@@ -38,7 +39,9 @@ from horizon_server.spec.training import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "EVERYTHING",
+    "LORA",
     "NAME_PATTERN",
     "NAME_RULE",
     "NOT",
@@ -53,6 +56,7 @@ __all__ = [
     "JobSpec",
     "KtoSpec",
     "LimitsSpec",
+    "LoraSpec",
     "LrGroup",
     "LrSchedule",
     "Method",

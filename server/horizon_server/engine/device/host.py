@@ -96,16 +96,23 @@ class HostDevice(QueuedDevice):
         return tensor
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone."""
+        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed tensors cross it as
+        they are.
+        """
+        unit = store.layout.units[index]
+        num_bytes = unit.unpacked_elements * out.itemsize + unit.packed_bytes
 
         def copy() -> None:
-            with self._link(out.nbytes):
+            with self._link(num_bytes):
                 if out.dtype is torch.float32:
-                    store.merge_master(index, out)
+                    store.merge_unpacked(index, out)
                 else:
-                    out.copy_(store.unit(index, "hi"))
+                    out[: unit.unpacked_elements].copy_(store.unit(index, "hi"))
+            # Off the link's time: a GPU unpacks with its own memory's speed.
+            if unit.packed_bytes:
+                store.unpack(index, store.unit(index, "packed"), out)
 
-        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"unit {index}")
+        self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         def copy() -> None:
