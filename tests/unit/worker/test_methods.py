@@ -119,7 +119,7 @@ def test_figures_of_an_evaluation_are_those_of_the_formula(inputs: Any, method: 
         sums.append([])
         for number in range(16):
             row = data.micro_batch([number])
-            logits = model(row.input_ids_T[None]).logits[0]
+            logits = model(row.input_ids_T[None]).logits[0].detach()
             is_target = row.labels_T >= 0
             picked = torch.log_softmax(logits.double(), -1).gather(1, row.labels_T.clamp(min=0)[:, None])[:, 0]
             sums[-1].append(float(picked[is_target].sum()))
