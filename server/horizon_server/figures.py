@@ -11,8 +11,6 @@ from typing import Annotated
 
 # Up to half an hour: the models that this daemon is for take minutes a step, those of tests milliseconds.
 _STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0)
-MAX_METHOD_FIGURES = 16
-"""The most figures of a method that a step or an evaluation reports."""
 _LINK = ("device", "direction")
 _JOB = ("job_id",)
 
@@ -79,7 +77,7 @@ class StepFigures(QueueFigures):
 
     `step` counts from 1. `num_tokens` are real tokens, without padding. `grad_norm` is the global norm before clipping.
     `noise_scale_tokens` is the gradient noise scale, averaged over steps (`engine.noise_scale`); None while unknown.
-    `method_figures` are what the job's method reports besides its loss, at most `MAX_METHOD_FIGURES` by name; empty for cross-entropy.
+    `method_figures` are what the job's method reports besides its loss, a handful by name; empty for cross-entropy.
     `skipped` says why not every weight was updated, or is empty: `non_finite_gradient` changed nothing,
     `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the model's own
     operations, without recompute. The memory figures hold each component's peak since the start.

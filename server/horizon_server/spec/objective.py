@@ -115,8 +115,8 @@ class PolicySpec(Section):
 _KINDS: dict[str, str] = {**dict.fromkeys(PAIRED, "preference"), "kto": "kto", "policy": "samples"}
 
 
-def check_kind(method: str, kind: str) -> None:
-    """Check that a method learns from prepared data of that kind (text, preference, kto or samples).
+def check_kind(method: str, kind: str, dataset: str = "") -> None:
+    """Check that a method learns from data of that kind (text, preference, kto or samples). `dataset` is its name for the message.
 
     Raises:
         InvalidSpec: it does not; the message says which methods do, and which data the method needs.
@@ -126,7 +126,7 @@ def check_kind(method: str, kind: str) -> None:
         return
     methods = [name for name, its in _KINDS.items() if its == kind] or ["sft", "pretrain"]
     problem = (
-        f"{method}, which learns from data of kind {wanted}, and the dataset is of kind {kind}; set method to {' or '.join(methods)}, "
+        f"{method}, which learns from data of kind {wanted}, and {f'dataset {dataset}' if dataset else 'the dataset'} is of kind {kind}; set method to {' or '.join(methods)}, "
         f"or use a dataset of kind {wanted}"
     )
     raise InvalidSpec.of("method", f"method is {problem}")

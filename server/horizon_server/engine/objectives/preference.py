@@ -117,6 +117,7 @@ class DPO(PairedObjective):
     def _rewards(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> Tensor:
+        assert references_S is not None, "checked before the step"
         # Of sums also where the loss is of averages, as TRL reports them.
         return self.beta * documents.log_probabilities(logprobs_S - references_S, weights_S, average=False)
 
