@@ -152,11 +152,7 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
         a_name, b_name = peft_keys(module)
         if name not in (a_name, b_name):
             raise InvalidModel(
-<<<<<<< HEAD
-                f"{header.file}: {name} is not a matrix of plain LoRA ({_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
-=======
                 f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
->>>>>>> files
             )
         if a_name not in headers or b_name not in headers:
             raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
