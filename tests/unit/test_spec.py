@@ -164,7 +164,7 @@ def test_learning_rate_groups_and_their_expressions_are_bounded() -> None:
     ):
         assert "scale (a number above 0 up to 1000" in violations(refused)["train.lr_groups"]
     assert (
-        "holds 'a(', which is not a regular expression that can be used: unclosed group"
+        "holds 'a(', which is not a regular expression that can be used (syntax of RE2): missing ): a("
         in violations(of("a(", 1.0))["train.lr_groups"]
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ PEFT_LORA = "peft-lora"
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 MAX_ADAPTER_RANK = 4096
 
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""Before the name of every tensor in an adapter's file."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
 _DTYPES = ("F32", "F16", "BF16")
@@ -110,7 +111,7 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """The names of A and B in adapter_model.safetensors."""
-    return f"{_PREFIX}{module}{_A}", f"{_PREFIX}{module}{_B}"
+    return f"{PEFT_PREFIX}{module}{_A}", f"{PEFT_PREFIX}{module}{_B}"
 
 
 def adapter_config_text(config: AdapterConfig, adapted: Iterable[str], modules: Iterable[str]) -> str:
@@ -147,11 +148,11 @@ def read_adapter_folder(folder: Path) -> AdapterFolder:
     headers = read_safetensors_headers(folder, stem=ADAPTER_STEM)
     pairs: dict[str, tuple[TensorHeader, TensorHeader]] = {}
     for name, header in headers.items():
-        module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(_A).removesuffix(_B)
         a_name, b_name = peft_keys(module)
         if name not in (a_name, b_name):
             raise InvalidModel(
-                f"{header.file}: {name} is not a matrix of plain LoRA ({_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
+                f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
             )
         if a_name not in headers or b_name not in headers:
             raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
@@ -235,9 +236,17 @@ def _switch(plain: Mapping[str, Any], name: str, file: str) -> bool:
 
 def _base_tensor(module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The tensor of a module. A folder of a base class leaves out the first parts of the name that the module has in the whole model."""
-    name = module + _WEIGHT
+    return _longest_end(module + _WEIGHT, shapes)
+
+
+def stored_name(key: str, known: Container[str]) -> str:
+    """The name among `known` that a key of an adapter's file means, where a folder's names lack their first parts; else the key."""
+    return _longest_end(key.removeprefix(PEFT_PREFIX), known) or key
+
+
+def _longest_end(name: str, known: Container[str]) -> str | None:
     while name:
-        if name in shapes:
+        if name in known:
             return name
         name = name.partition(".")[2]
     return None

@@ -153,7 +153,7 @@ def _pieces(
             values = _as_floats(raw, header.dtype)
             if change is not None:
                 values = values + change(start, end).reshape(-1)
-            yield memoryview(_encoded(values, written_as, header.name)).cast("B")
+            yield _encoded(values, written_as, header.name).view(np.uint8).data
 
 
 def _as_floats(raw: bytes | bytearray, dtype: str) -> Floats:

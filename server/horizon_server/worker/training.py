@@ -102,6 +102,7 @@ class Training:
             model=request.model,
             resume_from=request.resume_from,
             from_memory=request.resume_from_memory,
+            seed=self._spec.train.seed,
         )
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
