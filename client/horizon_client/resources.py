@@ -641,7 +641,7 @@ class Dataset:
     owner: str
     """Who pushed it."""
     format: str
-    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text or tokens."""
+    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or samples."""
     field_map: Mapping[str, str]
     """User's column for each field: prompt -> question."""
     files: tuple[FileEntry, ...] = field(repr=False)
@@ -684,6 +684,9 @@ class PreviewRow:
     """True when `spans` end before the row does, to keep the answer small."""
     problems: tuple[str, ...]
     """Why nothing of it is trained, where that is so."""
+    part: str
+    """What it is of its row, where a row is compared or judged: chosen and rejected follow each other, each with the spans and the
+    counts of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -705,7 +708,7 @@ class DatasetPreview:
     num_rows: int
     """Rows of the dataset."""
     format: str
-    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text or tokens."""
+    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or samples."""
     method: str
     """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto or policy."""
     train_on: str

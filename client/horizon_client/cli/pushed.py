@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from horizon_client.resources import DatasetPreview, PreviewRow
     from horizon_client.sync_client import Client
 
-_FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
+_FORMATS = [
+    "auto",
+    "messages",
+    "prompt-completion",
+    "alpaca",
+    "sharegpt",
+    "text",
+    "tokens",
+    "preference",
+    "kto",
+    "samples",
+]
 _TRAIN_ON = ["assistant", "last-assistant", "all"]
 _PUSH_INTERRUPTED = "interrupted; what the server has is kept: the same command continues from there"
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")

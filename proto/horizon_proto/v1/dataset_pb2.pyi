@@ -44,6 +44,12 @@ class _DatasetFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """Plain UTF-8 text, or {"text"}"""
     DATASET_FORMAT_TOKENS: _DatasetFormat.ValueType  # 7
     """{"input_ids", "labels"}"""
+    DATASET_FORMAT_PREFERENCE: _DatasetFormat.ValueType  # 8
+    """{"prompt", "chosen", "rejected"}"""
+    DATASET_FORMAT_KTO: _DatasetFormat.ValueType  # 9
+    """{"prompt", "completion", "label"}"""
+    DATASET_FORMAT_SAMPLES: _DatasetFormat.ValueType  # 10
+    """{"tokens", "logprobs", "advantage", "prompt_length"}"""
 
 class DatasetFormat(_DatasetFormat, metaclass=_DatasetFormatEnumTypeWrapper):
     """DatasetFormat is how the rows of a file are written."""
@@ -64,6 +70,12 @@ DATASET_FORMAT_TEXT: DatasetFormat.ValueType  # 6
 """Plain UTF-8 text, or {"text"}"""
 DATASET_FORMAT_TOKENS: DatasetFormat.ValueType  # 7
 """{"input_ids", "labels"}"""
+DATASET_FORMAT_PREFERENCE: DatasetFormat.ValueType  # 8
+"""{"prompt", "chosen", "rejected"}"""
+DATASET_FORMAT_KTO: DatasetFormat.ValueType  # 9
+"""{"prompt", "completion", "label"}"""
+DATASET_FORMAT_SAMPLES: DatasetFormat.ValueType  # 10
+"""{"tokens", "logprobs", "advantage", "prompt_length"}"""
 global___DatasetFormat = DatasetFormat
 
 class _DatasetState:
@@ -464,6 +476,7 @@ class PreviewRow(google.protobuf.message.Message):
     NUM_DOCUMENTS_FIELD_NUMBER: builtins.int
     CLIPPED_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
     file: builtins.str
     """The file it is in."""
     unit: builtins.str
@@ -480,6 +493,10 @@ class PreviewRow(google.protobuf.message.Message):
     """Documents that it is trained as: several where a long text is split."""
     clipped: builtins.bool
     """True when `spans` end before the row does, to keep the answer small."""
+    part: builtins.str
+    """What it is of its row, where a row is compared or judged: chosen and rejected follow each other, each with the spans and the counts of
+    its own.
+    """
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PreviewSpan]:
         """The pieces in order."""
@@ -501,8 +518,9 @@ class PreviewRow(google.protobuf.message.Message):
         num_documents: builtins.int = ...,
         clipped: builtins.bool = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        part: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clipped", b"clipped", "file", b"file", "num_cut_tokens", b"num_cut_tokens", "num_documents", b"num_documents", "num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "number", b"number", "problems", b"problems", "spans", b"spans", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clipped", b"clipped", "file", b"file", "num_cut_tokens", b"num_cut_tokens", "num_documents", b"num_documents", "num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "number", b"number", "part", b"part", "problems", b"problems", "spans", b"spans", "unit", b"unit"]) -> None: ...
 
 global___PreviewRow = PreviewRow
 
