@@ -125,8 +125,9 @@ def check_kind(method: str, kind: str, dataset: str = "") -> None:
     if kind == wanted:
         return
     methods = [name for name, its in _KINDS.items() if its == kind] or ["sft", "pretrain"]
+    found = f"dataset {dataset}" if dataset else "the dataset"
     problem = (
-        f"{method}, which learns from data of kind {wanted}, and {f'dataset {dataset}' if dataset else 'the dataset'} is of kind {kind}; set method to {' or '.join(methods)}, "
+        f"{method}, which learns from data of kind {wanted}, and {found} is of kind {kind}; set method to {' or '.join(methods)}, "
         f"or use a dataset of kind {wanted}"
     )
     raise InvalidSpec.of("method", f"method is {problem}")

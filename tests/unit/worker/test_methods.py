@@ -113,7 +113,7 @@ def test_figures_of_an_evaluation_are_those_of_the_formula(inputs: Any, method: 
     folder, daemon = inputs("job", method), Daemon(always)
     attempt(folder, spec(method), daemon)
     data = PreparedDataset.open(folder / "prepared")
-    gains, sums = [], []
+    sums: list[list[float]] = []
     for weights in (folder / "model", folder / "checkpoints/step-00000004"):
         model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
         sums.append([])
