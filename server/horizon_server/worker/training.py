@@ -85,6 +85,8 @@ class Training:
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = open_for_training(request.model, self._spec.train).layout
         template = self._template = Template.from_folder(request.model, layout=layout)
+        # Now, because compiled layers have the scale in their code.
+        template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -269,6 +271,7 @@ class Training:
             num_threads=request.num_threads,
             num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
             trainable=train.trainable,
+            lora=train.lora.model_dump(mode="json"),
         )
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile
