@@ -124,3 +124,23 @@ def test_fewer_bytes_cross_the_link(
         moved.append(start(model, device=device).trainer.train_step(rows).h2d.bytes)
     # Norms, the embedding's rows and the head are as large as before, and small models have little else.
     assert moved[0] < moved[1] * {"int8": 0.8, "nf4": 0.7}[kind]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_a_resident_layer_only_what_is_trained_goes_up_again(
+    device: str,
+    tiny_model: Callable[..., TinyModel],
+    start: Callable[..., Run],
+    documents: Callable[..., list[Tensor]],
+    pack: Callable[[list[Tensor]], MicroBatch],
+) -> None:
+    rows = [pack(documents(11, 20, seed=1))]
+    small, _ = packed(tiny_model("llama"), "int8")
+    made = DEVICES[device]()
+    num_layers = small.template.num_layers
+    run = start(small, device=made, resident_layers=num_layers)
+    # Whole layers have gone up before the first step, for the trial of packing.
+    first, second, third = (run.trainer.train_step(rows).h2d.bytes for _ in range(3))
+    layers = [unit for unit in small.template.layout.units if unit.kind == "layer"]
+    trained = sum(unit.trained_elements * made.compute_dtype.itemsize for unit in layers)
+    assert second - first == third - first == trained

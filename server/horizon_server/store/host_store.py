@@ -139,8 +139,8 @@ class HostStore:
             self.unpack(index, self.unit(index, "packed"), out)
 
     def merge_unpacked(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
-        """Like `merge_master`, without the packed tensors of the unit, whose places stay as they are."""
-        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        """Like `merge_master`, for the unit's first part alone: what is not packed of it, or as much of that as `out` is long."""
+        hi, lo = (self.unit(index, plane)[: len(out)] for plane in ("hi", "lo"))
         num_exact = len(lo)
         merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
         out[num_exact : len(hi)].copy_(hi[num_exact:])

@@ -144,14 +144,15 @@ class CudaDevice(QueuedDevice):
         with memory_refusals():
             return self._runtime.place(tensor)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
         """2 bytes a parameter, no cast; packed tensors cross the link as they are and become bf16 on the device.
 
         CUDA: h2d runs in order, so one buffer for packed bytes is enough.
         """
         unit = store.layout.units[index]
-        self._upload(store.unit(index, "hi"), out[: unit.unpacked_elements], label=f"unit {index}")
-        if unit.packed_bytes:
+        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
+        self._upload(store.unit(index, "hi")[: len(first)], first, label=f"unit {index}")
+        if unit.packed_bytes and not only_trained:
             assert self._packed is not None, "adopt comes first"
             block = self._packed[: unit.packed_bytes]
             self._upload(store.unit(index, "packed"), block, label=f"packed weights of unit {index}")

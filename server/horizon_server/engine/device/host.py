@@ -95,22 +95,24 @@ class HostDevice(QueuedDevice):
         """Compute reads host memory."""
         return tensor
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
         """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed tensors cross it as
         they are.
         """
         unit = store.layout.units[index]
-        num_bytes = unit.unpacked_elements * out.itemsize + unit.packed_bytes
+        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
+        packed = None if only_trained or not unit.packed_bytes else store.unit(index, "packed")
+        num_bytes = first.nbytes + (0 if packed is None else packed.nbytes)
 
         def copy() -> None:
             with self._link(num_bytes):
                 if out.dtype is torch.float32:
-                    store.merge_unpacked(index, out)
+                    store.merge_unpacked(index, first)
                 else:
-                    out[: unit.unpacked_elements].copy_(store.unit(index, "hi"))
-            # Off the link's time: a GPU unpacks with its own memory's speed.
-            if unit.packed_bytes:
-                store.unpack(index, store.unit(index, "packed"), out)
+                    first.copy_(store.unit(index, "hi")[: len(first)])
+            # Off the link's time: a GPU unpacks at the speed of its own memory.
+            if packed is not None:
+                store.unpack(index, packed, out)
 
         self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
