@@ -115,7 +115,7 @@ class ResidentDevice:
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
         out.copy_(self._units[index])
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:

@@ -168,6 +168,96 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoSpec:
+    """The options of method dpo. Fields left out take the defaults given here."""
+
+    beta: float | None
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    loss: str
+    """The loss of a pair's margin; default sigmoid: sigmoid or hinge."""
+    label_smoothing: float | None
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+    length_normalised: bool | None
+    """Compare averages over an answer's tokens instead of sums; default false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IpoSpec:
+    """The options of method ipo. Fields left out take the defaults given here."""
+
+    beta: float | None
+    """Margins are pulled to 1 / (2 beta); above 0 up to 1000; default 0.1."""
+    length_normalised: bool | None
+    """Compare averages over an answer's tokens instead of sums; default true."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrpoSpec:
+    """The options of method orpo. Fields left out take the defaults given here."""
+
+    penalty: float | None
+    """Weight of the odds ratio next to the chosen answers' loss; from 0 to 1000; default 0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpoSpec:
+    """The options of method simpo. Fields left out take the defaults given here."""
+
+    beta: float | None
+    """Factor of the difference of average log-probabilities; above 0 up to 1000; default 2."""
+    gamma: float | None
+    """Margin that is to be reached; from 0 to 1000; default 0.5."""
+    label_smoothing: float | None
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoSpec:
+    """The options of method kto. Fields left out take the defaults given here."""
+
+    beta: float | None
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    desirable_weight: float | None
+    """Weight of answers that are labelled good; from 0 to 1000; default 1."""
+    undesirable_weight: float | None
+    """Weight of answers that are labelled bad; from 0 to 1000; default 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """The options of method policy. Fields left out take the defaults given here."""
+
+    clip: bool | None
+    """Whether the ratio to the policy that sampled is clipped; default true."""
+    clip_low: float | None
+    """The ratio counts down to 1 - clip_low; from 0 to 1; default 0.2."""
+    clip_high: float | None
+    """The ratio counts up to 1 + clip_high; from 0 to 1000; default 0.2."""
+    kl_coefficient: float | None
+    """Weight of the KL divergence from the starting weights; from 0 to 1000; default 0."""
+    mean: str
+    """What the losses of tokens are averaged over; default tokens: tokens or documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
+
+    rank: int | None
+    """Rows of A and columns of B; from 1 to 4096; default 16."""
+    alpha: float | None
+    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
+    dropout: float | None
+    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
+    targets: tuple[str, ...]
+    """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
+    rslora: bool | None
+    """Scale by alpha / sqrt(rank) instead; default false."""
+    base: str
+    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrGroup:
     """LrGroup gives tensors a learning rate of their own."""
 
@@ -367,7 +457,7 @@ class StepEvent:
     num_steps: int
     """Number of steps in all."""
     loss: float
-    """Token-weighted mean loss of the step."""
+    """Token-weighted mean loss of the step; the loss of the job's method where that is not cross-entropy."""
     grad_norm: float
     """Global gradient norm before clipping."""
     learning_rate: float
@@ -408,6 +498,8 @@ class StepEvent:
     noise_scale_tokens: float | None
     """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
     little. Absent while unknown, as where steps are a single micro-batch."""
+    method_figures: Mapping[str, float]
+    """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,7 +551,7 @@ class EvalEvent:
     step: int
     """Step after which it ran; 0 is before the first."""
     eval_loss: float
-    """Token-weighted mean loss over the evaluation set."""
+    """Token-weighted mean loss over the evaluation set; the loss of the job's method where that is not cross-entropy."""
     num_targets: int
     """Number of tokens with loss."""
     num_tokens: int
@@ -476,6 +568,8 @@ class EvalEvent:
     """Seconds the optimizer was busy."""
     optimizer_exposed_s: float
     """Seconds the optimizer was busy while the compute queue was idle."""
+    method_figures: Mapping[str, float]
+    """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,7 +710,7 @@ class DatasetPreview:
     format: str
     """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or samples."""
     method: str
-    """The method, with its default filled in: sft or pretrain."""
+    """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto or policy."""
     train_on: str
     """Which tokens would be trained, with its default filled in: assistant, last-assistant or all."""
     sequence_length: int

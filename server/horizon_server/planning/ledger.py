@@ -190,6 +190,8 @@ def plan_memory(
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
+        # The buffer in which packed weights arrive.
+        device["weights"] += max(unit.packed_bytes for unit in layout.units)
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
@@ -229,7 +231,7 @@ def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     return {
-        "weights": planes["hi"] + planes["lo"],
+        "weights": planes["hi"] + planes["lo"] + planes.get("packed", 0),
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
     }
@@ -245,7 +247,7 @@ def _slot_elements(layout: StoreLayout) -> int:
 def _gradient_slot_elements(layout: StoreLayout) -> int:
     """The ring of gradient_sink: the same, of what is trained."""
     edge_elements = max(layout.units[0].trained_elements, layout.head_gradient_elements)
-    return NUM_SLOTS * _largest_layer_elements(layout, "grad") + edge_elements
+    return NUM_SLOTS * _largest_trained_elements(layout) + edge_elements
 
 
 def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
@@ -271,8 +273,12 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> 
     return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
-def _largest_layer_elements(layout: StoreLayout, plane: str = "hi") -> int:
-    return max(unit.elements_in(plane) for unit in layout.units if unit.kind == "layer")
+def _largest_layer_elements(layout: StoreLayout) -> int:
+    return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+
+
+def _largest_trained_elements(layout: StoreLayout) -> int:
+    return max(unit.trained_elements for unit in layout.units if unit.kind == "layer")
 
 
 def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
@@ -284,7 +290,7 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int
     if kept:
         return num_bytes
     largest_edge = max(unit.trained_elements for unit in edges)
-    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout, "grad") + largest_edge) * element_bytes
+    return num_bytes + (NUM_SLOTS * _largest_trained_elements(layout) + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import Figures
 from horizon_server.errors import DoesNotFit, Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
@@ -40,7 +41,7 @@ from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
-from horizon_server.spec import JobSpec
+from horizon_server.spec import JobSpec, check_kind
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
@@ -79,7 +80,7 @@ class JobService:
 
         Raises:
             NotFound: when model or dataset do not exist for the caller, or the checkpoint that `init_from` names.
-            InvalidSpec: when that checkpoint is of another model.
+            InvalidSpec: when that checkpoint is of another model, or the method does not learn from data of such a kind.
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
             QuotaExceeded: when the user or the project has as many queued jobs as an admin allows, or the job needs more memory.
             RequestIdReused: when the id came with another spec.
@@ -96,6 +97,8 @@ class JobService:
             model_id, folder = await self.resources.model(principal, spec.model)
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
+            for files in filter(None, (dataset, evaluation)):
+                check_kind(spec.method, kind_of(DatasetFormat(files.record.format)), files.record.name)
             plan = await self._plan(spec, model_id, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)

@@ -56,8 +56,9 @@ class Continuation:
             )
 
 
-def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory: bool) -> Continuation:
-    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk.
+def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory: bool, seed: int = 0) -> Continuation:
+    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk. Adapters
+    that are new begin at random by `seed`.
 
     Raises:
         InvalidModel: the checkpoint or the model's folder cannot be used.
@@ -74,5 +75,5 @@ def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory
     store.generations.reset()
     if resume_from is not None:
         return Continuation(state=load_checkpoint(store, resume_from), refusal=refusal)
-    load_model(store, model)
+    load_model(store, model, seed=seed)
     return Continuation(state=None, refusal=refusal)

@@ -236,7 +236,7 @@ def test_a_torn_folder_is_never_complete(saved: Path, name: str, damage: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 3, "files": {}, "versions": {}}']
+    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 4, "files": {}, "versions": {}}']
 )
 def test_a_broken_manifest_makes_no_checkpoint(saved: Path, text: str) -> None:
     (saved / "trainer" / "manifest.json").write_text(text)
