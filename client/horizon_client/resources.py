@@ -658,6 +658,9 @@ class Dataset:
     """sha256 over format, map and the files' contents."""
     shared_with: tuple[str, ...]
     """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+    data_kind: str
+    """What can be learnt from it: text, preference, kto or samples. A job's method asks for one of them. Empty while the format is
+    not decided."""
 
 
 @dataclass(frozen=True, kw_only=True)
