@@ -24,6 +24,9 @@ ADAPTER_FILE = f"{ADAPTER_STEM}.safetensors"
 PEFT_LORA = "peft-lora"
 """What a pushed adapter has where a pushed model has its architecture."""
 
+BASE_SHA256_FILE = "base.sha256"
+"""In the folder that a job starts from: the digest of the model that the adapter of another job was trained on."""
+
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 MAX_ADAPTER_RANK = 4096
 
