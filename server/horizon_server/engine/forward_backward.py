@@ -389,7 +389,7 @@ class ForwardBackward:
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
         places = self._template.places[layer + 1] if self._matmul == "fp8" else []
-        views = [place for place in places if place.is_parameter and isinstance(place.piece, Strided)]
+        views = [p for p in places if p.is_parameter and isinstance(p.piece, Strided) and not p.adapts]
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 

@@ -58,7 +58,7 @@ class TrainConfig:
     step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
     dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
     `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
-    rounds the layers' products.
+    rounds the layers' products, and so do `adapter_scale` and `adapter_dropout`, where the layout has adapters.
     """
 
     num_steps: int
@@ -86,6 +86,8 @@ class TrainConfig:
     resident_layers: int = 0
     product_layers: int = 0
     max_product_bytes: int | None = None
+    adapter_scale: float = 1.0
+    adapter_dropout: float = 0.0
 
 
 class Trainer:
@@ -102,6 +104,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        template.adapter_scale, template.adapter_dropout = config.adapter_scale, config.adapter_dropout
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
         if config.matmul == "fp8":

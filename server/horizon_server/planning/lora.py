@@ -24,10 +24,12 @@ TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 """Model types whose layers multiply with weights of shape [inputs, outputs], of class Conv1D (a test compares)."""
 
 # One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
-_EXPERT = re.compile(r"(?:^|\.)(?:experts|block_sparse_moe\.(?:input|output)_linear)(?:\.|$)|\.ffn\.experts\.")
+_EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
 _NOT_LINEAR = re.compile(
     # Routers: a choice, not a map of what the layer computes.
-    r"(?:^|\.)(?:gate|router|gate_proj_router|router\.(?:classifier|layer|proj))\.weight$"
+    r"(?:^|\.)(?:gate|router|router\.(?:classifier|gate|layer|proj))\.weight$"
+    # The time steps of a state space, whose weight Mamba's code multiplies with by itself.
+    r"|(?:^|\.)dt_proj\.weight$"
 )
 
 

@@ -112,4 +112,6 @@ def train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         resident_layers=request.resident_layers,
         product_layers=request.product_layers,
         max_product_bytes=request.max_product_bytes,
+        adapter_scale=train.lora.scale,
+        adapter_dropout=train.lora.dropout,
     )
