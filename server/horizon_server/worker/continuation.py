@@ -10,13 +10,11 @@ from typing import Any
 
 from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.planning.ledger import ComputeDtype
-from horizon_server.store.adapter_files import BASE_SHA256_FILE, read_adapter_folder, stored_name
+from horizon_server.store.adapter_files import BASE_SHA256_FILE, read_adapter_folder
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
-from horizon_server.store.layout import StoreLayout
 from horizon_server.store.model_load import load_model
-from horizon_server.store.safetensors_files import TensorHeader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,8 @@ def load(
     if adapter is not None:
         assert base_sha256 is not None, "a job that starts with an adapter trains adapters"
         _check_base(adapter, base_sha256)
-        adapters = _tensors_of(adapter, store.layout)
+        names = {place.name for _, place in store.layout.tensors() if place.adapts}
+        adapters = read_adapter_folder(adapter).tensors(names)
     load_model(store, model, seed=seed, adapters=adapters)
     return Continuation(state=None, refusal=refusal)
 
@@ -106,10 +105,3 @@ def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
             "init_from: the adapter was trained on other weights than those of model; merge it (horizon checkpoint merge) and start from "
             "the merged model, or give the model that it was trained on"
         )
-
-
-def _tensors_of(adapter: Path, layout: StoreLayout) -> dict[str, TensorHeader]:
-    """The tensors of an adapter's folder by their names in the store."""
-    names = {place.name for _, place in layout.tensors() if place.adapts}
-    pairs = read_adapter_folder(adapter).pairs.values()
-    return {stored_name(header.name, names): header for pair in pairs for header in pair}
