@@ -40,11 +40,20 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
         InvalidSpec: an expression of the targets fits no tensor, or one that no adapter can be made for.
     """
     transposed = text_config(found.config).get("model_type") in TRANSPOSED
-    maps: dict[str, tuple[int, int]] = {}
-    for tensor in _targets(layout, train.lora):
-        num_outputs, num_inputs = tensor.shape if not transposed else tensor.shape[::-1]
-        maps[tensor.name] = (num_inputs, num_outputs)
+    maps = linear_maps(layout, train.lora, transposed=transposed)
     return with_adapters(layout, maps, rank=train.lora.rank, decay=train.decay, is_bfloat16=found.is_bfloat16)
+
+
+def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False) -> dict[str, tuple[int, int]]:
+    """The weights that have adapters by the spec, with the (inputs, outputs) of their maps; raises as `with_lora`.
+
+    `transposed` says that weights are [inputs, outputs], not [outputs, inputs].
+    """
+    maps: dict[str, tuple[int, int]] = {}
+    for tensor in _targets(layout, spec):
+        num_outputs, num_inputs = reversed(tensor.shape) if transposed else tensor.shape
+        maps[tensor.name] = (num_inputs, num_outputs)
+    return maps
 
 
 def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
