@@ -381,6 +381,7 @@ class Planner:
             micro_batch_tokens=choice.micro_batch_tokens,
             longest_document=choice.longest_document,
             kept=choice.kept,
+            adapter_dropout=spec.train.lora.dropout,
         )
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:

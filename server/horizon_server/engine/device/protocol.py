@@ -129,7 +129,7 @@ class Device(Protocol):
         """Token ids and indices where compute can read them; small, and not part of the account."""
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
-        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it holds the others already."""
+        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has the others already."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
