@@ -96,78 +96,6 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A Hugging Face model folder plus trainer state, complete and checksummed."""
-
-    job_id: str
-    """The job that wrote it."""
-    step: int
-    """The step after which it was written."""
-    files: tuple[FileEntry, ...] = field(repr=False)
-    """Its files; those below trainer/ are only needed to resume."""
-    size_bytes: int
-    """Bytes over all files."""
-    create_time: datetime | None
-    """When it was written."""
-    eval_loss: float | None
-    """Loss of the evaluation at that step; None when there was none."""
-    last: bool
-    """Whether it is the newest of its job."""
-    best: bool
-    """Whether it has the lowest eval loss of its job."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleMessage:
-    """One turn of a chat."""
-
-    role: str
-    """Such as system, user or assistant; the model's chat template decides."""
-    content: str
-    """Its text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplePrompt:
-    """A text to continue, or a chat to answer. One of both is set."""
-
-    text: str
-    """Continued as it is."""
-    messages: tuple[SampleMessage, ...]
-    """Rendered by the model's chat template, with the cue for an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledText:
-    """More text of one answer."""
-
-    prompt: int
-    """Which prompt it answers, from 0."""
-    text: str
-    """What follows the text that was sent before."""
-    num_tokens: int
-    """Tokens of the answer so far."""
-    ended: str
-    """Empty while more follows, then `stop` or `length` (max_tokens)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleFigures:
-    """What answering took."""
-
-    num_prompt_tokens: int
-    """Of all prompts together."""
-    num_tokens: int
-    """Of all answers together."""
-    load_s: float
-    """Seconds until the weights were in memory."""
-    duration_s: float
-    """Seconds from there to the last token."""
-    tokens_per_second: float
-    """Tokens of answers in one second of that."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DpoSpec:
     """The options of method dpo. Fields left out take the defaults given here."""
 
@@ -631,6 +559,79 @@ class PlannedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A Hugging Face model folder plus trainer state, complete and checksummed. That of a job that trains adapters is the adapter as
+    a PEFT folder, with the merged model in merged/ where there is one; or, with export: merged, the merged model alone."""
+
+    job_id: str
+    """The job that wrote it."""
+    step: int
+    """The step after which it was written."""
+    files: tuple[FileEntry, ...] = field(repr=False)
+    """Its files; those below trainer/ are only needed to resume."""
+    size_bytes: int
+    """Bytes over all files."""
+    create_time: datetime | None
+    """When it was written."""
+    eval_loss: float | None
+    """Loss of the evaluation at that step; None when there was none."""
+    last: bool
+    """Whether it is the newest of its job."""
+    best: bool
+    """Whether it has the lowest eval loss of its job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMessage:
+    """One turn of a chat."""
+
+    role: str
+    """Such as system, user or assistant; the model's chat template decides."""
+    content: str
+    """Its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """A text to continue, or a chat to answer. One of both is set."""
+
+    text: str
+    """Continued as it is."""
+    messages: tuple[SampleMessage, ...]
+    """Rendered by the model's chat template, with the cue for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledText:
+    """More text of one answer."""
+
+    prompt: int
+    """Which prompt it answers, from 0."""
+    text: str
+    """What follows the text that was sent before."""
+    num_tokens: int
+    """Tokens of the answer so far."""
+    ended: str
+    """Empty while more follows, then `stop` or `length` (max_tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFigures:
+    """What answering took."""
+
+    num_prompt_tokens: int
+    """Of all prompts together."""
+    num_tokens: int
+    """Of all answers together."""
+    load_s: float
+    """Seconds until the weights were in memory."""
+    duration_s: float
+    """Seconds from there to the last token."""
+    tokens_per_second: float
+    """Tokens of answers in one second of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """One pushed dataset."""
 
@@ -658,6 +659,9 @@ class Dataset:
     """sha256 over format, map and the files' contents."""
     shared_with: tuple[str, ...]
     """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+    data_kind: str
+    """What can be learnt from it: text, preference, kto or samples. A job's method asks for one of them. Empty while the format is
+    not decided."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"lr_groups": [7]}}, "train.lr_groups"),
         ({"train": {"lr_groups": "norm"}}, "train.lr_groups"),
         ({"train": {"neftune_noise_alpha": -1}}, "train.neftune_noise_alpha"),
-        ({"init_from": "job"}, "init_from"),
+        ({"init_from": "job@"}, "init_from"),
         ({"init_from": "job@newest"}, "init_from"),
         ({"init_from": "../job@1"}, "init_from"),
         ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing"),

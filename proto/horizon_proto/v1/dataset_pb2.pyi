@@ -136,6 +136,7 @@ class Dataset(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     SHARED_WITH_FIELD_NUMBER: builtins.int
+    DATA_KIND_FIELD_NUMBER: builtins.int
     dataset_id: builtins.str
     """Stable id."""
     name: builtins.str
@@ -152,6 +153,10 @@ class Dataset(google.protobuf.message.Message):
     """Bytes over all files."""
     digest: builtins.str
     """sha256 over format, map and the files' contents."""
+    data_kind: builtins.str
+    """What can be learnt from it: text, preference, kto or samples. A job's method asks for one of them. Empty while the format is not
+    decided.
+    """
     @property
     def field_map(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """User's column for each field: prompt -> question."""
@@ -183,9 +188,10 @@ class Dataset(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         digest: builtins.str = ...,
         shared_with: collections.abc.Iterable[builtins.str] | None = ...,
+        data_kind: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "data_kind", b"data_kind", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 global___Dataset = Dataset
 

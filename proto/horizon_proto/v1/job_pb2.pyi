@@ -429,6 +429,34 @@ CHECKPOINT_DTYPE_FP32: CheckpointDtype.ValueType  # 4
 """float32: the exact weights."""
 global___CheckpointDtype = CheckpointDtype
 
+class _CheckpointExport:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointExportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointExport.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_EXPORT_UNSPECIFIED: _CheckpointExport.ValueType  # 0
+    """Not set: adapter."""
+    CHECKPOINT_EXPORT_ADAPTER: _CheckpointExport.ValueType  # 1
+    """The adapter, as a PEFT folder, and not the frozen model."""
+    CHECKPOINT_EXPORT_MERGED: _CheckpointExport.ValueType  # 2
+    """The model with the adapter merged into it."""
+    CHECKPOINT_EXPORT_BOTH: _CheckpointExport.ValueType  # 3
+    """The adapter, and the merged model in merged/."""
+
+class CheckpointExport(_CheckpointExport, metaclass=_CheckpointExportEnumTypeWrapper):
+    """CheckpointExport is what the checkpoints of a job that trains adapters hold."""
+
+CHECKPOINT_EXPORT_UNSPECIFIED: CheckpointExport.ValueType  # 0
+"""Not set: adapter."""
+CHECKPOINT_EXPORT_ADAPTER: CheckpointExport.ValueType  # 1
+"""The adapter, as a PEFT folder, and not the frozen model."""
+CHECKPOINT_EXPORT_MERGED: CheckpointExport.ValueType  # 2
+"""The model with the adapter merged into it."""
+CHECKPOINT_EXPORT_BOTH: CheckpointExport.ValueType  # 3
+"""The adapter, and the merged model in merged/."""
+global___CheckpointExport = CheckpointExport
+
 class _KeepOptimizer:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -531,7 +559,9 @@ class JobSpec(google.protobuf.message.Message):
     with eval_dataset.
     """
     init_from: builtins.str
-    """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; default none."""
+    """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; or, in a job that
+    trains adapters, the name of a pushed adapter; default none.
+    """
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -1102,6 +1132,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     EVERY_MINUTES_FIELD_NUMBER: builtins.int
     KEEP_DAYS_FIELD_NUMBER: builtins.int
     KEEP_OPTIMIZER_FIELD_NUMBER: builtins.int
+    EXPORT_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
     """Steps between checkpoints; 0 writes one at the end only; default 500."""
     keep_last: builtins.int
@@ -1116,6 +1147,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Days after the job's end until its checkpoints are deleted; the owner is warned before. Default: they are kept."""
     keep_optimizer: global___KeepOptimizer.ValueType
     """What is kept of the trainer state of checkpoints once the job has succeeded; default last."""
+    export: global___CheckpointExport.ValueType
+    """What is written of a job that trains adapters; default adapter. Only for trainable ["lora"]."""
     def __init__(
         self,
         *,
@@ -1126,9 +1159,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         every_minutes: builtins.float | None = ...,
         keep_days: builtins.float | None = ...,
         keep_optimizer: global___KeepOptimizer.ValueType = ...,
+        export: global___CheckpointExport.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "export", b"export", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_every_minutes", b"_every_minutes"]) -> typing.Literal["every_minutes"] | None: ...
     @typing.overload

@@ -119,7 +119,7 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             longest_document=max(side.longest_document for side in (folder.train, folder.evaluation) if side),
             sequence_length=options.sequence_length,
             errors=tuple(violation.description for violation in left_out.kept),
-            kind=kind,
+            kind=kind.value,
         )
         # Joining the planes of a large dataset takes minutes; without progress the parent could take it for a hang.
         folder.publish(dataclasses.asdict(report), on_bytes=lambda: on_progress(rows))

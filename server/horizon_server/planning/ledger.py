@@ -19,6 +19,7 @@ from typing import Literal
 
 from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, product_bytes, resident_units
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.store.adapters import adapter_elements
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
 DeviceKind = Literal["host", "cuda"]
@@ -150,12 +151,14 @@ def plan_memory(
     micro_batch_tokens: int = 0,
     longest_document: int | None = None,
     kept: KeptOnDevice = NOTHING_KEPT,
+    adapter_dropout: float = 0.0,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
     Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. But for
     models with masks and recurrent ones, documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the
-    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device.
+    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device. `adapter_dropout` is
+    that of the layout's adapters, if it has any.
     """
     if layer is None and not model.needs_masks:
         row_tokens = max(min(sequence_length, longest_document or sequence_length), micro_batch_tokens)
@@ -178,7 +181,8 @@ def plan_memory(
     }
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens)
-    layer_bytes = formula_elements * element_bytes + uncovered_bytes
+    adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=adapter_dropout > 0)
+    layer_bytes = (formula_elements + adapter_elements_of_row) * element_bytes + uncovered_bytes
     if element_bytes == _BF16:
         layer_bytes += _norm_input_elements(model, row_tokens) * element_bytes
     host = {
@@ -193,6 +197,7 @@ def plan_memory(
         # The buffer in which packed weights arrive.
         device["weights"] += max(unit.packed_bytes for unit in layout.units)
         device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
+        device["workspace"] += adapter_elements_of_row * element_bytes
         host["other"] += CUDA_WORKER_BYTES
     else:
         device["workspace"] += max(layer_bytes, _chunk_bytes(model, tokens_per_step, element_bytes))
@@ -200,6 +205,7 @@ def plan_memory(
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
         host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
+        host["other"] += adapter_elements_of_row * element_bytes
         if in_fp8:
             # Products that are emulated widen both factors again.
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)

@@ -384,6 +384,7 @@ class Planner:
             micro_batch_tokens=choice.micro_batch_tokens,
             longest_document=choice.longest_document,
             kept=choice.kept,
+            adapter_dropout=spec.train.lora.dropout,
         )
         if spec.method not in WITH_OPTIONS:
             return plan

@@ -20,7 +20,7 @@ from horizon_server.spec.objective import (
     PolicySpec,
     SimpoSpec,
 )
-from horizon_server.spec.training import TrainSpec
+from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
 
 
@@ -42,6 +42,11 @@ class CheckpointSpec(Section):
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
+    )
+    export: Literal["adapter", "merged", "both"] = Field(
+        default="adapter",
+        description="What a checkpoint of a job with train.trainable: lora holds. adapter: the adapter, as a PEFT folder, and not the "
+        "frozen model; merged: the model with the adapter merged into it, in dtype; both: the adapter, and the merged model in merged/.",
     )
     keep_days: float | None = Field(
         default=None,
@@ -94,10 +99,13 @@ class JobSpec(Section):
     )
     init_from: str | None = Field(
         default=None,
-        pattern=rf"^{NAME}@(last|best|[0-9]{{1,9}})$",
-        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP. The "
-        "optimizer, the schedule and the data are this job's own. Null starts with the weights of model.",
-        json_schema_extra={RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id"},
+        pattern=rf"^{NAME}(@(last|best|[0-9]{{1,9}}))?$",
+        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP; or, in a "
+        "job that trains adapters, with a pushed adapter, by its name. The optimizer, the schedule and the data are this job's own. Null "
+        "starts with the weights of model.",
+        json_schema_extra={
+            RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id, or the name of a pushed adapter"
+        },
     )
     dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
     project: str = Field(
@@ -200,6 +208,19 @@ class JobSpec(Section):
                 f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction",
             )
         return given
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _only_adapters_are_merged(cls, checkpoint: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        # Absent where it was refused itself.
+        train = info.data.get("train")
+        if checkpoint.export != "adapter" and train is not None and train.trainable != LORA:
+            raise WrongField(
+                "export",
+                f"is {checkpoint.export}, which is for adapters, and this job trains none; its checkpoints hold the whole model anyway: "
+                "leave export out, or set train.trainable: lora",
+            )
+        return checkpoint
 
     @field_validator("eval_fraction")
     @classmethod

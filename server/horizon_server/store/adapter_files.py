@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ ADAPTER_STEM = "adapter_model"
 ADAPTER_FILE = f"{ADAPTER_STEM}.safetensors"
 PEFT_LORA = "peft-lora"
 """What a pushed adapter has where a pushed model has its architecture."""
+
+BASE_SHA256_FILE = "base.sha256"
+"""In the folder that a job starts from: the digest of the model that the adapter of another job was trained on."""
 
 MAX_ADAPTER_CONFIG_BYTES = 1 << 20
 MAX_ADAPTER_RANK = 4096
@@ -78,6 +81,13 @@ class AdapterFolder:
     def num_parameters(self) -> int:
         """Of all adapters together."""
         return sum(math.prod(header.shape) for pair in self.pairs.values() for header in pair)
+
+    def tensors(self, names: Container[str]) -> dict[str, TensorHeader]:
+        """All tensors by what they are called in the store, `names`, in the order of the file."""
+        headers = sorted((header for pair in self.pairs.values() for header in pair), key=lambda header: header.start)
+        # A folder of a base class lacks the first parts of the names that PEFT has.
+        stored = [_longest_end(header.name, names) or header.name for header in headers]
+        return {name: replace(header, name=name) for name, header in zip(stored, headers, strict=True)}
 
     def of_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[TensorHeader, TensorHeader]]:
         """A and B by the name of the base's tensor that they adapt; `shapes` are the base's.
@@ -237,11 +247,6 @@ def _switch(plain: Mapping[str, Any], name: str, file: str) -> bool:
 def _base_tensor(module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The tensor of a module. A folder of a base class leaves out the first parts of the name that the module has in the whole model."""
     return _longest_end(module + _WEIGHT, shapes)
-
-
-def stored_name(key: str, known: Container[str]) -> str:
-    """The name among `known` that a key of an adapter's file means, where a folder's names lack their first parts; else the key."""
-    return _longest_end(key.removeprefix(PEFT_PREFIX), known) or key
 
 
 def _longest_end(name: str, known: Container[str]) -> str | None:

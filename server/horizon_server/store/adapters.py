@@ -66,3 +66,17 @@ def with_adapters(
     return with_trained(
         replace(layout, units=tuple(units)), added.__contains__, is_bfloat16=is_bfloat16, packing_of=packing_of
     )
+
+
+def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:
+    """What the adapters of a layer keep of one token for their backward, in the layer with the most, and the widest of their outputs.
+
+    The low-rank products before and after scaling; where inputs are dropped, those and their masks too.
+    """
+    most = 0
+    for unit in layout.units:
+        found = [tensor for tensor in unit.tensors if tensor.name.endswith(LORA_A) and tensor.adapts]
+        outputs = [tensor.shape[0] for tensor in unit.tensors if tensor.name.endswith(LORA_B) and tensor.adapts]
+        kept = sum(2 * tensor.shape[0] + 2 * tensor.shape[1] * drops for tensor in found)
+        most = max(most, kept + 2 * max(outputs, default=0))
+    return most

@@ -21,7 +21,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -41,7 +41,6 @@ from horizon_server.store.adapter_files import (
     AdapterConfig,
     adapter_config_text,
     read_adapter_folder,
-    stored_name,
 )
 from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, adapter_part
 from horizon_server.store.host_store import HostStore, merge_master, split_master
@@ -351,11 +350,7 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
         if not wanted:
             continue
         if stem == _MODEL and of_adapter is not None:
-            pairs = read_adapter_folder(folder / of_adapter).pairs.values()
-            found_as = {stored_name(header.name, wanted): header for pair in pairs for header in pair}
-            # In the order of the file, in which it is read.
-            in_order = sorted(found_as.items(), key=lambda item: item[1].start)
-            headers = {name: replace(header, name=name) for name, header in in_order}
+            headers = read_adapter_folder(folder / of_adapter).tensors(wanted)
         else:
             headers = read_safetensors_headers(folder / prefix, stem=stem)
         if differing := sorted(set(wanted) ^ set(headers)):

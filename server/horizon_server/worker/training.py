@@ -31,6 +31,7 @@ from horizon_server.planning.trainable import open_for_training
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import continuation
+from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
@@ -68,14 +69,6 @@ class Training:
         )
         self._made_trainer: Trainer | None = None
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
-        self._writer = CheckpointWriter(
-            self._checkpoints,
-            self._spec.checkpoint,
-            source=request.model,
-            events=events,
-            orders=orders,
-            min_free_bytes=request.min_free_bytes,
-        )
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
@@ -85,6 +78,18 @@ class Training:
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = open_for_training(request.model, self._spec.train).layout
         template = self._template = Template.from_folder(request.model, layout=layout)
+        # Now, because compiled layers have the scale in their code.
+        template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
+        adapter = adapter_export(request, template)
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            self._spec.checkpoint,
+            source=request.model,
+            events=events,
+            orders=orders,
+            min_free_bytes=request.min_free_bytes,
+            adapter=adapter,
+        )
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -103,6 +108,8 @@ class Training:
             resume_from=request.resume_from,
             from_memory=request.resume_from_memory,
             seed=self._spec.train.seed,
+            adapter=request.adapter,
+            base_sha256=None if adapter is None else adapter.base_sha256,
         )
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
@@ -269,6 +276,7 @@ class Training:
             num_threads=request.num_threads,
             num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
             trainable=train.trainable,
+            lora=train.lora.model_dump(mode="json"),
         )
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile
