@@ -33,7 +33,8 @@ from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.step_pass import StepKey, StepPass, charged
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
+from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS
 
 Enqueue = Callable[[Tensor], None]
 

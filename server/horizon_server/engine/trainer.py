@@ -38,7 +38,8 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement, logits_chunk_tokens
+from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement
+from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore

@@ -11,20 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import (
-    DEFAULT_COMPUTE_DTYPE,
-    ELEMENT_BYTES,
-    ActivationPlacement,
-    ComputeDtype,
-    DeviceKind,
-    LayerMemory,
-    MemoryPlan,
-    micro_batch_tokens,
-    plan_memory,
-)
+from horizon_server.planning.ledger import ActivationPlacement, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
 from horizon_server.planning.lora import left_out
 from horizon_server.planning.machine import (
     Accelerator,

@@ -13,17 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units
-from horizon_server.planning.ledger import (
-    DEFAULT_COMPUTE_DTYPE,
-    ELEMENT_BYTES,
-    ActivationPlacement,
-    ComputeDtype,
-    DeviceKind,
-    logits_chunk_tokens,
-)
+from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.working_memory import logits_chunk_tokens
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3

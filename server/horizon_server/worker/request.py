@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.engine.trainer import TrainConfig
-from horizon_server.planning.ledger import ActivationPlacement, ComputeDtype, DeviceKind
+from horizon_server.planning.compute import ComputeDtype, DeviceKind
+from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import update_threads
 from horizon_server.worker.ending import RunLimits

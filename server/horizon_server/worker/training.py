@@ -26,8 +26,8 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
