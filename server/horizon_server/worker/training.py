@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,15 +103,15 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._continued = continuation.load(
+        self._load = partial(
+            continuation.load,
             self._store,
             model=request.model,
-            resume_from=request.resume_from,
-            from_memory=request.resume_from_memory,
             seed=self._spec.train.seed,
             adapter=request.adapter,
             base_sha256=None if adapter is None else adapter.base_sha256,
         )
+        self._continued = self._load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
             self._events.send(Message(level="warning", text=text))
@@ -248,15 +249,13 @@ class Training:
             # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take their place.
             text = "the reference log-probabilities are gone, so they are computed again from the weights that the job started with"
             self._events.send(Message(level="warning", text=text))
-            continuation.load(self._store, model=request.model, resume_from=None, from_memory=False)
+            self._load(resume_from=None, from_memory=False)
             self._trainer.forget_weights()
             self._continued = dataclasses.replace(before, from_memory=False, unreported=None)
         if not references.compute(self._trainer):
             return False
         if before.state is not None:
-            self._continued = continuation.load(
-                self._store, model=request.model, resume_from=request.resume_from, from_memory=False
-            )
+            self._continued = self._load(resume_from=request.resume_from, from_memory=False)
             self._trainer.forget_weights()
         return True
 
