@@ -4,8 +4,9 @@
 types and values out of range, all of them at once. `job_schema` is the same knowledge as JSON Schema; the client ships it as data.
 """
 
+from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
+from horizon_server.spec.job import CheckpointSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
 from horizon_server.spec.training import (
     EVERYTHING,
     NOT,
@@ -18,6 +19,7 @@ from horizon_server.spec.training import (
 )
 
 __all__ = [
+    "EVAL_SET",
     "EVERYTHING",
     "NAME_PATTERN",
     "NAME_RULE",
@@ -26,6 +28,7 @@ __all__ = [
     "CompileChoice",
     "ComputeDtypeChoice",
     "EvalSpec",
+    "GenerateSpec",
     "JobSpec",
     "LimitsSpec",
     "LrGroup",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from horizon_server.errors import FieldViolation, InvalidSpec
+from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
 from horizon_server.spec.training import TrainSpec
 from horizon_server.spec.words import RULE, problem_with
@@ -31,7 +32,7 @@ class CheckpointSpec(Section):
         "the time; 0 writes none by the clock.",
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
-    keep_best: bool = Field(default=True, description="Also keep the checkpoint with the lowest evaluation loss.")
+    keep_best: bool = Field(default=True, description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by default.")
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
@@ -46,21 +47,6 @@ class CheckpointSpec(Section):
         default="last",
         description="Once the job has succeeded, last removes the optimizer's state (8 to 10 of 12 bytes per parameter) from all "
         "checkpoints but the newest and the best; all keeps it.",
-    )
-
-
-class EvalSpec(Section):
-    """When evaluations end the job early."""
-
-    patience: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_STEPS,
-        description="End the job with success after this number of evaluations in a row whose loss was not better than the best before; "
-        "0 trains to the end.",
-    )
-    min_delta: float = Field(
-        default=0.0, ge=0, le=1e9, description="How far below the best loss a loss must be to count as better."
     )
 
 
@@ -99,7 +85,7 @@ class JobSpec(Section):
         description="The project that the job is charged to; empty means the user's own.",
         json_schema_extra={RULE: f"empty or {NAME_RULE}"},
     )
-    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on.")
+    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them.")
     method: Method = Field(
         default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
     )
@@ -129,18 +115,19 @@ class JobSpec(Section):
 
     @field_validator("eval")
     @classmethod
-    def _patience_needs_evaluations(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
+    def _evaluations_are_possible(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
         wanted = info.data
+        # A field that was refused is not there; its own message is enough.
+        has_main_set = wanted.get("eval_dataset", "") is not None or bool(wanted.get("eval_fraction", 1))
         if given.patience and not wanted.get("eval_every_steps", 1):
             raise WrongField(
                 "patience",
                 f"is {given.patience} evaluations, but there are none between steps; set eval_every_steps above 0",
             )
-        if given.patience and wanted.get("eval_dataset", "") is None and not wanted.get("eval_fraction", 1):
-            raise WrongField(
-                "patience",
-                f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction",
-            )
+        train = wanted.get("train")
+        answers_all = wanted.get("method", "sft") == "pretrain" or (train is not None and train.train_on == "all")
+        if problem := problem_with_evaluation(given, has_main_set=has_main_set, trains_on_prompts=answers_all):
+            raise problem
         return given
 
     @field_validator("eval_fraction")
@@ -149,6 +136,12 @@ class JobSpec(Section):
         if eval_fraction and info.data.get("eval_dataset") is not None:
             raise ValueError("cannot be combined with eval_dataset; keep one of the two")
         return eval_fraction
+
+    @property
+    def eval_sets(self) -> tuple[str, ...]:
+        """The names of the sets that evaluations are on: the one named eval, where there is one, then the named ones as given."""
+        has_main_set = self.eval_dataset is not None or self.eval_fraction > 0
+        return (*((EVAL_SET,) if has_main_set else ()), *self.eval.sets)
 
     @property
     def most_steps(self) -> int | None:
