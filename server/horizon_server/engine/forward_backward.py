@@ -127,11 +127,12 @@ class ForwardBackward:
         self.first_square = None if current.first_square is None else float(current.first_square)
         return self._sink.loss
 
-    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over the supervised tokens, without gradients."""
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the likeliest."""
         current = self._start(micro_batches)
+        current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
-        return self._sink.loss
+        return self._sink.loss, int(current.num_correct)
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""

@@ -40,6 +40,7 @@ from horizon_server.planning.machine import (
 )
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.planning.trainable import open_for_training
@@ -421,7 +422,7 @@ class Planner:
         )
 
     def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
-        return plan_memory(
+        ledger = plan_memory(
             found.layout,
             model=found.shape,
             tokens_per_step=spec.train.tokens_per_step,
@@ -437,6 +438,7 @@ class Planner:
             longest_document=choice.longest_document,
             kept=choice.kept,
         )
+        return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
         """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from horizon_server.errors import NotAllowed, NotFound
 from horizon_server.jobs.folders import JobFolders
-from horizon_server.jobs.preparation import DatasetFiles
+from horizon_server.jobs.preparation import DatasetFiles, EvalSets
 from horizon_server.records.account import Principal
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.services.pushed import DatasetService, ModelService
+from horizon_server.spec import EVAL_SET
 from horizon_server.store.model_files import CONFIG_FILE
 
 
@@ -32,13 +33,15 @@ class NodeResources:
         """Return a READY dataset by name or id. Raises NotFound when there is none for the caller, or its upload is not finished."""
         return self._files(await self._datasets.get_ready(principal, name))
 
-    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, DatasetFiles | None]:
-        """Return model, data and evaluation data of a job.
+    async def of_job(self, job: JobRecord) -> tuple[Path, DatasetFiles, EvalSets]:
+        """Return model, data and eval sets of a job.
 
         Raises NotFound when a dataset was deleted meanwhile, or the weights that the job starts from are gone.
         """
         dataset = await self._datasets.by_id(job.dataset_id)
-        evaluation = await self._datasets.by_id(job.eval_dataset_id) if job.eval_dataset_id else None
+        of_sets = {EVAL_SET: job.eval_dataset_id} if job.eval_dataset_id else {}
+        of_sets |= job.eval_set_ids
+        eval_sets = {name: self._files(await self._datasets.by_id(key)) for name, key in of_sets.items()}
         # `model` gives the path of a folder of the node as its id.
         model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
         if job.spec.init_from is not None:
@@ -49,7 +52,7 @@ class NodeResources:
                     f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or start another "
                     f"job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
                 )
-        return model, self._files(dataset), self._files(evaluation) if evaluation else None
+        return model, self._files(dataset), eval_sets
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         """Return id and folder of a READY model by name or id, or of a folder below an allowed root.

@@ -96,6 +96,7 @@ class JobService:
             model_id, folder = await self.resources.model(principal, spec.model)
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
+            of_sets = {name: await self.resources.dataset(principal, dataset) for name, dataset in spec.eval.sets.items()}
             plan = await self._plan(spec, model_id, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
@@ -110,6 +111,7 @@ class JobService:
                 model_id=model_id,
                 dataset_id=dataset.record.dataset_id,
                 eval_dataset_id=evaluation.record.dataset_id if evaluation else "",
+                eval_set_ids={name: files.record.dataset_id for name, files in of_sets.items()},
                 job_state=JobState.QUEUED,
                 created_s=now_s,
                 queued_s=now_s,

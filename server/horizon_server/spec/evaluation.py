@@ -36,8 +36,8 @@ class GenerateSpec(Section):
         default=None,
         min_length=1,
         max_length=MAX_EXPRESSION_CHARS,
-        description="Regular expression that finds the final answer in a text: the first group of its last match, without commas and "
-        "white space around it. exact_match is the share of prompts for which it is the same in the generated and in the given answer. "
+        description="Regular expression that finds the final answer in a text: the first group of its last match, without white "
+        "space around it and commas between digits. exact_match is the share of prompts for which it is the same in the generated and in the given answer. "
         "Null compares nothing.",
     )
 
@@ -86,6 +86,15 @@ class EvalSpec(Section):
         if EVAL_SET in given:
             raise ValueError(f"has a set named {EVAL_SET}, which is that of eval_dataset and eval_fraction; choose another name")
         return given
+
+    @property
+    def prefers_high(self) -> bool:
+        """Whether the figure that decides is the better the higher it is."""
+        return self.judged[1] != LOSS
+
+    def is_better(self, value: float, best: float, *, by: float = 0.0) -> bool:
+        """Whether a figure is better than the best before by more than `by`; one that is not a number never is."""
+        return value > best + by if self.prefers_high else value < best - by
 
     @property
     def judged(self) -> tuple[str, str]:
