@@ -168,6 +168,20 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateSpec:
+    """What the model answers at each evaluation."""
+
+    set: str | None
+    """The eval set that the prompts are from; default eval."""
+    prompts: int | None
+    """How many of the set's rows, from its first on; from 1 to 256; default 16."""
+    max_new_tokens: int | None
+    """An answer ends after this number of tokens; from 1 to 4096; default 256."""
+    answer: str | None
+    """Regular expression whose last match's first group is the final answer of a text; at most 256 characters; default none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrGroup:
     """LrGroup gives tensors a learning rate of their own."""
 
@@ -476,6 +490,58 @@ class EvalEvent:
     """Seconds the optimizer was busy."""
     optimizer_exposed_s: float
     """Seconds the optimizer was busy while the compute queue was idle."""
+    sets: tuple[EvalSetFigures, ...]
+    """The figures of every set, in the order of the spec."""
+    answers: tuple[EvalAnswer, ...]
+    """The first answers that the model gave, at most 8, each cut to 2,000 characters."""
+    judged: float | None
+    """The figure that best_by of the spec names; None where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSetFigures:
+    """What an evaluation measured of one set."""
+
+    name: str
+    """The name of the set."""
+    loss: float
+    """Mean loss over the supervised tokens."""
+    perplexity: float
+    """The exponential of the loss."""
+    accuracy: float
+    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets."""
+    num_targets: int
+    """Number of supervised tokens."""
+    num_correct: int
+    """How many of them the model finds the likeliest."""
+    num_answers: int
+    """Number of prompts that the model has answered; 0 where it was not asked to."""
+    num_matches: int
+    """How many of the answers have the same final answer as the data; 0 where that was not compared."""
+    exact_match: float | None
+    """Share of the answers that have it: num_matches of num_answers; None where nothing was compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalAnswer:
+    """One answer that the model gave in an evaluation."""
+
+    document: int
+    """The number of the row's document in the set, from 0."""
+    prompt: str
+    """The end of what the model was asked."""
+    answer: str
+    """What it answered."""
+    reference: str
+    """What the data answers."""
+    found: str | None
+    """The final answer found in what it answered; None where none is looked for or found."""
+    expected: str | None
+    """The final answer found in what the data answers; None likewise."""
+    matches: bool
+    """Whether both were found and are the same."""
+    ended: str
+    """Why the answer ended: stop or length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,10 +135,11 @@ def _test(op: str, value: Any, flags: int) -> Callable[[str], bool]:
         if kind == "LITERAL":
             return ord(char) == int(given)
         if kind == "RANGE":
-            return bool(given[0] <= ord(char) <= given[1])
+            first, last = given
+            return int(first) <= ord(char) <= int(last)
         name = str(given)
         if name in _CATEGORIES:
-            return _CATEGORIES[name](char)
+            return bool(_CATEGORIES[name](char))
         return not _CATEGORIES[name.replace("_NOT_", "_")](char)
 
     def plain(char: str) -> bool:
@@ -148,7 +149,7 @@ def _test(op: str, value: Any, flags: int) -> Callable[[str], bool]:
             parts = [(str(kind), given) for kind, given in value]
             negated = parts[0][0] == "NEGATE"
             return negated != any(one(kind, given, char) for kind, given in parts[negated:])
-        return (op == "LITERAL") == (ord(char) == value)
+        return (op == "LITERAL") == (ord(char) == int(value))
 
     if not flags & re.IGNORECASE or op == "ANY":
         return plain
@@ -254,7 +255,7 @@ def _follow(
         if instruction.op in ("jump", "split"):
             waiting += [(target, captures) for target in reversed(instruction.targets)]
         elif instruction.op == "save":
-            start, group_start, group_end = captures
+            start, group_start, _ = captures
             is_start = instruction.what == "start"
             saved = (start, position, _NOTHING) if is_start else (start, group_start, position)
             waiting.append((place + 1, saved))

@@ -12,15 +12,16 @@ from horizon_server.expressions import problem_of
 from horizon_server.extraction import final_answer, problem_with_extraction
 
 EXPRESSIONS = [
-    r"#### (-?[0-9.,]+)", r"(\d+)", r"(a|ab)(c|bcd)?", r"(a*?)b", r"(?:x|(a+))b", r"(?i)answer:? (\w+)", r"(?m)^(\w+)$",
-    r"boxed\{(.*?)\}", r"\b(a{2,3})\b", r"([^ab]*)", r"(?s)(a.*)b", r"\s(\S+?)", r"((?:ab){1,2})", r"(?:a|b)*?(c)", r"(?i)([^a]+)", r"\B(b)",
+    r"#### (-?[0-9.,]+)", r"(\d+)", r"(a|ab)(c|bcd)?", r"(a*?)b", r"(?:x|(a+))b", r"(?i)answer:? (\w+)",
+    r"(?m)^(\w+)$",
+    r"boxed\{(.*?)\}", r"\b(a{2,3})\b", r"([^ab]*)", r"(?s)(a.*)b", r"\s(\S+?)", r"((?:ab){1,2})", r"(?:a|b)*?(c)",
+    r"(?i)([^a]+)", r"\B(b)",
 ]  # fmt: skip
 
 
 def _by_python(expression: str, text: str) -> str | None:
-    last = None
-    for last in re.finditer(expression, text):
-        pass
+    found = list(re.finditer(expression, text))
+    last = found[-1] if found else None
     if last is None or last.group(1) is None:
         return None
     return re.sub(r"(?<=[0-9]),(?=[0-9])", "", last.group(1).strip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from bisect import bisect_right
@@ -13,7 +12,6 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     Connection,
-    Row,
     Text,
     bindparam,
     case,
@@ -33,8 +31,7 @@ from horizon_server.db.tables import EventRow, JobRow, RequestRow
 from horizon_server.errors import NotFound, WrongJobState
 from horizon_server.events import EvalDone, JobEvent, Payload, StateChanged, decode, encode
 from horizon_server.records.job import ENDED, MOVES, JobRecord, JobState, Wanted
-from horizon_server.records.plan import JobPlan, KeptMemory, StepPrediction
-from horizon_server.spec import JobSpec, parse_job_spec
+from horizon_server.spec import parse_job_spec
 
 Figures = tuple[int, str, dict[str, Any]]
 """Number of an event, kind (step or eval), and figures by name."""

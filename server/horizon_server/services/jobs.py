@@ -96,7 +96,9 @@ class JobService:
             model_id, folder = await self.resources.model(principal, spec.model)
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            of_sets = {name: await self.resources.dataset(principal, dataset) for name, dataset in spec.eval.sets.items()}
+            of_sets = {
+                name: await self.resources.dataset(principal, dataset) for name, dataset in spec.eval.sets.items()
+            }
             plan = await self._plan(spec, model_id, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)

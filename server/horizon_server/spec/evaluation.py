@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field, field_validator
 
 from horizon_server.expressions import problem_of
 from horizon_server.extraction import problem_with_extraction
-from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_STEPS, NAME_PATTERN, NAME_RULE, Name, Section, WrongField
+from horizon_server.spec.fields import (
+    MAX_EXPRESSION_CHARS,
+    MAX_STEPS,
+    NAME_PATTERN,
+    NAME_RULE,
+    Name,
+    Section,
+    WrongField,
+)
+from horizon_server.spec.words import RULE
 
 EVAL_SET = "eval"
 """The name of the set of `eval_dataset` or `eval_fraction`."""
@@ -36,9 +43,9 @@ class GenerateSpec(Section):
         default=None,
         min_length=1,
         max_length=MAX_EXPRESSION_CHARS,
-        description="Regular expression that finds the final answer in a text: the first group of its last match, without white "
-        "space around it and commas between digits. exact_match is the share of prompts for which it is the same in the generated and in the given answer. "
-        "Null compares nothing.",
+        description="Regular expression that finds the final answer in a text: the first group of its last match, without white space "
+        "around it and commas between digits. exact_match is the share of prompts for which that of the generated answer is that of the "
+        "data's. Null compares nothing.",
     )
 
     @field_validator("answer")
@@ -62,9 +69,10 @@ class EvalSpec(Section):
     min_delta: float = Field(
         default=0.0, ge=0, le=1e9, description="By how much a figure must be better than the best to count as better."
     )
-    sets: dict[Name, Name] = Field(
+    sets: dict[str, Name] = Field(
         default={},
         max_length=MAX_EVAL_SETS,
+        json_schema_extra={RULE: f"a mapping of up to {MAX_EVAL_SETS} names to datasets, each {NAME_RULE}"},
         description="More pushed datasets to evaluate on, by the names that their figures have. The client also takes local files here.",
     )
     generate: GenerateSpec | None = Field(
@@ -73,7 +81,8 @@ class EvalSpec(Section):
     best_by: str = Field(
         default=LOSS,
         max_length=80,
-        description="The figure by which a checkpoint is the best and patience counts: loss (of the first set), SET.loss, SET.accuracy "
+        description="The figure by which a checkpoint is the best and patience counts: loss (that of the set eval, or else of the first by "
+        "name), SET.loss, SET.accuracy "
         "or SET.exact_match. Of a loss the lowest is the best, of the others the highest.",
     )
 
@@ -84,7 +93,9 @@ class EvalSpec(Section):
         if wrong is not None:
             raise ValueError(f"has a set named {wrong!r:.80}; a name must be {NAME_RULE}")
         if EVAL_SET in given:
-            raise ValueError(f"has a set named {EVAL_SET}, which is that of eval_dataset and eval_fraction; choose another name")
+            raise ValueError(
+                f"has a set named {EVAL_SET}, which is that of eval_dataset and eval_fraction; choose another name"
+            )
         return given
 
     @property
@@ -106,10 +117,13 @@ class EvalSpec(Section):
 def problem_with_evaluation(given: EvalSpec, *, has_main_set: bool, trains_on_prompts: bool) -> WrongField | None:
     """Return what is wrong with the section in its job. `has_main_set`: whether there is the set named eval."""
     names = [*([EVAL_SET] if has_main_set else []), *given.sets]
-    listed = f"the sets are {', '.join(names)}" if names else "there is none; set eval_dataset, eval_fraction or eval.sets"
+    listed = (
+        f"the sets are {', '.join(names)}" if names else "there is none; set eval_dataset, eval_fraction or eval.sets"
+    )
     if given.patience and not names:
         return WrongField(
-            "patience", f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction"
+            "patience",
+            f"is {given.patience} evaluations, but there is no data for them; set eval_dataset or eval_fraction",
         )
     generate = given.generate
     if generate is not None and generate.set not in names:
@@ -124,7 +138,9 @@ def problem_with_evaluation(given: EvalSpec, *, has_main_set: bool, trains_on_pr
         return None
     name, figure = given.judged
     if figure not in (LOSS, ACCURACY, EXACT_MATCH) or not name:
-        return WrongField("best_by", f"is {given.best_by!r}; it must be loss, SET.loss, SET.accuracy or SET.exact_match")
+        return WrongField(
+            "best_by", f"is {given.best_by!r}; it must be loss, SET.loss, SET.accuracy or SET.exact_match"
+        )
     if name not in names:
         return WrongField("best_by", f"is {given.best_by!r}, and {name!r} is not an eval set; {listed}")
     if figure == EXACT_MATCH and (generate is None or generate.answer is None or generate.set != name):

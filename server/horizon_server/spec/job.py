@@ -32,7 +32,10 @@ class CheckpointSpec(Section):
         "the time; 0 writes none by the clock.",
     )
     keep_last: int = Field(default=2, ge=1, le=1000, description="How many of the newest checkpoints are kept.")
-    keep_best: bool = Field(default=True, description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by default.")
+    keep_best: bool = Field(
+        default=True,
+        description="Also keep the best checkpoint by the figure that eval.best_by names, the evaluation loss by default.",
+    )
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
@@ -85,7 +88,9 @@ class JobSpec(Section):
         description="The project that the job is charged to; empty means the user's own.",
         json_schema_extra={RULE: f"empty or {NAME_RULE}"},
     )
-    eval_dataset: Name | None = Field(default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them.")
+    eval_dataset: Name | None = Field(
+        default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them."
+    )
     method: Method = Field(
         default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
     )
@@ -139,9 +144,9 @@ class JobSpec(Section):
 
     @property
     def eval_sets(self) -> tuple[str, ...]:
-        """The names of the sets that evaluations are on: the one named eval, where there is one, then the named ones as given."""
+        """The names of the sets that evaluations are on: the one named eval, where there is one, then the others by name."""
         has_main_set = self.eval_dataset is not None or self.eval_fraction > 0
-        return (*((EVAL_SET,) if has_main_set else ()), *self.eval.sets)
+        return (*((EVAL_SET,) if has_main_set else ()), *sorted(self.eval.sets))
 
     @property
     def most_steps(self) -> int | None:

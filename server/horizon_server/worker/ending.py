@@ -44,7 +44,7 @@ class Ending:
         return self._num_steps if limit is None else min(limit, self._num_steps)
 
     def observe(self, judged: float) -> None:
-        """Take note of the figure of an evaluation that decides. That of the model as it was given counts too, as the first to be better than."""
+        """Take note of the figure that decides. That of the model as it was given counts too, as the first to be better than."""
         evaluation = self._evaluation
         if self._best is None or evaluation.is_better(judged, self._best, by=evaluation.min_delta):
             self._best, self._num_without_gain = judged, 0

@@ -58,7 +58,7 @@ class Evaluation:
         """
         self._spec, self._orders, self._turn = request.spec, orders, turn
         self._make_plan = make_plan
-        self._sets = {name: PreparedDataset.open(folder) for name, folder in request.evaluations.items()}
+        self._sets = {name: PreparedDataset.open(request.evaluations[name]) for name in request.spec.eval_sets}
         generate = self._spec.eval.generate
         self._answers = None
         if generate is not None:
@@ -144,7 +144,7 @@ class Evaluation:
 
     def _judged(self, figures: dict[str, EvalSetFigures]) -> float | None:
         name, figure = self._spec.eval.judged
-        of_set = figures[name or self._spec.eval_sets[0]]
+        of_set = figures[name or next(iter(figures))]
         return of_set.loss if figure == LOSS else of_set.exact_match if figure == EXACT_MATCH else of_set.accuracy
 
 
@@ -152,7 +152,13 @@ class _Answers:
     """Has the model answer the first prompts of a set, in batches whose cache fits into what the plan has for it."""
 
     def __init__(
-        self, request: WorkerRequest, generate: GenerateSpec, dataset: PreparedDataset, *, store: HostStore, device: Device
+        self,
+        request: WorkerRequest,
+        generate: GenerateSpec,
+        dataset: PreparedDataset,
+        *,
+        store: HostStore,
+        device: Device,
     ) -> None:
         self.generate = generate
         self._store, self._device = store, device
@@ -162,12 +168,16 @@ class _Answers:
         self._cache_bytes = cache_limit_bytes(request.spec, found)
         codec = TextCodec.from_folder(request.model)
         self._decode = codec.tokenizer.decode
-        self._options = GenerationOptions(max_tokens=generate.max_new_tokens, stop_tokens=stop_tokens(request.model, codec))
+        self._options = GenerationOptions(
+            max_tokens=generate.max_new_tokens, stop_tokens=stop_tokens(request.model, codec)
+        )
         self._prompts = self._chosen(dataset, request.spec.train.sequence_length)
         self._generator: TokenGenerator | None = None
 
     def _chosen(self, dataset: PreparedDataset, sequence_length: int) -> list[DocumentPrompt]:
-        limits = [limit for limit in (self._template.max_document_tokens, self._template.packing_limit) if limit is not None]
+        limits = [
+            limit for limit in (self._template.max_document_tokens, self._template.packing_limit) if limit is not None
+        ]
         longest = min(limits, default=None)
         chosen: list[DocumentPrompt] = []
         for prompt in dataset.prompts(shorter_than=sequence_length):
@@ -193,7 +203,9 @@ class _Answers:
         for batch in self._batches(self._generator):
             last = -1
             # Closed at once where an order ends it, so that what it has on the device is off its account.
-            with contextlib.closing(self._generator.stream([self._prompts[i].ids for i in batch], self._options)) as stream:
+            with contextlib.closing(
+                self._generator.stream([self._prompts[i].ids for i in batch], self._options)
+            ) as stream:
                 for new in stream:
                     # Once a pass, of all prompts together.
                     if new.prompt <= last:
