@@ -32,6 +32,7 @@ WIRE_ONLY = {
     "TrainSpec",
     "CheckpointSpec",
     "EvalSpec",
+    "GenerateSpec",
     "LimitsSpec",
     "JobEvent",
 }

@@ -168,20 +168,6 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSpec:
-    """What the model answers at each evaluation."""
-
-    set: str | None
-    """The eval set that the prompts are from; default eval."""
-    prompts: int | None
-    """How many of the set's rows, from its first on; from 1 to 256; default 16."""
-    max_new_tokens: int | None
-    """An answer ends after this number of tokens; from 1 to 4096; default 256."""
-    answer: str | None
-    """Regular expression whose last match's first group is the final answer of a text; at most 256 characters; default none."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LrGroup:
     """LrGroup gives tensors a learning rate of their own."""
 
@@ -251,6 +237,12 @@ class Job:
     """When its checkpoints are to be deleted, unless it is kept; None where nothing is to be deleted."""
     keep_files: bool
     """Whether its owner keeps its checkpoints: they are not deleted automatically."""
+    first_eval: EvalEvent | None
+    """The first evaluation, without its answers; None before it."""
+    best_eval: EvalEvent | None
+    """The best evaluation so far by the figure that the spec's eval.best_by names, without its answers."""
+    last_eval: EvalEvent | None
+    """The last evaluation, without its answers."""
 
     @property
     def name(self) -> str:

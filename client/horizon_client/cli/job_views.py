@@ -7,6 +7,7 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING
 
+from horizon_client.cli.evaluation_views import evaluation_facts, evaluation_text
 from horizon_client.cli.output import (
     View,
     about_text,
@@ -222,6 +223,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
             facts.append(("overlap", f"{100 * step.overlap_ratio:.0f}% of the transfers hidden by compute"))
         if step.host_memory_bytes:
             facts.append(("memory used", host_memory_text(step.host_memory_bytes)))
+    facts += evaluation_facts(job)
     facts.append(("data", data_text(job.data_report)))
     if job.plan is not None:
         plan = job.plan
@@ -386,8 +388,7 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
         reason = f" ({event.reason})" if event.reason else ""
         return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
     if event.kind == "eval":
-        took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
-        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {event.num_targets:,} tokens{took}"
+        return evaluation_text(event)
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":

@@ -880,6 +880,9 @@ class Job(google.protobuf.message.Message):
     PROJECT_FIELD_NUMBER: builtins.int
     DELETION_TIME_FIELD_NUMBER: builtins.int
     KEEP_FILES_FIELD_NUMBER: builtins.int
+    FIRST_EVAL_FIELD_NUMBER: builtins.int
+    BEST_EVAL_FIELD_NUMBER: builtins.int
+    LAST_EVAL_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Stable id."""
     owner: builtins.str
@@ -960,6 +963,18 @@ class Job(google.protobuf.message.Message):
     def deletion_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its checkpoints are to be deleted, unless it is kept; unset where nothing is to be deleted."""
 
+    @property
+    def first_eval(self) -> global___EvalEvent:
+        """The first evaluation, without its answers; unset before it."""
+
+    @property
+    def best_eval(self) -> global___EvalEvent:
+        """The best evaluation so far by the figure that the spec's eval.best_by names, without its answers."""
+
+    @property
+    def last_eval(self) -> global___EvalEvent:
+        """The last evaluation, without its answers."""
+
     def __init__(
         self,
         *,
@@ -990,9 +1005,12 @@ class Job(google.protobuf.message.Message):
         project: builtins.str = ...,
         deletion_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         keep_files: builtins.bool = ...,
+        first_eval: global___EvalEvent | None = ...,
+        best_eval: global___EvalEvent | None = ...,
+        last_eval: global___EvalEvent | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "job_id", b"job_id", "keep_files", b"keep_files", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["best_eval", b"best_eval", "create_time", b"create_time", "deletion_time", b"deletion_time", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "last_eval", b"last_eval", "last_step", b"last_step", "outlook", b"outlook", "plan", b"plan", "queue_time", b"queue_time", "spec", b"spec", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "best_eval", b"best_eval", "create_time", b"create_time", "data_report", b"data_report", "deletion_time", b"deletion_time", "device_s", b"device_s", "end_time", b"end_time", "eta", b"eta", "first_eval", b"first_eval", "job_id", b"job_id", "keep_files", b"keep_files", "last_eval", b"last_eval", "last_sequence", b"last_sequence", "last_step", b"last_step", "message", b"message", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "outlook", b"outlook", "owner", b"owner", "plan", b"plan", "priority", b"priority", "project", b"project", "queue_position", b"queue_position", "queue_time", b"queue_time", "reason", b"reason", "spec", b"spec", "start_time", b"start_time", "state", b"state", "step", b"step", "wanted", b"wanted"]) -> None: ...
 
 global___Job = Job
 
