@@ -458,16 +458,16 @@ class EvalEvent:
     """One finished evaluation."""
 
     kind: ClassVar[Literal["eval"]] = "eval"
-    sequence: int
-    """Number within the job, from 1 without gaps."""
-    time: datetime | None
-    """When it happened."""
+    sequence: int = 0
+    """Number within the job, from 1 without gaps; 0 in a job's `first_eval`, `best_eval` and `last_eval`."""
+    time: datetime | None = None
+    """When it happened; None in a job's `first_eval`, `best_eval` and `last_eval`."""
     step: int
     """Step after which it ran; 0 is before the first."""
     eval_loss: float
-    """Token-weighted mean loss over the evaluation set."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name."""
     num_targets: int
-    """Number of tokens with loss."""
+    """Number of tokens with loss in it."""
     num_tokens: int
     """Number of tokens run through the model."""
     duration_s: float
@@ -488,6 +488,8 @@ class EvalEvent:
     """The first answers that the model gave, at most 8, each cut to 2,000 characters."""
     judged: float | None
     """The figure that best_by of the spec names; None where it was not measured."""
+    num_correct: int
+    """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1539,12 +1539,13 @@ class EvalEvent(google.protobuf.message.Message):
     SETS_FIELD_NUMBER: builtins.int
     ANSWERS_FIELD_NUMBER: builtins.int
     JUDGED_FIELD_NUMBER: builtins.int
+    NUM_CORRECT_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
-    """Token-weighted mean loss over the evaluation set."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name."""
     num_targets: builtins.int
-    """Number of tokens with loss."""
+    """Number of tokens with loss in it."""
     num_tokens: builtins.int
     """Number of tokens run through the model."""
     duration_s: builtins.float
@@ -1557,6 +1558,8 @@ class EvalEvent(google.protobuf.message.Message):
     """Seconds the optimizer was busy while the compute queue was idle."""
     judged: builtins.float
     """The figure that best_by of the spec names; unset where it was not measured."""
+    num_correct: builtins.int
+    """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
     @property
     def h2d(self) -> global___TransferFigures:
         """The link from host to device while it ran. What the queues did for an evaluation is not part of any step's figures."""
@@ -1589,9 +1592,10 @@ class EvalEvent(google.protobuf.message.Message):
         sets: collections.abc.Iterable[global___EvalSetFigures] | None = ...,
         answers: collections.abc.Iterable[global___EvalAnswer] | None = ...,
         judged: builtins.float | None = ...,
+        num_correct: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_judged", b"_judged", "d2h", b"d2h", "h2d", b"h2d", "judged", b"judged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_judged", b"_judged"]) -> typing.Literal["judged"] | None: ...
 
 global___EvalEvent = EvalEvent

@@ -303,9 +303,8 @@ class Planner:
             )
         prediction = self._prediction(spec, found, choice)
         kept = None
-        if prediction is not None:
-            choice, kept = self._with_kept(spec, found, choice, ledger, prediction)
-        if kept is not None:
+        if prediction is not None and (found_kept := self._with_kept(spec, found, choice, ledger, prediction))[1]:
+            choice, kept = found_kept
             ledger, prediction = self._ledger(spec, found, choice), self._prediction(spec, found, choice)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
