@@ -110,6 +110,7 @@ class LayerStream:
         slot.kept_for = request.unit_index if self._stays(requests, position) else None
         if was_kept:
             return slot, None
+        was_copied = self._copied.get(request.unit_index, -1) >= 0
         if request.unit_index in self._copied:
             self._copied[request.unit_index] = self._optimizer.num_updates(request.unit_index)
         indices, start = [request.unit_index], 0
@@ -123,7 +124,8 @@ class LayerStream:
                 rows_RD = slot.flat[: request.rows_R.numel() * template.hidden_size].view(-1, template.hidden_size)
                 device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
             else:
-                end = start + units[index].num_elements
+                # Of a layer that stayed there, what is frozen is there too; the trained tensors are the first ones.
+                end = start + (units[index].trained_elements if was_copied else units[index].num_elements)
                 device.upload_unit(self._store, index, slot.flat[start:end])
                 start = end
         if device.compute_dtype != torch.float32:

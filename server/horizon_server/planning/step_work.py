@@ -88,8 +88,8 @@ class HeadWork:
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
     """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes` is the device
-    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. The weights of
-    a `resident` unit go up once a step."""
+    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. The
+    trained weights of a `resident` unit go up once a step."""
 
     upload_bytes: float
     download_bytes: float
@@ -259,7 +259,8 @@ class _Counter:
         offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
         return tuple(
             UnitTraffic(
-                upload_bytes=unit.num_elements * self.element,
+                # What is frozen of a resident layer stays there from step to step.
+                upload_bytes=(unit.trained_elements if unit.index in resident else unit.num_elements) * self.element,
                 download_bytes=unit.trained_elements * self.grad_bytes,
                 clear_bytes=unit.trained_elements * self.clear_bytes,
                 update_bytes=unit.trained_elements * self.update_bytes,

@@ -122,8 +122,10 @@ class HostStore:
         return offset
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
-        """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""
-        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        """Write the exact fp32 master of one unit, padding included, into `out`, or that of its beginning. Shapes: [unit.num_elements], or
+        less.
+        """
+        hi, lo = (self.unit(index, plane)[: len(out)] for plane in ("hi", "lo"))
         num_exact = len(lo)
         merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
         out[num_exact:].copy_(hi[num_exact:])

@@ -143,7 +143,7 @@ class CudaDevice(QueuedDevice):
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
         """2 bytes a parameter, no cast."""
-        self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
+        self._upload(store.unit(index, "hi")[: out.numel()], out, label=f"unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Through the staging ring: it is small, and both halves of the master are joined on the host."""

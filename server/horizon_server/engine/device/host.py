@@ -103,7 +103,7 @@ class HostDevice(QueuedDevice):
                 if out.dtype is torch.float32:
                     store.merge_master(index, out)
                 else:
-                    out.copy_(store.unit(index, "hi"))
+                    out.copy_(store.unit(index, "hi")[: out.numel()])
 
         self.h2d.submit(copy, num_bytes=out.nbytes, label=f"unit {index}")
 

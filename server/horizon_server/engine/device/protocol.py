@@ -129,7 +129,8 @@ class Device(Protocol):
         """Token ids and indices where compute can read them; small, and not part of the account."""
 
     def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length."""
+        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length, or
+        that of its beginning, which alone is copied then."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""
