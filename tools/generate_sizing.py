@@ -66,7 +66,7 @@ the `host` device, bf16 model folders, `sequence_length: {SEQUENCE_LENGTH}` and 
 `horizond plan job.yaml --model-dir FOLDER` gives the figures of any model folder and job on this very machine, and
 `horizond doctor` says how large a model it can train.
 
-| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | RAM, last {LAST_LAYERS} layers trained | RAM, LoRA (weights) | disk |
+| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | RAM, last {LAST_LAYERS} layers | RAM, LoRA (weights) | checkpoint |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 

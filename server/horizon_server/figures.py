@@ -77,6 +77,7 @@ class StepFigures(QueueFigures):
 
     `step` counts from 1. `num_tokens` are real tokens, without padding. `grad_norm` is the global norm before clipping.
     `noise_scale_tokens` is the gradient noise scale, averaged over steps (`engine.noise_scale`); None while unknown.
+    `method_figures` are what the job's method reports besides its loss, a handful by name; empty for cross-entropy.
     `skipped` says why not every weight was updated, or is empty: `non_finite_gradient` changed nothing,
     `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the model's own
     operations, without recompute. The memory figures hold each component's peak since the start.
@@ -98,6 +99,14 @@ class StepFigures(QueueFigures):
     model_flops: float = 0.0
     # Not at /metrics: it is a slow average that a job shows.
     noise_scale_tokens: float | None = None
+    method_figures: Annotated[
+        dict[str, float],
+        Metric(
+            "horizon_method_figure",
+            "Figures of a job's method in its last step, by name, such as rewards/margins of dpo.",
+            ("job_id", "component"),
+        ),
+    ] = field(default_factory=dict)
     host_memory_bytes: Annotated[
         dict[str, int],
         Metric("horizon_host_memory_bytes", "Host memory a running job uses, by component.", ("job_id", "component")),
@@ -118,13 +127,16 @@ class StepFigures(QueueFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures(QueueFigures):
-    """One evaluation: the mean loss over its `num_targets` supervised tokens. No step's figures include it."""
+    """One evaluation: the mean loss over its `num_targets` supervised tokens, or the loss of the job's method. No step's figures include
+    it."""
 
     eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
     # Not in horizon_tokens_total, which counts tokens trained on.
     num_tokens: int = 0
     duration_s: float = 0.0
+    # Of the whole evaluation; its parts have none.
+    method_figures: dict[str, float] = field(default_factory=dict)
 
 
 def overlap_ratio(transfers: Iterable[TransferFigures]) -> float:

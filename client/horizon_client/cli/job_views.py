@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     )
 
 _PLAIN_INTERVAL_S = 1.0
+# Those of a step that fit into a line; the rest is in `horizon job get` and in the events
+_METHOD_FIGURES = ("rewards/accuracies", "rewards/margins", "kl", "clip_ratio/region_mean")
 # A limit from here on means that none was given
 _NO_LIMIT_BYTES = 1 << 60
 
@@ -215,7 +217,9 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     ]
     if job.last_step is not None:
         step = job.last_step
-        facts += [("loss", f"{step.loss:.4f}"), ("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
+        facts.append(("loss", f"{step.loss:.4f}"))
+        facts += [(clean(name), f"{value:.4g}") for name, value in sorted(step.method_figures.items())]
+        facts += [("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
         if step.noise_scale_tokens is not None:
             facts.append(("noise scale", f"about {step.noise_scale_tokens:,.0f} tokens a step"))
         if has_device(job):  # on the host nothing is transferred
@@ -387,7 +391,8 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
         return clean(f"{event.state}{reason}{f': {event.message}' if event.message else ''}")
     if event.kind == "eval":
         took = f"  in {event.duration_s:.1f} s" if event.duration_s else ""
-        return f"step {event.step}  eval_loss {event.eval_loss:.4f}  on {event.num_targets:,} tokens{took}"
+        figures = _method_figures(event.method_figures)
+        return f"step {event.step}  eval_loss {event.eval_loss:.4f}{figures}  on {event.num_targets:,} tokens{took}"
     if event.kind == "checkpoint":
         return f"step {event.step}  checkpoint written: {bytes_text(event.size_bytes)} in {event.duration_s:.1f} s"
     if event.kind == "prepare":
@@ -402,9 +407,13 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
 
 def _training_figures(step: StepEvent) -> str:
     return (
-        f"loss {step.loss:.4f}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
+        f"loss {step.loss:.4f}{_method_figures(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
         f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
     )
+
+
+def _method_figures(figures: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {figures[name]:.4g}" for name in _METHOD_FIGURES if name in figures)
 
 
 def _machine_figures(step: StepEvent, *, on_device: bool) -> str:

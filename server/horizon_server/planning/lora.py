@@ -15,7 +15,7 @@ from horizon_server.expressions import fitting_names
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.spec import ALL_LINEAR, NOT, LoraSpec, TrainSpec
 from horizon_server.store.adapters import with_adapters
-from horizon_server.store.layout import StoreLayout, TensorLayout
+from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
 from horizon_server.store.model_files import text_config
 
 _FIELD = "train.lora.targets"
@@ -32,6 +32,10 @@ _NOT_LINEAR = re.compile(
     r"|(?:^|\.)dt_proj\.weight$"
 )
 
+_FEWEST_ROW_ELEMENTS = 16
+# A row is packed at once (see store.model_load).
+_MOST_ROW_ELEMENTS = 1 << 20
+
 
 def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> StoreLayout:
     """The layout of a job that trains adapters: those of `train.lora`, and the model frozen.
@@ -41,7 +45,16 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
     """
     transposed = text_config(found.config).get("model_type") in TRANSPOSED
     maps = linear_maps(layout, train.lora, transposed=transposed)
-    return with_adapters(layout, maps, rank=train.lora.rank, decay=train.decay, is_bfloat16=found.is_bfloat16)
+    packing: Packing = "none" if train.lora.base == "source" else train.lora.base
+    packed = {tensor.name for tensor in _matrices(layout) if _can_be_packed(found, tensor)}
+    return with_adapters(
+        layout,
+        maps,
+        rank=train.lora.rank,
+        decay=train.decay,
+        is_bfloat16=found.is_bfloat16,
+        packing_of=lambda name: packing if name in packed else "none",
+    )
 
 
 def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False) -> dict[str, tuple[int, int]]:
@@ -92,6 +105,14 @@ def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
                 f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}",
             )
     return [matrices[name] for name in matrices if name in chosen]
+
+
+def _can_be_packed(found: ModelFolder, tensor: TensorLayout) -> bool:
+    """Whether `base: int8` and `nf4` keep a matrix in fewer bits: experts and all that all-linear adapts."""
+    if _NOT_LINEAR.search(tensor.name) or any(re.search(kept, tensor.name) for kept in found.shape.kept_in_fp32):
+        return False
+    # Kernels of convolutions have a few elements in a row: a scale for each would take as much as they do.
+    return _MOST_ROW_ELEMENTS >= tensor.shape[-1] >= _FEWEST_ROW_ELEMENTS
 
 
 def _chosen(expressions: Sequence[str], matrices: Mapping[str, TensorLayout]) -> set[str]:

@@ -5,8 +5,28 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 """
 
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.job import CheckpointSpec, EvalSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
+from horizon_server.spec.job import (
+    CheckpointSpec,
+    EvalSpec,
+    JobSpec,
+    LimitsSpec,
+    job_schema,
+    needs_references,
+    parse_job_spec,
+)
 from horizon_server.spec.lora import ALL_LINEAR, NOT, LoraSpec
+from horizon_server.spec.objective import (
+    PAIRED,
+    WITH_OPTIONS,
+    DpoSpec,
+    IpoSpec,
+    KtoSpec,
+    Method,
+    OrpoSpec,
+    PolicySpec,
+    SimpoSpec,
+    check_kind,
+)
 from horizon_server.spec.training import (
     EVERYTHING,
     LORA,
@@ -25,18 +45,28 @@ __all__ = [
     "NAME_PATTERN",
     "NAME_RULE",
     "NOT",
+    "PAIRED",
+    "WITH_OPTIONS",
     "CheckpointSpec",
     "CompileChoice",
     "ComputeDtypeChoice",
+    "DpoSpec",
     "EvalSpec",
+    "IpoSpec",
     "JobSpec",
+    "KtoSpec",
     "LimitsSpec",
     "LoraSpec",
     "LrGroup",
     "LrSchedule",
     "Method",
+    "OrpoSpec",
+    "PolicySpec",
+    "SimpoSpec",
     "TrainOn",
     "TrainSpec",
+    "check_kind",
     "job_schema",
+    "needs_references",
     "parse_job_spec",
 ]

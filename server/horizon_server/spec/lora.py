@@ -5,7 +5,7 @@ For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -18,6 +18,7 @@ ALL_LINEAR = ("all-linear",)
 NOT = "!"
 """Before an expression of `train.trainable` or `train.lora.targets` that takes tensors away."""
 MAX_RANK = 4096
+BaseFormat = Literal["source", "int8", "nf4"]
 
 
 class LoraSpec(Section):
@@ -59,6 +60,13 @@ class LoraSpec(Section):
     rslora: bool = Field(
         default=False,
         description="Scale by alpha / sqrt(rank), so that high ranks learn as fast as low ones (rsLoRA, arXiv 2312.03732).",
+    )
+
+    base: BaseFormat = Field(
+        default="source",
+        description="How the frozen matrices of the layers are kept in host memory and sent to the device, which turns them into numbers "
+        "again. source: as in the model folder; int8: 1 byte a parameter, a scale for each row; nf4: 4 bits and 8 for every 64, as QLoRA. "
+        "Both round the model that the adapters are trained on; embedding, head, norms and routers stay as they are.",
     )
 
     @property

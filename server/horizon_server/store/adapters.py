@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from horizon_server.store.layout import DecayRule, StoreLayout, TensorLayout, decays, with_trained
+from horizon_server.store.layout import DecayRule, Packing, StoreLayout, TensorLayout, decays, with_trained
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
@@ -31,10 +31,12 @@ def with_adapters(
     rank: int,
     decay: DecayRule,
     is_bfloat16: Callable[[str], bool],
+    packing_of: Callable[[str], Packing] = lambda _: "none",
 ) -> StoreLayout:
     """The layout with an adapter for each of `maps`, names of weights with the (inputs, outputs) of their maps, and all else frozen.
 
-    `is_bfloat16` tells which of the model's own tensors bfloat16 holds exactly; `decay` says whether weight decay applies to adapters.
+    `is_bfloat16` tells which of the model's own tensors bfloat16 holds exactly, and `packing_of` how they are packed; `decay` says whether
+    weight decay applies to adapters.
 
     Raises:
         ValueError: there are no maps.
@@ -61,7 +63,9 @@ def with_adapters(
                 ]
         units.append(replace(unit, tensors=tuple(tensors)))
     added = {tensor.name for unit in units for tensor in unit.tensors if tensor.adapts}
-    return with_trained(replace(layout, units=tuple(units)), added.__contains__, is_bfloat16=is_bfloat16)
+    return with_trained(
+        replace(layout, units=tuple(units)), added.__contains__, is_bfloat16=is_bfloat16, packing_of=packing_of
+    )
 
 
 def adapter_elements(layout: StoreLayout, *, drops: bool) -> int:

@@ -20,6 +20,7 @@ from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore, split_master
 from horizon_server.store.layout import StoreLayout, TensorLayout, is_output_projection, parameter_shapes
 from horizon_server.store.model_files import is_prediction_head, read_config
+from horizon_server.store.packing import piece_elements
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 # Elements converted at once by each loading thread: 16 MiB of staging for fp32 files.
@@ -133,30 +134,40 @@ def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
 
 
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:
-    hi = store.flat(header.name, "hi")
+    place = store.layout.find(header.name)[1]
     dtype = _DTYPES[header.dtype]
+    if dtype is torch.bfloat16 and place.packing == "none":
+        _load_in_place(store.flat(header.name, "hi"), header)
+        return
+    at_once = STAGING_ELEMENTS if place.packing == "none" else piece_elements(place, STAGING_ELEMENTS)
     with header.file.open("rb", buffering=0) as stream:
-        if dtype is torch.bfloat16:
-            # From the file straight into the plane; `lo` stays zero: the file holds no more than `hi` does.
-            memory = memoryview(hi.view(torch.uint8).numpy().data)
-            for start in range(0, len(memory), _IN_PLACE_BYTES):
-                piece = memory[start : start + _IN_PLACE_BYTES]
-                _read_fully(stream.fileno(), piece, header.start + start, header.file)
-                _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
-            return
-        lo = store.flat(header.name, "lo")
-        for offset in range(0, len(hi), STAGING_ELEMENTS):
-            part = slice(offset, offset + STAGING_ELEMENTS)
-            num_elements = len(hi[part])
+        for offset in range(0, place.num_elements, at_once):
+            num_elements = min(at_once, place.num_elements - offset)
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
             _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
             values = torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
-            split_master(staging.master[:num_elements].copy_(values), hi[part], lo[part])
-            _require_finite(hi[part], header)
+            master = staging.master[:num_elements].copy_(values)
+            if place.packing != "none":
+                _require_finite(master, header)
+                store.write_packed(header.name, master, start=offset)
+                continue
+            hi, lo = (store.flat(header.name, plane)[offset : offset + num_elements] for plane in ("hi", "lo"))
+            split_master(master, hi, lo)
+            _require_finite(hi, header)
 
 
-def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
-    if hi.numel() and not sum_squares(hi).is_finite:
+def _load_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
+    """From the file straight into the plane; `lo` stays zero: the file holds no more than `hi` does."""
+    memory = memoryview(hi.view(torch.uint8).numpy().data)
+    with header.file.open("rb", buffering=0) as stream:
+        for start in range(0, len(memory), _IN_PLACE_BYTES):
+            piece = memory[start : start + _IN_PLACE_BYTES]
+            _read_fully(stream.fileno(), piece, header.start + start, header.file)
+            _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
+
+
+def _require_finite(values: torch.Tensor, header: TensorHeader) -> None:
+    if values.numel() and not sum_squares(values).is_finite:
         raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the weights are broken")
 
 

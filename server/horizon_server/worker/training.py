@@ -5,9 +5,11 @@ Every number it reports comes from the engine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +24,21 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, EvalDone, Message, StepDone
-from horizon_server.figures import StepFigures, total_evaluation
+from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import continuation
+from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.host_use import host_components, process_bytes
+from horizon_server.worker.objective import MethodData
+from horizon_server.worker.reference_pass import ReferencePass
 from horizon_server.worker.request import WorkerRequest, train_config
 from horizon_server.worker.saving import CheckpointWriter
 from horizon_server.worker_link.orders import Order, Orders
@@ -65,14 +70,6 @@ class Training:
         )
         self._made_trainer: Trainer | None = None
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
-        self._writer = CheckpointWriter(
-            self._checkpoints,
-            self._spec.checkpoint,
-            source=request.model,
-            events=events,
-            orders=orders,
-            min_free_bytes=request.min_free_bytes,
-        )
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
@@ -84,6 +81,16 @@ class Training:
         template = self._template = Template.from_folder(request.model, layout=layout)
         # Now, because compiled layers have the scale in their code.
         template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
+        adapter = adapter_export(request, template)
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            self._spec.checkpoint,
+            source=request.model,
+            events=events,
+            orders=orders,
+            min_free_bytes=request.min_free_bytes,
+            adapter=adapter,
+        )
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -96,13 +103,15 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._continued = continuation.load(
+        self._load = partial(
+            continuation.load,
             self._store,
             model=request.model,
-            resume_from=request.resume_from,
-            from_memory=request.resume_from_memory,
             seed=self._spec.train.seed,
+            adapter=request.adapter,
+            base_sha256=None if adapter is None else adapter.base_sha256,
         )
+        self._continued = self._load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
             self._events.send(Message(level="warning", text=text))
@@ -118,21 +127,21 @@ class Training:
             trace=self._trace,
             gpu=request.gpu,
         )
-        self._dataset, train = PreparedDataset.open(request.prepared), self._spec.train
+        self._data, train = MethodData(request.prepared, self._spec), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
-            self._dataset,
+            self._data.dataset,
             packing=train.packing != "false",
             seed=train.seed,
             epochs=train.epochs,
             max_steps=train.max_steps,
         )
         self._ending = Ending(num_steps=self._plan.num_steps, limits=request.limits, evaluation=self._spec.eval)
-        self._evaluation = PreparedDataset.open(request.evaluation) if request.evaluation else None
+        self._evaluation = MethodData(request.evaluation, self._spec) if request.evaluation else None
 
     def run(self) -> Outcome:
         """Train until the job is at its end, or an order stops it before."""
-        if not self._set_up():
+        if not self._set_up() or not self._have_references():
             return self._stop_before_the_first_turn()
         step = self._restore()
         last_step, num_rows = self._ending.last_step, self._plan.num_rows
@@ -155,11 +164,11 @@ class Training:
                 self._give_back_device()
                 self._writer.try_to_write(step, self._store, self._state(), self._eval_loss_of(step))
             # Before the turn: the device waits for none of it.
-            rows = self._plan.step(step)
+            rows, objective = self._data.step(self._plan, step)
             # At once where it has kept its turn.
             if not self._turn.take():
                 continue
-            figures = self._trainer.train_step(rows)
+            figures = self._trainer.train_step(rows, objective)
             # Before anything is reported: the next job's first kernel must not wait for a pipe.
             self._turn.boundary()
             step = figures.step
@@ -224,7 +233,30 @@ class Training:
         self._made_trainer = Trainer(self._template, store, device, config, self._compiled)
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        self._report_data(self._dataset)
+        self._report_data(self._data.dataset)
+        return True
+
+    def _have_references(self) -> bool:
+        """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
+        request, before = self._request, self._continued
+        data = [self._data, *([self._evaluation] if self._evaluation is not None else [])]
+        references = ReferencePass(
+            request, data, compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn
+        )
+        if references.find():
+            return True
+        if before.state is not None:
+            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take their place.
+            text = "the reference log-probabilities are gone, so they are computed again from the weights that the job started with"
+            self._events.send(Message(level="warning", text=text))
+            self._load(resume_from=None, from_memory=False)
+            self._trainer.forget_weights()
+            self._continued = dataclasses.replace(before, from_memory=False, unreported=None)
+        if not references.compute(self._trainer):
+            return False
+        if before.state is not None:
+            self._continued = self._load(resume_from=request.resume_from, from_memory=False)
+            self._trainer.forget_weights()
         return True
 
     def _release_device(self) -> None:
@@ -329,15 +361,16 @@ class Training:
             return True
         packing = self._spec.train.packing != "false" and self._trainer.supports_packing
         # In the data's order: every evaluation of a job sees the same rows.
-        plan = self._step_plan(self._evaluation, packing=packing, epochs=1, shuffle=False)
+        plan = self._step_plan(self._evaluation.dataset, packing=packing, epochs=1, shuffle=False)
+        self._evaluation.forget()
         parts = []
         for i in range(plan.num_steps):
             # A stop lets an evaluation end that need not wait, because its result belongs to the checkpoint that follows.
             if self._orders.current is Order.CANCEL or not self._turn.take():
                 return False
-            parts.append(self._trainer.evaluate(plan.step(i)))
+            parts.append(self._evaluation.evaluate(self._trainer, plan, i))
             self._turn.boundary()
-        done = EvalDone(**vars(total_evaluation(parts)), step=step)
+        done = EvalDone(**vars(self._evaluation.total(parts)), step=step)
         self._last_eval = (step, done.eval_loss)
         self._ending.observe(done.eval_loss)
         self._events.send(done)
@@ -377,6 +410,7 @@ class Training:
     def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
         train, limit = self._spec.train, self._packing_limit
         length, tokens = train.sequence_length, train.tokens_per_step
+        how["group_size"] = dataset.group_size
         return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
 
     def _data_identity(self) -> dict[str, Any]:

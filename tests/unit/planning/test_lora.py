@@ -21,6 +21,7 @@ from horizon_server.planning.planner import Planner
 from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
+from horizon_server.spec.lora import BaseFormat
 from horizon_server.store.adapters import with_adapters
 from horizon_server.store.layout import StoreLayout, build_layout, plane_sizes
 
@@ -220,6 +221,20 @@ def test_a_resident_layer_sends_up_its_adapters_alone(llama: Path) -> None:
     assert first.upload_bytes == 2 * layout.num_elements
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_packed_base_is_what_all_linear_adapts_and_the_experts(mixtral: Path, base: BaseFormat) -> None:
+    layout = layout_of(mixtral, base=base)
+    packed = {tensor.name for _, tensor in layout.tensors() if tensor.packing == base}
+    assert packed > adapted(layout)
+    assert {name for name in packed - adapted(layout) if ".experts." not in name} == set()
+    kept = {tensor.name for _, tensor in layout.tensors() if tensor.packing == "none" and not tensor.trained}
+    assert all(
+        len(layout.find(name)[1].shape) == 1 or not name.startswith("model.layers.") or ".gate." in name
+        for name in kept
+    )
+    assert all(layout.find(name)[1].exact is False for name in packed)
+
+
 def test_the_section_is_for_adapters_only() -> None:
     plain = {"name": "a", "model": "m", "dataset": "d"}
     with pytest.raises(InvalidSpec) as refused:
@@ -240,6 +255,7 @@ def test_the_section_is_for_adapters_only() -> None:
         ({"trainable": "lora", "lora": {"rank": 4097}}, "train.lora.rank"),
         ({"trainable": "lora", "lora": {"dropout": 1.0}}, "train.lora.dropout"),
         ({"trainable": "lora", "lora": {"alpha": 0}}, "train.lora.alpha"),
+        ({"trainable": "lora", "lora": {"base": "int4"}}, "train.lora.base"),
         ({"trainable": "lora", "lora": {"targets": ["all-linear", "q_proj"]}}, "train.lora.targets"),
         ({"trainable": "lora", "lora": {"targets": ["(q_proj"]}}, "train.lora.targets"),
     ],

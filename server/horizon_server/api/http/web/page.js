@@ -194,10 +194,13 @@ function drawCurve() {
   el("curve").replaceChildren(...parts);
 }
 
+// Of a method other than cross-entropy, such as rewards/margins of dpo.
+const figuresOf = (data) => Object.entries(data.method_figures || {}).map(([name, value]) => `, ${name} ${short(value)}`).join("");
+
 function textOf(kind, data) {
   if (kind === "state") return [data.job_state, data.reason, data.message].filter(Boolean).join(" - ");
-  if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
-  if (kind === "eval") return `evaluation after step ${data.step}: loss ${short(data.eval_loss)}`;
+  if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${figuresOf(data)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
+  if (kind === "eval") return `evaluation after step ${data.step}: loss ${short(data.eval_loss)}${figuresOf(data)}`;
   if (kind === "checkpoint") return `checkpoint of step ${data.step}: ${bytes(data.size_bytes)} in ${span(data.duration_s) || "0 s"}`;
   if (kind === "prepare") return `prepared ${data.done_rows}${data.total_rows ? ` of ${data.total_rows}` : ""} rows`;
   return kind === "message" ? data.text : "";
