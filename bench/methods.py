@@ -78,7 +78,7 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["6m", "36m", "40m", "deep"], default="deep")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-tokens", type=int, default=256)
     parser.add_argument("--share", type=float, default=3.0)

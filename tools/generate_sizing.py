@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.3-70B": qwen3(
         8192, 80, 64, 8, 28672, tied=False, model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=128256
     ),
+    "Llama-3.1-405B": qwen3(
+        16384, 126, 128, 8, 53248, tied=False, model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=128256
+    ),
     "Qwen3-235B-A22B": qwen3(
         4096, 94, 64, 4, 12288, tied=False, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=1536, decoder_sparse_step=1, norm_topk_prob=True,
@@ -63,8 +66,8 @@ the `host` device, bf16 model folders, `sequence_length: {SEQUENCE_LENGTH}` and 
 `horizond plan job.yaml --model-dir FOLDER` gives the figures of any model folder and job on this very machine, and
 `horizond doctor` says how large a model it can train.
 
-| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | RAM, last {LAST_LAYERS} layers trained | checkpoint on disk |
-| --- | --- | --- | --- | --- | --- |
+| model | parameters | RAM, with clipping | RAM, `max_grad_norm: null` | RAM, last {LAST_LAYERS} layers | RAM, LoRA (weights) | checkpoint |
+| --- | --- | --- | --- | --- | --- | --- |
 """
 
 TAIL = """
@@ -76,6 +79,10 @@ is activations, buffers and the worker process. A checkpoint holds the weights f
 
 `train.trainable` freezes the rest of the model. A frozen parameter takes 2 bytes of RAM where the model folder has it in
 bfloat16, else 4, and 2 or 4 in a checkpoint. The column has the last {last} layers trained, with clipping.
+
+`train.trainable: lora` trains adapters next to the frozen model: rank 16 on all linear maps of the layers (not on experts) in
+the column. The store holds the model in bfloat16, 2 bytes a parameter: 141 GB (10^9 bytes) for 70 B, 812 GB for 405 B. What is
+not weights is nearly all activations and buffers of the `host` device, which grow with `tokens_per_step`; on `cuda` they are on the GPU.
 """.replace("{last}", str(LAST_LAYERS))
 
 
@@ -139,7 +146,9 @@ def main() -> int:
             depth = config["num_hidden_layers"]
             last = planned(folder, trainable=[rf"layers\.{layer}\." for layer in range(depth - LAST_LAYERS, depth)])
             parameters = clipped.num_parameters
-            gib = [f"{plan.host_total_bytes / 2**30:,.0f} GiB" for plan in (clipped, unclipped, last)]
+            lora = planned(folder, trainable="lora")
+            gib = [f"{plan.host_total_bytes / 2**30:,.0f} GiB" for plan in (clipped, unclipped, last, lora)]
+            gib[-1] += f" ({lora.host_bytes['weights'] / 2**30:,.0f})"
             rows.append(f"| {name} | {parameters / 1e9:.2f} B | {' | '.join(gib)} | {12 * parameters / 1e9:,.0f} GB |")
             print(rows[-1], flush=True)
     PAGE.write_text(HEAD + "\n".join(rows) + "\n" + TAIL, "utf-8")

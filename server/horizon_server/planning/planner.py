@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import LORA, WITH_OPTIONS, JobSpec
+from horizon_server.spec import EVERYTHING, LORA, WITH_OPTIONS, JobSpec
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.store.planes import create_memory_file
@@ -395,8 +395,24 @@ class Planner:
         store = sum(ledger.host[part] for part in ("weights", "moments", "gradients"))
         if store > limit_bytes:
             billions = found.layout.num_parameters / 1e9
-            return f"{short}; {size_text(store)} of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
+            held = f"{size_text(store)} of it hold the {billions:.2f} B parameters and their moments"
+            return f"{short}; {held}: {self._smaller(spec, found, limit_bytes, choice)}"
         return f"{short}; {self._advice(spec, found, limit_bytes, choice)}"
+
+    def _smaller(self, spec: JobSpec, found: ModelFolder, limit_bytes: int, choice: _Choice) -> str:
+        """What to do where the store alone does not fit: train adapters, where that fits."""
+        if spec.train.trainable != EVERYTHING:
+            return "only a smaller model fits"
+        train = spec.train.model_copy(update={"trainable": LORA, "lr_groups": ()})
+        with suppress(InvalidSpec):
+            adapted = open_for_training(found.path, train)
+            ledger, _ = self._placed(spec.model_copy(update={"train": train}), adapted, choice, limit_bytes)
+            what = (
+                f"train.trainable: lora (adapters next to the frozen model) needs {size_text(ledger.host_total_bytes)}"
+            )
+            fits = ledger.host_total_bytes <= limit_bytes and ledger.device_total_bytes <= choice.device_limit_bytes
+            return f"{what}, which fits" if fits else f"only a smaller model fits; {what}"
+        return "only a smaller model fits"
 
     def _warning(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
         """What is likely not meant although it fits, or nothing."""

@@ -1,4 +1,7 @@
-"""The section `train.lora`: adapters of low rank next to a frozen model."""
+"""The section `train.lora`: adapters of low rank next to a frozen model.
+
+For an adapted weight W of a layer, y = x W' becomes y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,7 @@ BaseFormat = Literal["source", "int8", "nf4"]
 
 
 class LoraSpec(Section):
-    """The adapters that `train.trainable: lora` trains. For an adapted weight W of a layer, y = x W' becomes
-    y = x W' + scale * dropout(x) A' B' (LoRA, arXiv 2106.09685). A begins random, from train.seed, and B at zero.
-    """
+    """The adapters A and B that `train.trainable: lora` trains next to a frozen model; A begins random, from train.seed, B at zero."""
 
     rank: int = Field(
         default=16,

@@ -13,12 +13,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.pytorch_utils import Conv1D
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.planning.lora import TRANSPOSED, left_out
+from horizon_server.planning.kept import KeptOnDevice
+from horizon_server.planning.lora import TRANSPOSED, left_out, linear_maps
+from horizon_server.planning.machine import HostMemory
 from horizon_server.planning.model_folder import open_model_folder
+from horizon_server.planning.planner import Planner
+from horizon_server.planning.step_work import work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec import LoraSpec, TrainSpec, parse_job_spec
 from horizon_server.spec.lora import BaseFormat
-from horizon_server.store.layout import StoreLayout, plane_sizes
+from horizon_server.store.adapters import with_adapters
+from horizon_server.store.layout import StoreLayout, build_layout, plane_sizes
 
 
 def folder_of(place: Path, model_type: str, **changes: Any) -> Path:
@@ -150,6 +155,70 @@ def test_a_frozen_parameter_takes_two_bytes(tmp_path: Path) -> None:
     trained = layout.num_trained_parameters
     stored = sum(plane_sizes(layout, grad_dtype_bytes=4).values()) - 16 * trained
     assert 2.0 <= stored / (layout.num_parameters - trained) < 2.002
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "inner", "gigabytes"), [(8192, 80, 28672, 141.1), (16384, 126, 53248, 811.7)]
+)
+def test_a_large_llama_takes_two_bytes_a_parameter_and_a_little_for_adapters(
+    hidden: int, layers: int, inner: int, gigabytes: float
+) -> None:
+    shapes = {
+        "model.embed_tokens.weight": (128256, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (128256, hidden),
+    }
+    for index in range(layers):
+        prefix = f"model.layers.{index}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (1024, hidden) for name in "kv"}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {f"{prefix}mlp.down_proj.weight": (hidden, inner)}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    plain = build_layout(shapes, num_layers=layers, tied=False)
+    maps = linear_maps(plain, LoraSpec())
+    layout = with_adapters(plain, maps, rank=16, decay="trainer", is_bfloat16=lambda _: True)
+    stored = sum(plane_sizes(layout, grad_dtype_bytes=4).values())
+    # 16 bytes for each parameter of an adapter; the rest is the model.
+    model_bytes = stored - 16 * layout.num_trained_parameters
+    assert 2.0 <= model_bytes / plain.num_parameters < 2.0 * 1.001
+    assert model_bytes / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+    assert layout.num_trained_parameters < 0.004 * plain.num_parameters
+
+
+def test_a_model_that_does_not_fit_is_told_what_adapters_would_take(llama: Path) -> None:
+    planner = Planner(
+        memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
+        limit_bytes=5_000_000, reserve_bytes=0, arena_limit_bytes=1 << 30, num_threads=1,
+    )  # fmt: skip
+    plain = {"name": "a", "model": "m", "dataset": "d"}
+    message = planner.plan(parse_job_spec(plain), llama).message
+    assert "only a smaller model fits; train.trainable: lora (adapters next to the frozen model) needs " in message
+
+
+def test_the_plan_says_which_experts_have_no_adapters(mixtral: Path) -> None:
+    planner = Planner(
+        memory=lambda: HostMemory(limit_bytes=1 << 40, available_bytes=1 << 40),
+        limit_bytes=None, reserve_bytes=0, arena_limit_bytes=1 << 35, num_threads=1,
+    )  # fmt: skip
+    spec = parse_job_spec({"name": "a", "model": "m", "dataset": "d", "train": {"trainable": "lora"}})
+    plan = planner.plan(spec, mixtral)
+    assert plan.message.startswith("train.lora.targets is all-linear, which leaves out the experts")
+    assert plan.fits
+    assert plan.num_trained_parameters == layout_of(mixtral).num_trained_parameters
+
+
+def test_a_resident_layer_sends_up_its_adapters_alone(llama: Path) -> None:
+    found = open_for_training(llama, TrainSpec(trainable=("lora",), lora=LoraSpec(rank=4)))
+    work = work_of_step(
+        found, tokens_per_step=1024, sequence_length=64, device_kind="cuda", grad_bytes=2, activation_placement="device",
+        kept=KeptOnDevice(resident_layers=1),
+    )  # fmt: skip
+    first, second = work.layers
+    assert (first.resident, second.resident) == (False, True)
+    layout = found.layout.units[2]
+    assert second.upload_bytes == second.download_bytes == 2 * layout.trained_elements
+    assert first.upload_bytes == 2 * layout.num_elements
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
