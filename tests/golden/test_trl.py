@@ -1,8 +1,8 @@
 """Steps of every method against TRL's own trainers: the same pairs and labels, one batch, twenty steps in fp32.
 
 TRL 1.16 has DPO (with IPO) and KTO in `trl`, ORPO and CPO (with SimPO) in `trl.experimental`. Its data preparation is replaced, so that
-both sides read the same tokens; all else, the reference model, loss, optimizer and loop, is TRL's. Policy gradients have no such trainer: GRPO's
-samples by itself. They are held to the formula in test_objectives.py.
+both sides read the same tokens; all else, the reference model, loss, optimizer and loop, is TRL's. Policy gradients are not here: GRPO's
+trainer samples by itself. They are held to the formula in test_objectives.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from horizon_formats.formats import DataKind
 from horizon_server.engine.data import StepPlan
 from horizon_server.engine.references import References
+from horizon_server.figures import StepFigures
 from horizon_server.spec import needs_references, parse_job_spec
 from horizon_server.store.host_store import merge_master
 from horizon_server.store.prepared import DocumentColumns, PreparedFolder
@@ -141,8 +142,9 @@ def trained_by_trl(case: Case, rows: list[Row], model: Any, folder: Path, monkey
     else:
         module = __import__("trl")
     kind, config = getattr(module, f"{case.trainer}Trainer"), getattr(module, f"{case.trainer}Config")
+    texts: list[dict[str, Any]]
     words = {str(number): number for number in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="7", eos_token="2", bos_token="1"
     )
     if case.trainer in ("ORPO", "CPO"):
@@ -163,15 +165,15 @@ def trained_by_trl(case: Case, rows: list[Row], model: Any, folder: Path, monkey
     if case.trainer in ("DPO", "KTO"):
         monkeypatch.setattr(kind, "_prepare_dataset", lambda self, dataset, *_: dataset)
 
-    class Recorder(TrainerCallback):  # type: ignore[misc]
+    class Recorder(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not plain.gradients:
                 for name, parameter in kwargs["model"].named_parameters():
                     plain.gradients[name] = parameter.grad.clone()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-            if "rewards/margins" in logs:
-                plain.figures.append(dict(logs))
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "rewards/margins" in kwargs["logs"]:
+                plain.figures.append(dict(kwargs["logs"]))
 
     trainer = kind(
         model=model,
@@ -247,7 +249,8 @@ def test_twenty_steps_are_those_of_trl(
         data.references = References.computed(
             tmp_path / "prepared", data.dataset, run.trainer, key="start", tokens_at_once=64
         )
-    own, gradients = [], {}
+    own: list[StepFigures] = []
+    gradients: dict[str, Tensor] = {}
     for i in range(NUM_STEPS):
         own.append(run.trainer.train_step(*data.step(plan, i)))
         if not gradients:

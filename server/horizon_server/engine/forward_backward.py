@@ -33,7 +33,8 @@ from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.step_pass import StepKey, StepPass, charged
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
+from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS
 
 Enqueue = Callable[[Tensor], None]
 
@@ -130,11 +131,12 @@ class ForwardBackward:
         self.logprobs_S = None if current.logprobs_S is None else current.logprobs_S.cpu()
         return self._sink.loss
 
-    def loss(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over the supervised tokens, without gradients."""
+    def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Mean loss over the supervised tokens, without gradients, and how many of them the model finds the likeliest."""
         current = self._start(micro_batches)
+        current.num_correct = self._device.place(torch.zeros((), dtype=torch.int64))
         self._run_forward(current, self._head_pass.enqueue_loss)
-        return self._sink.loss
+        return self._sink.loss, int(current.num_correct)
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The log-probability of every supervised token, in order, without dropout. Shapes: [S], fp32, on the CPU."""

@@ -11,20 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
 from horizon_server.planning.layer_probe import LayerProbe
-from horizon_server.planning.ledger import (
-    DEFAULT_COMPUTE_DTYPE,
-    ELEMENT_BYTES,
-    ActivationPlacement,
-    ComputeDtype,
-    DeviceKind,
-    LayerMemory,
-    MemoryPlan,
-    micro_batch_tokens,
-    plan_memory,
-)
+from horizon_server.planning.ledger import ActivationPlacement, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
 from horizon_server.planning.lora import left_out
 from horizon_server.planning.machine import (
     Accelerator,
@@ -35,13 +26,15 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.objective import with_objective
 from horizon_server.planning.rates import DeviceRates
+from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import predict_step
 from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import LORA, JobSpec
+from horizon_server.spec import LORA, WITH_OPTIONS, JobSpec
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
 from horizon_server.store.planes import create_memory_file
@@ -247,9 +240,8 @@ class Planner:
             )
         prediction = self._prediction(spec, found, choice)
         kept = None
-        if prediction is not None:
-            choice, kept = self._with_kept(spec, found, choice, ledger, prediction)
-        if kept is not None:
+        if prediction is not None and (found_kept := self._with_kept(spec, found, choice, ledger, prediction))[1]:
+            choice, kept = found_kept
             ledger, prediction = self._ledger(spec, found, choice), self._prediction(spec, found, choice)
         plan = JobPlan(
             host_bytes=dict(ledger.host),
@@ -277,7 +269,9 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
             compute_dtype=choice.compute_dtype,
-            facts=dataclasses.replace(TODAY, micro_batch_tokens=choice.micro_batch_tokens),
+            facts=dataclasses.replace(
+                TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
+            ),
             kept=choice.kept,
         )
         shares = choice.device_kind == "host"
@@ -366,7 +360,7 @@ class Planner:
         )
 
     def _ledger(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> MemoryPlan:
-        return plan_memory(
+        ledger = plan_memory(
             found.layout,
             model=found.shape,
             tokens_per_step=spec.train.tokens_per_step,
@@ -383,6 +377,9 @@ class Planner:
             kept=choice.kept,
             adapter_dropout=spec.train.lora.dropout,
         )
+        if spec.method in WITH_OPTIONS:
+            ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
+        return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
         """Return why it does not fit, with the numbers and the smallest change that would make it fit; empty where it fits."""

@@ -35,6 +35,8 @@ UnitKind = Literal["embedding", "layer", "head"]
 # How a frozen tensor is kept: as it is computed with, or in fewer bits (`store.packing`).
 Packing = Literal["none", "int8", "nf4"]
 NF4_BLOCK, BLOCKS_PER_GROUP = 64, 256
+PACKED_PIECE_ELEMENTS = 1 << 22
+"""Of a tensor, packed or unpacked at once: a multiple of a group's."""
 # Packed codes and scales begin at multiples of this.
 _PACKED_ALIGN_BYTES = 64
 # What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter.

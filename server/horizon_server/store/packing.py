@@ -17,10 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, PackedPart, TensorLayout
-
-# Elements packed or unpacked at once: a multiple of a group's.
-_PIECE_ELEMENTS = 1 << 22
+from horizon_server.store.layout import BLOCKS_PER_GROUP, NF4_BLOCK, PACKED_PIECE_ELEMENTS, PackedPart, TensorLayout
 
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -44,7 +41,7 @@ def pack(values_N: Tensor, place: TensorLayout, block: Tensor, part: PackedPart,
     Shapes: `values_N` is fp32, flat and on the CPU, and is a multiple of `piece_elements` long or ends with the tensor; `block` is flat.
     """
     codes, scales = block[part.codes], block[part.scales]
-    step = piece_elements(place, _PIECE_ELEMENTS)
+    step = piece_elements(place, PACKED_PIECE_ELEMENTS)
     for offset in range(0, len(values_N), step):
         piece, first = values_N[offset : offset + step], start + offset
         if place.packing == "int8":
@@ -68,7 +65,7 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
     if place.packing == "int8":
         # A code has 7 bits and a scale 8: fp32 holds the product exactly.
         rows_RW = codes.view(torch.int8).view(-1, place.shape[-1])
-        num_rows = piece_elements(place, _PIECE_ELEMENTS) // place.shape[-1]
+        num_rows = piece_elements(place, PACKED_PIECE_ELEMENTS) // place.shape[-1]
         for start in range(0, len(rows_RW), num_rows):
             rows = slice(start, start + num_rows)
             scale_R1 = scales.view(torch.bfloat16)[rows].float()[:, None]
@@ -79,8 +76,8 @@ def unpack(place: TensorLayout, block: Tensor, part: PackedPart, out_N: Tensor) 
     levels = torch.tensor(NF4_LEVELS, device=block.device)
     pairs_256x2 = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
     scales_B = group_scales.repeat_interleave(BLOCKS_PER_GROUP)[: len(scales)] * (scales.float() / 255)
-    for start in range(0, len(out_N), _PIECE_ELEMENTS):
-        out = out_N[start : start + _PIECE_ELEMENTS]
+    for start in range(0, len(out_N), PACKED_PIECE_ELEMENTS):
+        out = out_N[start : start + PACKED_PIECE_ELEMENTS]
         in_bytes = codes[start // 2 : start // 2 + -(-len(out) // 2)]
         values = pairs_256x2.index_select(0, in_bytes.int()).view(-1)[: len(out)]
         of_blocks = scales_B[start // NF4_BLOCK : start // NF4_BLOCK + -(-len(out) // NF4_BLOCK)]

@@ -30,7 +30,7 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.settings import child_environment
 from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.errors import InvalidModel, InvalidSpec
-from horizon_server.planning.ledger import ComputeDtype
+from horizon_server.planning.compute import ComputeDtype
 from horizon_server.store.adapter_files import BASE_SHA256_FILE, read_adapter_folder
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState

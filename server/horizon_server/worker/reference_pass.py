@@ -15,8 +15,7 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.events import Message
-from horizon_server.spec import needs_references
-from horizon_server.store.model_files import CONFIG_FILE
+from horizon_server.spec import LORA
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
@@ -45,10 +44,13 @@ class ReferencePass:
     ) -> None:
         """`compiled` are the keys of the compiled layers: they round in an order of their own."""
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
-        self._data = data if needs_references(request.spec) else ()
+        self._data = [each for each in data if each.needs_references]
         train = request.spec.train
         facts = {
             "weights": weights_identity(request.model),
+            # New adapters change nothing, but those of an earlier job do, and so does a base that is kept in fewer bits.
+            "adapter": None if request.adapter is None else weights_identity(request.adapter),
+            "base": train.lora.base if train.trainable == LORA else "source",
             "device": request.device,
             "compute_dtype": request.compute_dtype,
             "matmul": train.matmul,
@@ -117,7 +119,7 @@ def weights_identity(model: Path) -> str:
     another folder. A copy is not: its numbers are computed again.
     """
     digest = hashlib.sha256()
-    for path in sorted([*model.glob("**/*.safetensors"), model / CONFIG_FILE]):
+    for path in sorted([*model.glob("**/*.safetensors"), *model.glob("*.json")]):
         found = path.stat()
         digest.update(f"{path.relative_to(model)}\0{found.st_size}\0{found.st_ino}\0{found.st_mtime_ns}\0".encode())
     return digest.hexdigest()

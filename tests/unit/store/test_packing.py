@@ -103,10 +103,10 @@ def test_pieces_give_the_same_bytes_as_the_whole(kind: Packing, monkeypatch: pyt
     assert torch.equal(pieces, whole)
     expected, found = torch.empty(len(values)), torch.empty(len(values))
     unpack(place, whole, part, expected)
-    monkeypatch.setattr(packing, "_PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(packing, "PACKED_PIECE_ELEMENTS", 1000)
     pack(values, place, pieces.zero_(), part)
     assert torch.equal(pieces, whole)
-    monkeypatch.setattr(packing, "_PIECE_ELEMENTS", step)
+    monkeypatch.setattr(packing, "PACKED_PIECE_ELEMENTS", step)
     unpack(place, whole, part, found)
     assert torch.equal(found, expected)
 

@@ -223,3 +223,20 @@ def test_data_of_another_kind_than_the_method_learns_from_is_refused(
         InvalidSpec, match=f"{method}, which learns from data of kind {wanted}, and the dataset is of kind {data}"
     ):
         attempt(folder, spec(method), Daemon(always))
+
+
+def test_adapters_are_compared_with_their_base_and_continue_bit_by_bit(inputs: Any) -> None:
+    folder, daemon = inputs("job", "dpo"), Daemon(always)
+    lora = spec("dpo", train={"trainable": "lora", "lora": {"rank": 4}})
+    attempt(folder, lora, daemon)
+    straight, evaluations = result(folder, 4), daemon.said(EvalDone)
+    # New adapters add nothing, so that the job begins where the reference is.
+    assert evaluations[0].method_figures["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert evaluations[0].eval_loss == pytest.approx(math.log(2), rel=1e-6)
+    assert evaluations[-1].eval_loss < evaluations[0].eval_loss
+
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    for file in reference_files(folder):
+        file.unlink()
+    attempt(folder, lora, Daemon(always), resume_at=2)
+    assert_same(result(folder, 4), straight)
