@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_formats.formats import DatasetFormat
+from horizon_formats.formats import DataKind, DatasetFormat
 from horizon_server.blobs.space import Space
 from horizon_server.children.child import Child, Limits
 from horizon_server.datasets.reading import StoredFile
@@ -28,7 +28,7 @@ from horizon_server.events import Message, PrepareProgress, WorkerLine
 from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.spec import EVAL_SET, JobSpec
-from horizon_server.store.prepared import REPORT_FILE, remove_partial
+from horizon_server.store.prepared import REPORT_FILE, group_size_of, remove_partial
 
 _MEMORY_GIB = 4
 # A template may never end, or print without end. Its own limit on processor time ends the first within a minute; the silence is for all
@@ -188,9 +188,11 @@ class Preparation:
             self._waiting = None
 
     def _require_space(self, record: DatasetRecord, part: float) -> None:
-        # Tokens with their masks take about as much as the text, and twice that while the file is being put together.
+        # Tokens with their masks take about as much as the text, and twice that while the file is being put together. Documents of a
+        # group repeat their prompt.
         if self._space is not None:
-            self._space.require(round(part * record.size_bytes), f"preparing dataset {record.name}")
+            copies = group_size_of(DataKind(record.data_kind))
+            self._space.require(round(part * record.size_bytes * copies), f"preparing dataset {record.name}")
 
     async def _prepare(
         self,
