@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from horizon_server.planning.ledger import DeviceKind, MemoryPlan
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import MemoryPlan
 
 # Log-probabilities and references in fp32, and at most seven fp64 vectors of the objective's own: with its leaf, derivative, ratios,
 # advantages and what autograd keeps.
