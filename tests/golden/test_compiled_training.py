@@ -152,6 +152,7 @@ def train(
     store: HostStore | None = None,
     state: dict[str, Any] | None = None,
     save_to: tuple[int, Path, Path] | None = None,
+    scale: float = 1.0,
 ) -> Trained:
     """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's files."""
     template, device = model.template, HostDevice(num_threads=1, compute_dtype=dtype)
@@ -167,7 +168,9 @@ def train(
 
         monkeypatch.setattr(compiled, "serve", counted)
     store = store or model.store(grad_dtype=dtype)
-    settings = TrainConfig(num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0)
+    settings = TrainConfig(
+        num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0, adapter_scale=scale
+    )
     trainer = Trainer(template, store, device, settings, compiled)
     if state is not None:
         trainer.restore(state)
@@ -259,8 +262,7 @@ def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
     request = dataclasses.replace(request_for(folder, tmp_path, trainable=LORA), lora=lora.model_dump(mode="json"))
     compilation, heard = compilation_of(template, request, "on")
     assert compilation.layers(model_flops=1.0, before=None).num_layers == template.num_layers, heard.texts
-    settings = {"adapter_scale": lora.scale}
-    eager, compiled = (train(model, batches, where, monkeypatch, **settings) for where in (None, tmp_path))
+    eager, compiled = (train(model, batches, where, monkeypatch, scale=lora.scale) for where in (None, tmp_path))
     assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
     assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
     assert compiled.compiled_calls > 0

@@ -48,7 +48,7 @@ def questions(count: int) -> list[tuple[str, str]]:
 def compared_chats() -> list[dict[str, Any]]:
     """Prompts of one message and of several, answers of one turn and of several, and lengths that are cut and left out."""
     found = questions(24)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (asked, answer), (_, other) in itertools.pairwise(found):
         prompt = [turn("system", "Be exact."), turn("user", asked)] if len(rows) % 2 else [turn("user", asked)]
         if len(rows) % 5 == 0:

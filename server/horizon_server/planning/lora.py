@@ -44,10 +44,7 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
         InvalidSpec: an expression of the targets fits no tensor, or one that no adapter can be made for.
     """
     transposed = text_config(found.config).get("model_type") in TRANSPOSED
-    maps: dict[str, tuple[int, int]] = {}
-    for tensor in _targets(layout, train.lora):
-        num_outputs, num_inputs = tensor.shape if not transposed else tensor.shape[::-1]
-        maps[tensor.name] = (num_inputs, num_outputs)
+    maps = linear_maps(layout, train.lora, transposed=transposed)
     packing: Packing = "none" if train.lora.base == "source" else train.lora.base
     packed = {tensor.name for tensor in _matrices(layout) if _can_be_packed(found, tensor)}
     return with_adapters(
@@ -58,6 +55,18 @@ def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> Stor
         is_bfloat16=found.is_bfloat16,
         packing_of=lambda name: packing if name in packed else "none",
     )
+
+
+def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False) -> dict[str, tuple[int, int]]:
+    """The weights that have adapters by the spec, with the (inputs, outputs) of their maps; raises as `with_lora`.
+
+    `transposed` says that weights are [inputs, outputs], not [outputs, inputs].
+    """
+    maps: dict[str, tuple[int, int]] = {}
+    for tensor in _targets(layout, spec):
+        num_outputs, num_inputs = reversed(tensor.shape) if transposed else tensor.shape
+        maps[tensor.name] = (num_inputs, num_outputs)
+    return maps
 
 
 def left_out(layout: StoreLayout, spec: LoraSpec) -> str:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from horizon_formats.model_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
+from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE
 from horizon_server.errors import InvalidModel
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_STEM = "adapter_model"
-ADAPTER_FILE = f"{ADAPTER_STEM}.safetensors"
+ADAPTER_FILE = ADAPTER_WEIGHTS_FILE
+ADAPTER_STEM = ADAPTER_FILE.removesuffix(".safetensors")
 PEFT_LORA = "peft-lora"
 """What a pushed adapter has where a pushed model has its architecture."""
 

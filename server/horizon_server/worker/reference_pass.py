@@ -17,7 +17,7 @@ from horizon_server.children.entry import EventWriter
 from horizon_server.engine.references import References
 from horizon_server.engine.trainer import Trainer
 from horizon_server.events import Message
-from horizon_server.spec import LORA, needs_references
+from horizon_server.spec import LORA
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
@@ -47,7 +47,7 @@ class ReferencePass:
     ) -> None:
         """`compiled` are the keys of the compiled layers: they round in an order of their own."""
         self._request, self._events, self._orders, self._turn = request, events, orders, turn
-        self._data = data if needs_references(request.spec) else ()
+        self._data = [each for each in data if each.needs_references]
         train = request.spec.train
         facts = {
             "weights": weights_identity(request.model),

@@ -91,7 +91,7 @@ def test_a_wide_terminal_has_them_side_by_side(monkeypatch: pytest.MonkeyPatch) 
         "[[Because of \u6797.]]                                          [[So So So So So So So So So So So So So So So So So So ]]",
         "                                                            [[So So ]]",
         "                                                            ... 5 more tokens are beyond the sequence length: not",
-        "                                                             trained, not shown",
+        "                                                            trained, not shown",
     ]
     monkeypatch.delenv("NO_COLOR")
     assert "\x1b[32mBecause of \u6797.\x1b[0m" in preview_page("pairs", pair())

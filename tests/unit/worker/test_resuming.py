@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,12 @@ def test_a_job_of_frozen_parameters_continues_bit_by_bit_and_leaves_them_as_they
     assert weights.read_bytes() == straight
 
 
-LORA = {"trainable": ["lora"], "lora": {"rank": 4, "dropout": 0.2}, "learning_rate": 1e-2, "warmup_steps": 0}
+LORA: dict[str, Any] = {
+    "trainable": ["lora"],
+    "lora": {"rank": 4, "dropout": 0.2},
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+}
 
 
 @pytest.mark.parametrize("export", ["adapter", "merged", "both"])
