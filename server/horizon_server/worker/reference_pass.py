@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from horizon_server.worker_link.orders import Order, Orders
 
 _REPORTED_PERCENT = 5
 """Progress is reported when it has grown by this."""
+_LEAST_SHOWN_S = 60.0
 
 
 class _Stopped(Exception):
@@ -78,8 +81,8 @@ class ReferencePass:
         """
         missing = [data for data in self._data if data.references is None]
         total = sum(int(data.dataset.num_targets_of_documents.sum()) for data in missing)
-        done = 0
-        reported = -_REPORTED_PERCENT
+        done, reported = 0, -_REPORTED_PERCENT
+        start_s = time.monotonic()
 
         def before_group(num_done: int) -> None:
             nonlocal reported
@@ -89,7 +92,10 @@ class ReferencePass:
             percent = 100 * (done + num_done) // total
             if percent >= reported + _REPORTED_PERCENT:
                 reported = percent
-                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %"))
+                left_s = (time.monotonic() - start_s) * (100 - percent) / percent if percent else 0.0
+                # Of a pass that is over in a moment there is nothing to plan by.
+                left = f", about {math.ceil(left_s / 60)} min left" if left_s > _LEAST_SHOWN_S else ""
+                self._events.send(Message(level="info", text=f"reference log-probabilities: {percent} %{left}"))
 
         try:
             for data in missing:
