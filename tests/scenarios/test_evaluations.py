@@ -115,7 +115,7 @@ def test_loss_accuracy_and_answers_are_those_of_transformers(
     client.checkpoints.pull(jobs[0].job_id, to=tmp_path / "tuned", at=6)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "tuned")
-    total = num_targets = num_correct = 0
+    total, num_targets, num_correct = 0.0, 0, 0
     last = evaluations_of(client, jobs[0])[-1]
     rows = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
     for chat in rows:

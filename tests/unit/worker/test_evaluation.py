@@ -135,6 +135,22 @@ def test_answers_that_were_given_up_are_given_by_the_next_attempt(number: int, f
     assert answers_of(first) + answers_of(second) == answers_of(undisturbed)
 
 
+@pytest.mark.parametrize(("expression", "num_matches"), [("()", 10), ("^(never)$", 0), (None, 0)])
+def test_final_answers_are_compared_with_the_data(
+    expression: str | None, num_matches: int, folders: Callable[[str], Path]
+) -> None:
+    daemon = Daemon(always)
+    run(folders("job"), daemon, {**ASKED, "generate": {**ASKED["generate"], "answer": expression}})
+    first = daemon.said(EvalDone)[0]
+    [figures] = first.sets
+    assert (figures.num_answers, figures.num_matches) == (10, num_matches)
+    assert figures.exact_match == (None if expression is None else num_matches / 10)
+    # What is found in both is the same; what is found in neither is no match.
+    assert {(a.found, a.expected, a.matches) for a in first.answers} == {
+        ("", "", True) if num_matches else (None, None, False)
+    }
+
+
 def test_the_best_is_by_the_figure_that_is_named(folders: Callable[[str], Path]) -> None:
     daemon = Daemon(always)
     folder = folders("job")
