@@ -21,6 +21,7 @@ BENCHES: dict[str, tuple[str, list[str]]] = {
     "host_memory": ("Host memory against the plan, and loading", []),
     "prediction": ("The predicted step against the real one", []),
     "link": ("What double buffering hides", []),
+    "preference": ("A step of DPO against one of supervised fine-tuning", []),
     "data": ("From a file to micro-batches", []),
     "upload": ("A push against a bare gRPC byte stream", []),
     "service": ("What a user waits for", []),

@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from horizon_server.planning.ledger import ELEMENT_BYTES, ComputeDtype, plan_memory
+from horizon_server.planning.compute import ELEMENT_BYTES, ComputeDtype
+from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.settings import child_environment
 

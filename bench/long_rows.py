@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import micro_batch_tokens, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.planner import LayerProbe
 from horizon_server.settings import child_environment
 
 NUM_THREADS = 2

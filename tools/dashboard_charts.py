@@ -158,6 +158,13 @@ OVERVIEW = (
         queries=[(_of_jobs("horizon_grad_norm"), "{{name}} ({{owner}})")],
     ),
     Chart(
+        title="Method figures",
+        text="What jobs with a method other than cross-entropy report besides their loss, such as rewards/margins of dpo.",
+        unit="short",
+        minimum=None,
+        queries=[(_of_jobs("horizon_method_figure"), "{{component}} {{name}} ({{owner}})")],
+    ),
+    Chart(
         title="Learning rate",
         text="As used in the last step.",
         unit="sci",

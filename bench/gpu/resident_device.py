@@ -18,7 +18,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.protocol import Component, Event, HostComponent, Queue, Work
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.store.host_store import HostStore
 
 
@@ -115,7 +115,7 @@ class ResidentDevice:
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
         out.copy_(self._units[index])
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:

@@ -31,7 +31,8 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import DoesNotFit
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind, MemoryPlan, plan_memory
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import ActivationPlacement, MemoryPlan, plan_memory
 from horizon_server.planning.model_folder import ModelShape
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore

@@ -1,4 +1,4 @@
-"""`client.checkpoints`: list, pull, sample and delete the checkpoints of jobs.
+"""`client.checkpoints`: list, pull, merge, sample and delete the checkpoints of jobs.
 
 A pull downloads in ranges, resumes from `.part` files, verifies sha256, and renames what is complete. It never writes outside the folder,
 whatever paths the server lists, and replaces a different file only with `force`.
@@ -12,10 +12,10 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from horizon_client.connection import Backoff, Connection, pause_after
-from horizon_client.conversion import from_message
+from horizon_client.conversion import enum_number, from_message
 from horizon_client.errors import (
     BadFile,
     CorruptDownload,
@@ -29,12 +29,13 @@ from horizon_client.errors import (
 from horizon_client.local_files import PIECE_BYTES
 from horizon_client.reporter import SILENT, Progress, Reporter
 from horizon_client.resources import Checkpoint, FileEntry, SampledText, SampleFigures
-from horizon_proto.v1 import checkpoint_pb2
+from horizon_proto.v1 import checkpoint_pb2, job_pb2
 
 if TYPE_CHECKING:
     from hashlib import _Hash
 
 _TRAINER_PREFIX = "trainer/"
+_MERGED_PREFIX = "merged/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,15 @@ class CheckpointPull:
     checkpoint: Checkpoint
     folder: str
     files: tuple[str, ...]
+    received_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMerge:
+    """A checkpoint of an adapter after a merge, or after the merged model was removed. `folder` is "" where nothing was downloaded."""
+
+    checkpoint: Checkpoint
+    folder: str
     received_bytes: int
 
 
@@ -71,7 +81,8 @@ class AsyncCheckpoints:
     ) -> CheckpointPull:
         """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
 
-        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well.
+        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well. Of a job that trains adapters the folder
+        is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -79,7 +90,11 @@ class AsyncCheckpoints:
             CorruptDownload: when a file does not have the listed sha256.
         """
         checkpoint = _chosen(await self.list(job), job, at)
-        files = [f for f in checkpoint.files if with_trainer or not f.path.startswith(_TRAINER_PREFIX)]
+        left_out = (_MERGED_PREFIX,) if with_trainer else (_MERGED_PREFIX, _TRAINER_PREFIX)
+        files = [f for f in checkpoint.files if not f.path.startswith(left_out)]
+        if any(f.path.startswith(_MERGED_PREFIX) for f in checkpoint.files):
+            place = f"{checkpoint.job_id}@{checkpoint.step}"
+            reporter.notice(f"this is the adapter; for the merged model: horizon checkpoint merge {place} --out DIR")
         download = _Download(self._connection, checkpoint, to, reporter)
         received_bytes = await download.fetch(files, force=force)
         return CheckpointPull(
@@ -88,6 +103,50 @@ class AsyncCheckpoints:
             files=tuple(f.path for f in files),
             received_bytes=received_bytes,
         )
+
+    async def merge(
+        self,
+        job: str,
+        *,
+        at: int | str = "last",
+        out: str | os.PathLike[str] | None = None,
+        dtype: str | None = None,
+        remove: bool = False,
+        force: bool = False,
+        reporter: Reporter = SILENT,
+    ) -> CheckpointMerge:
+        """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder `out`.
+
+        The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
+        and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
+
+        Raises:
+            NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
+            InvalidRequest: when the checkpoint does not hold an adapter.
+            FileConflict: when different files are in the way and `force` is not given.
+            CorruptDownload: when a file does not have the listed sha256.
+        """
+        checkpoint = _chosen(await self.list(job), job, at)
+        number: Any = 0 if dtype is None else enum_number(job_pb2.CheckpointDtype, "dtype", dtype)
+        request = checkpoint_pb2.MergeCheckpointRequest(
+            job_id=checkpoint.job_id, step=checkpoint.step, dtype=number, remove=remove
+        )
+        # No limit between two answers: other calls may come first, and a base is checked before it is merged.
+        call = self._connection.calls.checkpoints.MergeCheckpoint
+        async for answer in self._connection.stream(call, request, stall_s=None):
+            if answer.HasField("checkpoint"):
+                checkpoint = from_message(Checkpoint, answer.checkpoint)
+            else:
+                done, total = answer.done_bytes, answer.total_bytes
+                reporter.progress(Progress(phase="merge", name="base model", done_bytes=done, total_bytes=total))
+        if out is None or remove:
+            return CheckpointMerge(checkpoint=checkpoint, folder="", received_bytes=0)
+        # A checkpoint that was written merged is the model itself
+        merged = [f for f in checkpoint.files if f.path.startswith(_MERGED_PREFIX)]
+        files = merged or [f for f in checkpoint.files if not f.path.startswith(_TRAINER_PREFIX)]
+        download = _Download(self._connection, checkpoint, out, reporter, prefix=_MERGED_PREFIX if merged else "")
+        received_bytes = await download.fetch(files, force=force)
+        return CheckpointMerge(checkpoint=checkpoint, folder=str(download.folder), received_bytes=received_bytes)
 
     async def sample(
         self,
@@ -162,10 +221,17 @@ class _Download:
     """One pull into one folder."""
 
     def __init__(
-        self, connection: Connection, checkpoint: Checkpoint, to: str | os.PathLike[str], reporter: Reporter
+        self,
+        connection: Connection,
+        checkpoint: Checkpoint,
+        to: str | os.PathLike[str],
+        reporter: Reporter,
+        *,
+        prefix: str = "",
     ) -> None:
         self._connection = connection
         self._checkpoint = checkpoint
+        self._prefix = prefix
         self.folder = Path(to).expanduser()
         self._reporter = reporter
         self._done_bytes = 0
@@ -194,7 +260,7 @@ class _Download:
         """Return the local path of a listed one; ServerFailed when it would be outside the folder."""
         # The same on every system: a Windows path is refused on Linux too, and the other way round
         pure = PurePosixPath(listed)
-        parts = listed.split("/")
+        parts = listed.removeprefix(self._prefix).split("/")
         plain = all(part not in ("", ".", "..") for part in parts) and not any(c in listed for c in "\\\0:")
         if not plain or pure.is_absolute() or PureWindowsPath(listed).is_absolute():
             raise ServerFailed(

@@ -24,7 +24,7 @@ from horizon_client.reporter import SILENT, Phase, Progress, Reporter
 from horizon_formats.checks import DatasetCheck
 from horizon_formats.files import COMPRESSED_SUFFIXES, SENT_FROM_FOLDERS, DataFile, plain_suffix
 from horizon_formats.formats import parse_format
-from horizon_formats.model_files import is_pickle, pushed_files
+from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE, is_adapter, is_pickle, pushed_files
 from horizon_formats.problems import FormatError, InvalidOption, ServerOnly
 
 Sources: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -226,15 +226,20 @@ def _first(names: Sequence[str]) -> str:
 
 
 def model_files(folder: str | os.PathLike[str]) -> list[SourceFile]:
-    """Return the files of a model folder that are pushed; BadFile when they are not a complete model in safetensors."""
+    """Return the files of a folder that are pushed; BadFile when they are not a complete model or adapter in safetensors."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise BadFile(
             f"{root} is not a folder; a model is a folder with config.json, tokenizer files and *.safetensors"
         )
     chosen = pushed_files(root)
-    if "config.json" not in chosen:
+    of_adapter = is_adapter(chosen)
+    if not of_adapter and "config.json" not in chosen:
         raise BadFile(f"{root} contains no config.json, so it is not a model folder")
+    if of_adapter and ADAPTER_WEIGHTS_FILE not in chosen:
+        raise BadFile(
+            f"{root} is an adapter without {ADAPTER_WEIGHTS_FILE}; save it with PEFT's save_pretrained, as safetensors"
+        )
     if not any(name.endswith(".safetensors") for name in chosen):
         pickles = sorted(entry.name for entry in root.iterdir() if entry.is_file() and is_pickle(entry.name))
         if not pickles:

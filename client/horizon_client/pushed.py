@@ -162,8 +162,9 @@ class AsyncModels(AsyncPushed[Model]):
         if notice := links_outside(sources[0], found):
             reporter.notice(notice)
         files = await hash_files(found, reporter)
-        config = next(file for file in files if file.path == "config.json")
-        if config.size_bytes > _MAX_ANNOUNCED_CONFIG_BYTES:
+        # An adapter has none; its own config is checked when it has arrived
+        config = next((file for file in files if file.path == "config.json"), None)
+        if config is None or config.size_bytes > _MAX_ANNOUNCED_CONFIG_BYTES:
             return files, {}
         # The server judges the config before anything is sent
         return files, {"config": await asyncio.to_thread(config.source.read_bytes)}

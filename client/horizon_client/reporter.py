@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Phase: TypeAlias = Literal["check", "hash", "upload", "finalize", "download"]
+Phase: TypeAlias = Literal["check", "hash", "upload", "finalize", "merge", "download"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,75 +96,93 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A Hugging Face model folder plus trainer state, complete and checksummed."""
+class DpoSpec:
+    """The options of method dpo. Fields left out take the defaults given here."""
 
-    job_id: str
-    """The job that wrote it."""
-    step: int
-    """The step after which it was written."""
-    files: tuple[FileEntry, ...] = field(repr=False)
-    """Its files; those below trainer/ are only needed to resume."""
-    size_bytes: int
-    """Bytes over all files."""
-    create_time: datetime | None
-    """When it was written."""
-    eval_loss: float | None
-    """Loss of the evaluation at that step; None when there was none."""
-    last: bool
-    """Whether it is the newest of its job."""
-    best: bool
-    """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
+    beta: float | None
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    loss: str
+    """The loss of a pair's margin; default sigmoid: sigmoid or hinge."""
+    label_smoothing: float | None
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+    length_normalised: bool | None
+    """Compare averages over an answer's tokens instead of sums; default false."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleMessage:
-    """One turn of a chat."""
+class IpoSpec:
+    """The options of method ipo. Fields left out take the defaults given here."""
 
-    role: str
-    """Such as system, user or assistant; the model's chat template decides."""
-    content: str
-    """Its text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplePrompt:
-    """A text to continue, or a chat to answer. One of both is set."""
-
-    text: str
-    """Continued as it is."""
-    messages: tuple[SampleMessage, ...]
-    """Rendered by the model's chat template, with the cue for an answer."""
+    beta: float | None
+    """Margins are pulled to 1 / (2 beta); above 0 up to 1000; default 0.1."""
+    length_normalised: bool | None
+    """Compare averages over an answer's tokens instead of sums; default true."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledText:
-    """More text of one answer."""
+class OrpoSpec:
+    """The options of method orpo. Fields left out take the defaults given here."""
 
-    prompt: int
-    """Which prompt it answers, from 0."""
-    text: str
-    """What follows the text that was sent before."""
-    num_tokens: int
-    """Tokens of the answer so far."""
-    ended: str
-    """Empty while more follows, then `stop` or `length` (max_tokens)."""
+    penalty: float | None
+    """Weight of the odds ratio next to the chosen answers' loss; from 0 to 1000; default 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleFigures:
-    """What answering took."""
+class SimpoSpec:
+    """The options of method simpo. Fields left out take the defaults given here."""
 
-    num_prompt_tokens: int
-    """Of all prompts together."""
-    num_tokens: int
-    """Of all answers together."""
-    load_s: float
-    """Seconds until the weights were in memory."""
-    duration_s: float
-    """Seconds from there to the last token."""
-    tokens_per_second: float
-    """Tokens of answers in one second of that."""
+    beta: float | None
+    """Factor of the difference of average log-probabilities; above 0 up to 1000; default 2."""
+    gamma: float | None
+    """Margin that is to be reached; from 0 to 1000; default 0.5."""
+    label_smoothing: float | None
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoSpec:
+    """The options of method kto. Fields left out take the defaults given here."""
+
+    beta: float | None
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    desirable_weight: float | None
+    """Weight of answers that are labelled good; from 0 to 1000; default 1."""
+    undesirable_weight: float | None
+    """Weight of answers that are labelled bad; from 0 to 1000; default 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """The options of method policy. Fields left out take the defaults given here."""
+
+    clip: bool | None
+    """Whether the ratio to the policy that sampled is clipped; default true."""
+    clip_low: float | None
+    """The ratio counts down to 1 - clip_low; from 0 to 1; default 0.2."""
+    clip_high: float | None
+    """The ratio counts up to 1 + clip_high; from 0 to 1000; default 0.2."""
+    kl_coefficient: float | None
+    """Weight of the KL divergence from the starting weights; from 0 to 1000; default 0."""
+    mean: str
+    """What the losses of tokens are averaged over; default tokens: tokens or documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
+
+    rank: int | None
+    """Rows of A and columns of B; from 1 to 4096; default 16."""
+    alpha: float | None
+    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
+    dropout: float | None
+    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
+    targets: tuple[str, ...]
+    """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
+    rslora: bool | None
+    """Scale by alpha / sqrt(rank) instead; default false."""
+    base: str
+    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE: source, int8 or nf4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +391,7 @@ class StepEvent:
     num_steps: int
     """Number of steps in all."""
     loss: float
-    """Token-weighted mean loss of the step."""
+    """Token-weighted mean loss of the step; the loss of the job's method where that is not cross-entropy."""
     grad_norm: float
     """Global gradient norm before clipping."""
     learning_rate: float
@@ -414,6 +432,8 @@ class StepEvent:
     noise_scale_tokens: float | None
     """Gradient noise scale in supervised tokens, averaged over steps: about how many tokens a step can have before more of them bring
     little. Absent while unknown, as where steps are a single micro-batch."""
+    method_figures: Mapping[str, float]
+    """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,7 +485,8 @@ class EvalEvent:
     step: int
     """Step after which it ran; 0 is before the first."""
     eval_loss: float
-    """Token-weighted mean loss over the set named eval, or else over the first set by name."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name; the loss of the job's method where that
+    is not cross-entropy."""
     num_targets: int
     """Number of tokens with loss in it."""
     num_tokens: int
@@ -490,6 +511,8 @@ class EvalEvent:
     """The figure that best_by of the spec names; None where it was not measured."""
     num_correct: int
     """Of the tokens with loss, those that the model finds the likeliest of the whole vocabulary."""
+    method_figures: Mapping[str, float]
+    """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,10 +523,10 @@ class EvalSetFigures:
     """The name of the set."""
     loss: float
     """Mean loss over the supervised tokens."""
-    perplexity: float
-    """The exponential of the loss."""
-    accuracy: float
-    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets."""
+    perplexity: float | None
+    """The exponential of the loss; None where the loss is that of a method such as dpo."""
+    accuracy: float | None
+    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets; None likewise."""
     num_targets: int
     """Number of supervised tokens."""
     num_correct: int
@@ -597,6 +620,79 @@ class PlannedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A Hugging Face model folder plus trainer state, complete and checksummed. That of a job that trains adapters is the adapter as
+    a PEFT folder, with the merged model in merged/ where there is one; or, with export: merged, the merged model alone."""
+
+    job_id: str
+    """The job that wrote it."""
+    step: int
+    """The step after which it was written."""
+    files: tuple[FileEntry, ...] = field(repr=False)
+    """Its files; those below trainer/ are only needed to resume."""
+    size_bytes: int
+    """Bytes over all files."""
+    create_time: datetime | None
+    """When it was written."""
+    eval_loss: float | None
+    """Loss of the evaluation at that step; None when there was none."""
+    last: bool
+    """Whether it is the newest of its job."""
+    best: bool
+    """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMessage:
+    """One turn of a chat."""
+
+    role: str
+    """Such as system, user or assistant; the model's chat template decides."""
+    content: str
+    """Its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """A text to continue, or a chat to answer. One of both is set."""
+
+    text: str
+    """Continued as it is."""
+    messages: tuple[SampleMessage, ...]
+    """Rendered by the model's chat template, with the cue for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledText:
+    """More text of one answer."""
+
+    prompt: int
+    """Which prompt it answers, from 0."""
+    text: str
+    """What follows the text that was sent before."""
+    num_tokens: int
+    """Tokens of the answer so far."""
+    ended: str
+    """Empty while more follows, then `stop` or `length` (max_tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFigures:
+    """What answering took."""
+
+    num_prompt_tokens: int
+    """Of all prompts together."""
+    num_tokens: int
+    """Of all answers together."""
+    load_s: float
+    """Seconds until the weights were in memory."""
+    duration_s: float
+    """Seconds from there to the last token."""
+    tokens_per_second: float
+    """Tokens of answers in one second of that."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """One pushed dataset."""
 
@@ -607,7 +703,7 @@ class Dataset:
     owner: str
     """Who pushed it."""
     format: str
-    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text or tokens."""
+    """How its rows are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or samples."""
     field_map: Mapping[str, str]
     """User's column for each field: prompt -> question."""
     files: tuple[FileEntry, ...] = field(repr=False)
@@ -624,6 +720,9 @@ class Dataset:
     """sha256 over format, map and the files' contents."""
     shared_with: tuple[str, ...]
     """Projects whose members may use it, as far as the caller may know of them; * is everyone."""
+    data_kind: str
+    """What can be learnt from it: text, preference, kto or samples. A job's method asks for one of them. Empty while the format is
+    not decided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -650,6 +749,9 @@ class PreviewRow:
     """True when `spans` end before the row does, to keep the answer small."""
     problems: tuple[str, ...]
     """Why nothing of it is trained, where that is so."""
+    part: str
+    """What it is of its row, where a row is compared or judged: chosen and rejected follow each other, each with the spans and the
+    counts of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -671,9 +773,9 @@ class DatasetPreview:
     num_rows: int
     """Rows of the dataset."""
     format: str
-    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text or tokens."""
+    """How they are written: auto, messages, prompt-completion, alpaca, sharegpt, text, tokens, preference, kto or samples."""
     method: str
-    """The method, with its default filled in: sft or pretrain."""
+    """The method, with its default filled in: sft, pretrain, dpo, ipo, orpo, simpo, kto or policy."""
     train_on: str
     """Which tokens would be trained, with its default filled in: assistant, last-assistant or all."""
     sequence_length: int

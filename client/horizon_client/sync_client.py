@@ -11,7 +11,7 @@ from types import TracebackType
 
 from horizon_client.account import AsyncAccounts, CreatedToken
 from horizon_client.async_client import AsyncClient, AsyncNodeInfo
-from horizon_client.checkpoints import AsyncCheckpoints, CheckpointPull
+from horizon_client.checkpoints import AsyncCheckpoints, CheckpointMerge, CheckpointPull
 from horizon_client.connection import STREAM_RETRY, UNARY_RETRY, RetryPolicy
 from horizon_client.event_loop import LoopThread
 from horizon_client.housekeeping import AsyncHousekeeping
@@ -406,7 +406,8 @@ class Checkpoints:
     ) -> CheckpointPull:
         """Download a checkpoint (a step, `last` or `best`) into the folder `to`, which becomes a Hugging Face model folder.
 
-        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well.
+        A pull that was interrupted continues. `with_trainer` downloads the trainer state as well. Of a job that trains adapters the folder
+        is one that PEFT loads; `merge` downloads the merged model.
 
         Raises:
             NotFound: when the job has no such checkpoint.
@@ -415,6 +416,32 @@ class Checkpoints:
         """
         return self._loop.run(
             lambda: self._inner.pull(job, to, at=at, with_trainer=with_trainer, force=force, reporter=reporter)
+        )
+
+    def merge(
+        self,
+        job: str,
+        *,
+        at: int | str = "last",
+        out: str | os.PathLike[str] | None = None,
+        dtype: str | None = None,
+        remove: bool = False,
+        force: bool = False,
+        reporter: Reporter = SILENT,
+    ) -> CheckpointMerge:
+        """Have the node merge the adapter of a checkpoint into its base model, and download the result into the folder `out`.
+
+        The merged model stays with the checkpoint on the node until `remove` takes it away; one that is there already is not made again,
+        and a download that was interrupted continues. `dtype` is source, bf16, fp16 or fp32; None takes the job's checkpoint.dtype.
+
+        Raises:
+            NotFound: when the job has no such checkpoint, or the base model is not on the node any more.
+            InvalidRequest: when the checkpoint does not hold an adapter.
+            FileConflict: when different files are in the way and `force` is not given.
+            CorruptDownload: when a file does not have the listed sha256.
+        """
+        return self._loop.run(
+            lambda: self._inner.merge(job, at=at, out=out, dtype=dtype, remove=remove, force=force, reporter=reporter)
         )
 
     def sample(

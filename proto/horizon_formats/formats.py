@@ -22,6 +22,34 @@ class DatasetFormat(StrEnum):
     SHAREGPT = "sharegpt"
     TEXT = "text"
     TOKENS = "tokens"
+    PREFERENCE = "preference"
+    KTO = "kto"
+    SAMPLES = "samples"
+
+
+class DataKind(StrEnum):
+    """What can be learnt from a dataset: the values are the names that users read and a prepared dataset is marked with."""
+
+    TEXT = "text"
+    PREFERENCE = "preference"
+    KTO = "kto"
+    SAMPLES = "samples"
+
+
+_KINDS = {
+    DatasetFormat.PREFERENCE: DataKind.PREFERENCE,
+    DatasetFormat.KTO: DataKind.KTO,
+    DatasetFormat.SAMPLES: DataKind.SAMPLES,
+}
+
+
+def kind_of(dataset_format: DatasetFormat) -> DataKind:
+    """Return what can be learnt from data of this format: `text` (tokens to predict) from all but the three named like their kind.
+
+    `auto` is not decided yet, and must not be asked for.
+    """
+    assert dataset_format is not DatasetFormat.AUTO, "the format is decided before the kind"
+    return _KINDS.get(dataset_format, DataKind.TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +69,11 @@ _FIELDS = {
     DatasetFormat.SHAREGPT: _Fields(required=("conversations",), optional=("system", "tools")),
     DatasetFormat.TEXT: _Fields(required=("text",)),
     DatasetFormat.TOKENS: _Fields(required=("input_ids",), optional=("labels", "attention_mask")),
+    DatasetFormat.PREFERENCE: _Fields(required=("chosen", "rejected"), optional=("prompt", "tools")),
+    DatasetFormat.KTO: _Fields(required=("prompt", "completion", "label"), optional=("tools",)),
+    DatasetFormat.SAMPLES: _Fields(
+        required=("tokens", "logprobs"), optional=("advantage", "advantages", "prompt_length", "mask")
+    ),
 }
 _ALL_FIELDS = tuple(dict.fromkeys(name for fields in _FIELDS.values() for name in fields.names))
 
@@ -103,6 +136,9 @@ def detect_format(columns: Collection[str], field_map: Mapping[str, str], place:
         if field_map.keys() <= set(fields.names)
         and all(field_map.get(field, field) in columns for field in fields.required)
     ]
+    # Where one of them needs all that another needs and more, it is meant: `kto` is a prompt and a completion with a label.
+    needed = {name: set(_FIELDS[name].required) for name in fitting}
+    fitting = [name for name in fitting if not any(needed[name] < other for other in needed.values())]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

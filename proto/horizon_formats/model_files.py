@@ -7,6 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""What a folder of an adapter has in the place of config.json."""
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 
 _VOCABULARY_PATTERNS = (
@@ -35,8 +38,16 @@ def companion_files(folder: Path) -> list[str]:
 
 
 def pushed_files(folder: Path) -> list[str]:
-    """Return the paths, in a local model folder, of the files that are pushed."""
+    """Return the paths, in a local folder of a model or an adapter, of the files that are pushed."""
+    if is_adapter(path.name for path in folder.iterdir()):
+        return _found(folder, (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, *COMPANION_PATTERNS))
     return _found(folder, (CONFIG_FILE, *WEIGHT_PATTERNS, *COMPANION_PATTERNS))
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether a folder with these files at its top is an adapter: a model's folder may hold one besides, which is left out."""
+    found = set(names)
+    return ADAPTER_CONFIG_FILE in found and CONFIG_FILE not in found
 
 
 def files_that_decide_tokens(folder: Path) -> list[str]:

@@ -154,6 +154,16 @@ class SampledText:
     ended: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeProgress:
+    """How much of a base model's weights was read. Only on the pipe of the child that merges adapters."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+ChildLine = SampledText | MergeProgress
+"""What children say that are no workers."""
 Payload = StateChanged | StepDone | PrepareProgress | EvalDone | CheckpointWritten | Message
 TurnLine = TurnWanted | TurnEnded | MemoryReleased
 WorkerLine = (
@@ -165,7 +175,7 @@ WorkerLine = (
     | AttemptReady
     | TurnLine
     | WorkerProgress
-    | SampledText
+    | ChildLine
 )
 
 KINDS: dict[str, type[Any]] = {
@@ -181,9 +191,10 @@ KINDS: dict[str, type[Any]] = {
     "memory_released": MemoryReleased,
     "progress": WorkerProgress,
     "sampled": SampledText,
+    "merge": MergeProgress,
 }
 # Kinds that end at the daemon: they are neither stored nor sent on.
-PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled"})
+PIPE_KINDS = frozenset({"ready", "turn_wanted", "turn_ended", "memory_released", "progress", "sampled", "merge"})
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 

@@ -1,41 +1,36 @@
-"""Regular expressions that users write, over the names of a model's tensors: in bounded time and memory, wherever they run.
+"""Regular expressions that users write, over names of tensors and answers of models: in bounded time and memory, wherever they run.
 
-Python's `re` and `regex` backtrack: there are short expressions whose search never ends, or whose counts take all memory. The engine
-that pydantic checks patterns with (Rust's regex) takes time linear in the text, and refuses what it would compile to more than 10 MiB.
-It has no look-around and no references back, which no name needs.
+Python's `re` backtracks: there are short expressions whose search never ends. RE2 takes time linear in the text and bounded memory, and
+refuses what it would compile to more. It has no look-around and no references back, which neither names nor answers need.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-from pydantic_core import SchemaError, SchemaValidator, core_schema
+import re2
 
 from horizon_server.errors import InvalidSpec
 
-MAX_REPETITIONS = 100
-"""The product of all counts of an expression, such as 12 of `(a{3}b{4})`, which are written out where it is compiled."""
 MAX_NAME_CHARS = 1024
 """What of a tensor's name is looked at. A model folder may have names of any length."""
 
+_MEMORY_BYTES = 8 << 20
 _SHOWN_NAMES = 3
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
-_COUNT = re.compile(r"\{\s*([0-9]*)\s*(?:,\s*([0-9]*)\s*)?\}")
+_COMMA_IN_NUMBER = re.compile(r"(?<=[0-9]),(?=[0-9])")
 
 
 def problem_of(expression: str) -> str:
     """Return why an expression cannot be used, as the part of a message after its field; empty where it can."""
-    counts = [max(1, *(int(number or 1) for number in found)) for found in _COUNT.findall(_ESCAPED.sub("", expression))]
-    if math.prod(counts) > MAX_REPETITIONS:
-        return f"holds {expression!r}, whose counts in {{}} multiply to {math.prod(counts)}; at most {MAX_REPETITIONS} are allowed"
     try:
         _compiled(expression)
-    except SchemaError as error:
-        # After a drawing of the place.
-        reason = str(error).strip().splitlines()[-1].removeprefix("error: ").strip()
-        return f"holds {expression!r}, which is not a regular expression that can be used: {reason}"
+    except re2.error as error:
+        # RE2 gives its messages as bytes.
+        reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
+        return f"holds {expression!r}, which is not a regular expression that can be used (syntax of RE2): {reason}"
     return ""
 
 
@@ -46,7 +41,7 @@ def fitting_names(field: str, expression: str, names: Sequence[str]) -> list[str
         InvalidSpec: it fits no name.
     """
     pattern = _compiled(expression)
-    if found := [name for name in names if pattern.isinstance_python(name[:MAX_NAME_CHARS])]:
+    if found := [name for name in names if pattern.search(name[:MAX_NAME_CHARS])]:
         return found
     shown = names[:: max(1, len(names) // _SHOWN_NAMES)][:_SHOWN_NAMES]
     examples = ", ".join(name[:MAX_NAME_CHARS] for name in shown)
@@ -56,5 +51,29 @@ def fitting_names(field: str, expression: str, names: Sequence[str]) -> list[str
     )
 
 
-def _compiled(expression: str) -> SchemaValidator:
-    return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
+def problem_with_extraction(expression: str) -> str:
+    """Return why an expression cannot find answers, as `problem_of` does: it needs a group."""
+    if problem := problem_of(expression):
+        return problem
+    if not _compiled(expression).groups:
+        return f"holds {expression!r}, which has no group; put parentheses around the part that is the answer: #### (-?[0-9.,]+)"
+    return ""
+
+
+def final_answer(expression: str, text: str) -> str | None:
+    """Return the first group of the last match in a text, without white space around it and without commas between digits.
+
+    None where there is no match, or its group took no part in it.
+    """
+    found: str | None = None
+    for match in _compiled(expression).finditer(text):
+        found = match.group(1)
+    return None if found is None else _COMMA_IN_NUMBER.sub("", found.strip())
+
+
+@lru_cache(maxsize=64)
+def _compiled(expression: str) -> Any:
+    options = re2.Options()
+    options.max_mem = _MEMORY_BYTES
+    options.log_errors = False
+    return re2.compile(expression, options)

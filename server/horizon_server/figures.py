@@ -81,6 +81,7 @@ class StepFigures(QueueFigures):
 
     `step` counts from 1. `num_tokens` are real tokens, without padding. `grad_norm` is the global norm before clipping.
     `noise_scale_tokens` is the gradient noise scale, averaged over steps (`engine.noise_scale`); None while unknown.
+    `method_figures` are what the job's method reports besides its loss, a handful by name; empty for cross-entropy.
     `skipped` says why not every weight was updated, or is empty: `non_finite_gradient` changed nothing,
     `partly_non_finite_gradient` only the units that an update during backward had reached. `model_flops` are the model's own
     operations, without recompute. The memory figures hold each component's peak since the start.
@@ -102,6 +103,14 @@ class StepFigures(QueueFigures):
     model_flops: float = 0.0
     # Not at /metrics: it is a slow average that a job shows.
     noise_scale_tokens: float | None = None
+    method_figures: Annotated[
+        dict[str, float],
+        Metric(
+            "horizon_method_figure",
+            "Figures of a job's method in its last step, by name, such as rewards/margins of dpo.",
+            ("job_id", "component"),
+        ),
+    ] = field(default_factory=dict)
     host_memory_bytes: Annotated[
         dict[str, int],
         Metric("horizon_host_memory_bytes", "Host memory a running job uses, by component.", ("job_id", "component")),
@@ -122,7 +131,8 @@ class StepFigures(QueueFigures):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures(QueueFigures):
-    """One evaluation: the mean loss over its `num_targets` supervised tokens. No step's figures include it."""
+    """One evaluation: the mean loss over its `num_targets` supervised tokens, or the loss of the job's method. No step's figures include
+    it."""
 
     eval_loss: Annotated[float, Metric("horizon_eval_loss", "Token-weighted mean loss of the last evaluation.", _JOB)]
     num_targets: int
@@ -131,6 +141,8 @@ class EvalFigures(QueueFigures):
     # Not in horizon_tokens_total, which counts tokens trained on.
     num_tokens: int = 0
     duration_s: float = 0.0
+    # Of the whole evaluation; its parts have none.
+    method_figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +154,11 @@ class EvalSetFigures:
 
     name: str
     loss: Annotated[float, Metric("horizon_eval_set_loss", "Mean loss of a set in the last evaluation.", _SET)]
-    perplexity: float
-    """The exponential of the loss."""
+    perplexity: float | None
+    """The exponential of the loss. It and `accuracy` are None where the loss is that of a method such as dpo."""
     accuracy: Annotated[
-        float, Metric("horizon_eval_set_accuracy", "Share of a set's tokens that the model finds the likeliest.", _SET)
+        float | None,
+        Metric("horizon_eval_set_accuracy", "Share of a set's tokens that the model finds the likeliest.", _SET),
     ]
     num_targets: int
     num_correct: int
@@ -159,13 +172,14 @@ class EvalSetFigures:
     @classmethod
     def of(cls, name: str, figures: EvalFigures) -> EvalSetFigures:
         """Return what the engine has measured of a set, before any prompt is answered."""
-        loss = figures.eval_loss
+        loss, is_cross_entropy = figures.eval_loss, not figures.method_figures
+        # Beyond what a float holds it is infinite; of a loss that is not a number it is none either.
+        perplexity = math.inf if loss >= _MAX_EXPONENT else math.exp(loss)
         return cls(
             name=name,
             loss=loss,
-            # Beyond what a float holds it is infinite; of a loss that is not a number it is none either.
-            perplexity=math.inf if loss >= _MAX_EXPONENT else math.exp(loss),
-            accuracy=figures.num_correct / figures.num_targets,
+            perplexity=perplexity if is_cross_entropy else None,
+            accuracy=figures.num_correct / figures.num_targets if is_cross_entropy else None,
             num_targets=figures.num_targets,
             num_correct=figures.num_correct,
         )

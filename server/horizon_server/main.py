@@ -71,6 +71,7 @@ from horizon_server.services.housekeeping.sweep import Sweep
 from horizon_server.services.identity import IdentityService
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.jobs import JobService
+from horizon_server.services.merging import Merges
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService
@@ -224,6 +225,7 @@ async def wire(
                 host_memory().available_bytes - settings.host_memory_reserve_bytes,
             ),
         ),
+        merges=Merges(jobs, environment=environment),
         models=models,
         blobs=uploads,
         node=NodeFacts(

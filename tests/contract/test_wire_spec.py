@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +13,18 @@ from horizon_server.api.grpc.convert import set_fields, to_message
 from horizon_server.errors import InvalidSpec
 from horizon_server.spec import (
     CheckpointSpec,
+    DpoSpec,
     EvalSpec,
+    IpoSpec,
     JobSpec,
+    KtoSpec,
     LimitsSpec,
+    LoraSpec,
     LrGroup,
     LrSchedule,
+    OrpoSpec,
+    PolicySpec,
+    SimpoSpec,
     TrainSpec,
     parse_job_spec,
 )
@@ -43,6 +50,50 @@ lr_groups = st.lists(
     st.builds(LrGroup, match=st.sampled_from(["norm", r"layers\.1[0-9]\."]), scale=floats(0, 1000, exclude_min=True)),
     max_size=3,
 ).map(tuple)
+
+
+lora_specs = st.builds(
+    LoraSpec,
+    rank=st.integers(1, 4096),
+    alpha=floats(0, 1e6, exclude_min=True),
+    dropout=floats(0, 0.999),
+    targets=st.sampled_from([("all-linear",), ("q_proj", "!mlp")]),
+    rslora=st.booleans(),
+    base=st.sampled_from(["source", "int8", "nf4"]),
+)
+with_lora = st.fixed_dictionaries({"trainable": st.just(("lora",)), "lora": lora_specs})
+
+
+betas, swapped, weights = floats(0, 1000, exclude_min=True), floats(0, 0.499), floats(0, 1000)
+METHOD_SPECS: dict[str, st.SearchStrategy[Any]] = {
+    "sft": st.none(),
+    "pretrain": st.none(),
+    "dpo": st.builds(DpoSpec, beta=betas, label_smoothing=swapped, length_normalised=st.booleans())
+    | st.builds(DpoSpec, loss=st.just("hinge")),
+    "ipo": st.builds(IpoSpec, beta=betas, length_normalised=st.booleans()),
+    "orpo": st.builds(OrpoSpec, penalty=weights),
+    "simpo": st.builds(SimpoSpec, beta=betas, gamma=weights, label_smoothing=swapped),
+    "kto": st.builds(KtoSpec, beta=betas, desirable_weight=weights, undesirable_weight=weights),
+    "policy": st.builds(
+        PolicySpec,
+        clip_low=floats(0, 1),
+        clip_high=weights,
+        kl_coefficient=weights,
+        mean=st.sampled_from(["tokens", "documents"]),
+    )
+    | st.builds(PolicySpec, clip=st.just(False)),
+}
+
+
+@st.composite
+def with_method(draw: st.DrawFn, specs: st.SearchStrategy[JobSpec]) -> JobSpec:
+    """A spec with a method, and with options of that method."""
+    method = draw(st.sampled_from(sorted(METHOD_SPECS)))
+    options, spec = draw(METHOD_SPECS[method]), draw(specs)
+    if options is None:
+        return spec.model_copy(update={"method": method})
+    train = spec.train.model_copy(update={"label_smoothing": 0.0, "train_on": "assistant"})
+    return spec.model_copy(update={"method": method, method: options, "train": train})
 
 
 @st.composite
@@ -74,7 +125,9 @@ def train_specs(draw: st.DrawFn) -> TrainSpec:
         neftune_noise_alpha=draw(floats(0, 1000)),
         label_smoothing=draw(floats(0, 0.999)),
         matmul=draw(st.sampled_from(["bf16", "fp8"])),
-        trainable=draw(st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])),
+        **draw(
+            st.fixed_dictionaries({"trainable": st.sampled_from([("all",), ("norm", r"layers\.[0-3]\.")])}) | with_lora
+        ),
     )
 
 
@@ -96,7 +149,6 @@ any_job_specs = st.builds(
     dataset=names,
     project=st.just("") | names,
     eval_dataset=st.none() | names,
-    method=st.sampled_from(["sft", "pretrain"]),
     train=train_specs(),
     eval_every_steps=steps,
     checkpoint=checkpoint_specs,
@@ -118,7 +170,7 @@ job_specs = any_job_specs | st.builds(
 )
 
 
-@given(job_specs)
+@given(with_method(job_specs))
 @settings(max_examples=200)
 def test_a_spec_survives_the_wire(spec: JobSpec) -> None:
     wire = job_pb2.JobSpec.FromString(to_wire(spec).SerializeToString())
@@ -197,9 +249,16 @@ def test_every_field_of_the_contract_is_carried() -> None:
     }
     sections = (
         (wire.train, TrainSpec),
+        (wire.train.lora, LoraSpec),
         (wire.checkpoint, CheckpointSpec),
         (wire.eval, EvalSpec),
         (wire.limits, LimitsSpec),
+        (wire.dpo, DpoSpec),
+        (wire.ipo, IpoSpec),
+        (wire.orpo, OrpoSpec),
+        (wire.simpo, SimpoSpec),
+        (wire.kto, KtoSpec),
+        (wire.policy, PolicySpec),
     )
     for section, spec in sections:
         fields = {field.name for field in section.DESCRIPTOR.fields}

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from horizon_server.children.entry import EventWriter
 from horizon_server.engine.compiled import build
-from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers
+from horizon_server.engine.compiled.call_pattern import NotCompilable
+from horizon_server.engine.compiled.layers import CompiledCall, CompiledLayers, call_patterns, is_complete
 from horizon_server.engine.compiled.library import CodeLibrary, Target, layer_key
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.micro_batch import MicroBatch
@@ -33,7 +34,7 @@ from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import Message
 from horizon_server.planning.trainable import open_for_training
-from horizon_server.spec import TrainSpec
+from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.compilation import Compilation, CompileRequest
@@ -151,6 +152,7 @@ def train(
     store: HostStore | None = None,
     state: dict[str, Any] | None = None,
     save_to: tuple[int, Path, Path] | None = None,
+    scale: float = 1.0,
 ) -> Trained:
     """Take the steps that are left; with `save_to`, stop after that many and save there, with the model folder's files."""
     template, device = model.template, HostDevice(num_threads=1, compute_dtype=dtype)
@@ -166,7 +168,9 @@ def train(
 
         monkeypatch.setattr(compiled, "serve", counted)
     store = store or model.store(grad_dtype=dtype)
-    settings = TrainConfig(num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0)
+    settings = TrainConfig(
+        num_steps=len(batches), learning_rate=1e-3, optimizer_threads=1, micro_batch_tokens=0, adapter_scale=scale
+    )
     trainer = Trainer(template, store, device, settings, compiled)
     if state is not None:
         trainer.restore(state)
@@ -238,6 +242,35 @@ def test_layers_that_are_frozen_in_part_or_whole_compile_as_kinds_of_their_own(
     # Forward of all layers and backward of two; and the packing trial.
     num_layers = model.template.num_layers
     assert compiled.compiled_calls == num_rows * (num_layers + 2) + 3 * num_layers
+
+
+def test_layers_with_adapters_compile_with_their_scale_and_not_with_dropout(
+    folder: Path,
+    batches: list[list[MicroBatch]],
+    tiny_model: Callable[..., TinyModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    lora = LoraSpec(rank=4, alpha=6.0)
+    layout = open_for_training(folder, TrainSpec(trainable=LORA, lora=lora)).layout
+    generator = torch.Generator().manual_seed(3)
+    added = {t.name: 0.1 * torch.randn(t.shape, generator=generator) for _, t in layout.tensors() if t.adapts}
+    tiny = tiny_model(MODEL)
+    template = Template.from_folder(folder, layout=layout)
+    template.adapter_scale = lora.scale
+    model = dataclasses.replace(tiny, template=template, weights={**tiny.weights, **added})
+    request = dataclasses.replace(request_for(folder, tmp_path, trainable=LORA), lora=lora.model_dump(mode="json"))
+    compilation, heard = compilation_of(template, request, "on")
+    assert compilation.layers(model_flops=1.0, before=None).num_layers == template.num_layers, heard.texts
+    eager, compiled = (train(model, batches, where, monkeypatch, scale=lora.scale) for where in (None, tmp_path))
+    assert compiled.losses == pytest.approx(eager.losses, rel=2e-6)
+    assert compiled.norms == pytest.approx(eager.norms, rel=2e-6)
+    assert compiled.compiled_calls > 0
+    # Code with another scale is other code.
+    template.adapter_scale = 1.0
+    assert not is_complete(template, CodeLibrary(tmp_path), request.target)
+    template.adapter_dropout = 0.1
+    assert all(isinstance(found, NotCompilable) for found in call_patterns(template, torch.float32).values())
 
 
 def test_a_resumed_job_has_the_bits_of_one_that_was_not_stopped(

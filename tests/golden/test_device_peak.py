@@ -17,7 +17,7 @@ from horizon_server.engine import cross_entropy
 from horizon_server.engine.device.cuda import CudaDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
-from horizon_server.planning import ledger
+from horizon_server.planning import working_memory
 from horizon_server.planning.kept import product_bytes
 from horizon_server.planning.ledger import plan_memory
 from horizon_server.planning.model_folder import ModelShape
@@ -92,7 +92,7 @@ def planned_and_tracked(
     shape = ModelShape.from_config(config.to_dict())
     kept_bytes = product_bytes(template.layout, shape, num_tokens=tokens * num_rows, element_bytes=2)
     # No cuBLAS here.
-    return plan.device["workspace"] + product_layers * kept_bytes - ledger.CUBLAS_BYTES, runtime
+    return plan.device["workspace"] + product_layers * kept_bytes - working_memory.CUBLAS_BYTES, runtime
 
 
 @pytest.mark.parametrize(

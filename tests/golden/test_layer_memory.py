@@ -14,9 +14,9 @@ from torch import Tensor
 
 from horizon_server.engine.layer_memory import measure_layer_memory
 from horizon_server.engine.micro_batch import MicroBatch
+from horizon_server.planning.layer_probe import LayerProbe
 from horizon_server.planning.ledger import LayerMemory, plan_memory
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.planning.planner import LayerProbe
 from horizon_server.settings import child_environment
 
 

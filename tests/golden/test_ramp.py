@@ -35,8 +35,8 @@ class NotingDevice(HostDevice):
         super().__init__(num_threads=1, **options)
         self.copied: dict[str, threading.Event] = {}
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        super().upload_unit(store, index, out)
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+        super().upload_unit(store, index, out, only_trained=only_trained)
         self.h2d.submit(self.copied.setdefault(f"unit {index}", threading.Event()).set)
 
     def upload_rows(self, store: HostStore, name: str, rows_R: Tensor, out_RD: Tensor) -> None:

@@ -10,6 +10,8 @@ from horizon_server.engine.data import PreparedDataset, StepPlan
 from horizon_server.engine.device.host import HostDevice
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import LORA, LoraSpec, TrainSpec
 from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.manifest import is_complete
@@ -27,6 +29,8 @@ class Life:
     model: Path
     data: Path
     work: Path
+    lora: bool = False
+    """Whether adapters are trained, with dropout, next to a frozen model."""
 
     def checkpoints(self) -> list[Path]:
         """Every folder that bears a checkpoint's name, the oldest first."""
@@ -40,10 +44,15 @@ class Life:
 
 def live(life: Life, messages: Connection) -> None:
     """Train to the end; tells before and after every step and save."""
-    template = Template.from_folder(life.model)
+    lora = LoraSpec(rank=4, dropout=0.2)
+    train = TrainSpec(trainable=LORA, lora=lora) if life.lora else TrainSpec()
+    template = Template.from_folder(life.model, layout=open_for_training(life.model, train).layout)
     store = HostStore.allocate(template.layout, num_threads=1)
     plan = StepPlan(PreparedDataset.open(life.data), sequence_length=48, tokens_per_step=90, seed=3, epochs=NUM_EPOCHS)
-    config = TrainConfig(num_steps=plan.num_steps, learning_rate=3e-3, warmup_steps=3, seed=5, optimizer_threads=1)
+    config = TrainConfig(
+        num_steps=plan.num_steps, learning_rate=3e-3, warmup_steps=3, seed=5, optimizer_threads=1,
+        adapter_scale=lora.scale, adapter_dropout=lora.dropout,
+    )  # fmt: skip
     device = HostDevice(num_threads=1, max_delay_s=0.001, delay_seed=1)
     saved = [folder for folder in life.checkpoints() if is_complete(folder)]
     state = load_checkpoint(store, saved[-1]) if saved else None

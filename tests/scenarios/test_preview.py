@@ -97,6 +97,26 @@ def test_a_preview_counts_what_a_job_then_trains_on(client: Client, tmp_path: Pa
     assert report["truncated_tokens"] == sum(row.num_cut_tokens for row in shown) > 0
 
 
+def test_pairs_are_pushed_shown_and_known_by_their_kind(
+    daemon: AnyDaemon, ada: str, client: Client, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "yes " * i, "rejected": "no"} for i in range(1, 30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    client.datasets.push([tmp_path / "pairs.jsonl"], name="pairs")
+    pushed = client.datasets.get("pairs")
+    assert (pushed.format, pushed.data_kind, pushed.num_rows) == ("preference", "preference", 29)
+    assert client.datasets.get("demo-chats").data_kind == "text"
+    url = f"http://{daemon.endpoints['http']}/horizon/v1/datasets"
+    listed = httpx.get(url, headers={"Authorization": f"Bearer {ada}"}, timeout=60).json()["datasets"]
+    assert {"pairs": "preference", "demo-chats": "text"}.items() <= {d["name"]: d["data_kind"] for d in listed}.items()
+
+    shown = client.datasets.preview("pairs", model="demo-model", num_rows=2, offset=26, sequence_length=64).rows
+    assert [(row.number, row.part) for row in shown] == [(n, part) for n in (27, 28) for part in ("chosen", "rejected")]
+    assert [row.num_trained_tokens > 0 for row in shown] == [True] * 4
+    with pytest.raises(InvalidRequest, match="of kind preference"):
+        client.jobs.submit({**demo_spec("pairs", max_steps=1, sequence_length=64), "dataset": "pairs"})
+
+
 def test_what_is_not_there_and_what_is_anothers_are_told_alike(daemon: AnyDaemon, client: Client) -> None:
     client.datasets.preview("demo-chats", model="demo-model", num_rows=1)
     with daemon.client(daemon.user("bob")) as bob:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizon_server.errors import InvalidSpec
-from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, parse_job_spec
+from horizon_server.spec import CheckpointSpec, JobSpec, TrainSpec, needs_references, parse_job_spec
 from horizon_server.spec.fields import MAX_EXPRESSION_CHARS, MAX_EXPRESSIONS, MAX_LR_SCALE
 
 MINIMAL = {"name": "a", "model": "m", "dataset": "d"}
@@ -50,7 +50,7 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"train": {"lr_groups": [7]}}, "train.lr_groups"),
         ({"train": {"lr_groups": "norm"}}, "train.lr_groups"),
         ({"train": {"neftune_noise_alpha": -1}}, "train.neftune_noise_alpha"),
-        ({"init_from": "job"}, "init_from"),
+        ({"init_from": "job@"}, "init_from"),
         ({"init_from": "job@newest"}, "init_from"),
         ({"init_from": "../job@1"}, "init_from"),
         ({"train": {"label_smoothing": 1.0}}, "train.label_smoothing"),
@@ -63,7 +63,16 @@ def test_a_minimal_spec_takes_the_documented_defaults() -> None:
         ({"eval_fraction": True}, "eval_fraction"),
         ({"eval_fraction": 0.1, "eval_dataset": "e"}, "eval_fraction"),
         ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last"),
-        ({"method": "dpo"}, "method"),
+        ({"method": "ppo"}, "method"),
+        ({"dpo": {"beta": 0.2}}, "dpo"),
+        ({"method": "ipo", "dpo": {"loss": "hinge"}}, "dpo"),
+        ({"method": "dpo", "dpo": {"beta": 0}}, "dpo.beta"),
+        ({"method": "dpo", "dpo": {"loss": "ipo"}}, "dpo.loss"),
+        ({"method": "dpo", "dpo": {"loss": "hinge", "label_smoothing": 0.1}}, "dpo.label_smoothing"),
+        ({"method": "dpo", "train": {"label_smoothing": 0.1}}, "train.label_smoothing"),
+        ({"method": "kto", "train": {"train_on": "all"}}, "train.train_on"),
+        ({"method": "kto", "kto": {"desirable": 1.5}}, "kto.desirable"),
+        ({"method": "policy", "policy": {"clip": False, "clip_high": 0.3}}, "policy.clip_high"),
         ({"name": "../up"}, "name"),
         ({"model": ""}, "model"),
         ({"device": "tpu"}, "device"),
@@ -155,7 +164,7 @@ def test_learning_rate_groups_and_their_expressions_are_bounded() -> None:
     ):
         assert "scale (a number above 0 up to 1000" in violations(refused)["train.lr_groups"]
     assert (
-        "holds 'a(', which is not a regular expression that can be used: unclosed group"
+        "holds 'a(', which is not a regular expression that can be used (syntax of RE2): missing ): a("
         in violations(of("a(", 1.0))["train.lr_groups"]
     )
 
@@ -197,3 +206,23 @@ def test_anything_but_a_mapping_is_refused(plain: object) -> None:
 )
 def test_a_spec_survives_being_written_and_read(spec: JobSpec) -> None:
     assert parse_job_spec(spec.to_mapping()) == spec
+
+
+def test_a_method_takes_its_own_options_and_the_defaults_of_all_others() -> None:
+    spec = parse_job_spec({**MINIMAL, "method": "dpo", "dpo": {"beta": 0.2}, "kto": None})
+    assert (spec.dpo.beta, spec.dpo.loss, spec.ipo.length_normalised, spec.kto.beta) == (0.2, "sigmoid", True, 0.1)
+    assert parse_job_spec(spec.to_mapping()) == spec
+
+
+def test_options_of_another_method_are_refused_with_what_to_do() -> None:
+    found = violations({**MINIMAL, "method": "kto", "dpo": {"beta": 0.2}})
+    assert found == {"dpo": "dpo has options of method dpo, and the job's method is kto; remove dpo or set method: dpo"}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "needs"),
+    [("sft", {}, False), ("dpo", {}, True), ("ipo", {}, True), ("orpo", {}, False), ("simpo", {}, False), ("kto", {}, True),
+     ("policy", {}, False), ("policy", {"policy": {"kl_coefficient": 0.1}}, True)],
+)  # fmt: skip
+def test_which_methods_compare_with_the_starting_weights(method: str, options: dict[str, Any], needs: bool) -> None:
+    assert needs_references(parse_job_spec({**MINIMAL, "method": method, **options})) is needs

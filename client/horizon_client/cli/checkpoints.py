@@ -62,7 +62,7 @@ _VIEW: View[Checkpoint] = View(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, pull, sample and delete the checkpoints of a job."""
+    """List, pull, merge, sample and delete the checkpoints of a job."""
 
 
 @checkpoint.command(name="list", epilog="\b\nExample:\n  horizon checkpoint list JOB")
@@ -82,8 +82,9 @@ Example:
   horizon checkpoint pull JOB@500 --to ./step-500 --with-trainer
 
 \b
-The result is a Hugging Face model folder. After an interruption the same
-command continues; files that exist and are identical are skipped."""
+The result is a Hugging Face model folder; of a job that trains adapters, an
+adapter folder that PEFT loads. After an interruption the same command
+continues; files that exist and are identical are skipped."""
 )
 @click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="DIR", help="Folder to download into.")
@@ -101,6 +102,55 @@ def pull(client: Client, checkpoint: str, to: str, with_trainer: bool, force: bo
     place = f"step {result.checkpoint.step} of {result.checkpoint.job_id} is in {result.folder}"
     received = bytes_text(result.received_bytes)
     print_result(result, output, names=[result.folder], page=lambda: f"{place} ({received} received)")
+
+
+@checkpoint.command(
+    epilog="""\b
+Example:
+  horizon checkpoint merge JOB --out ./merged
+  horizon checkpoint merge JOB@500 --out ./merged --dtype bf16
+  horizon checkpoint merge JOB@500 --remove
+
+\b
+For checkpoints of jobs with train.trainable: lora. The node merges tensor by
+tensor and keeps the merged model with the checkpoint, where it takes the space
+of a model; --remove takes it away. After an interruption the same command
+continues."""
+)
+@click.argument("checkpoint", metavar="JOB[@STEP|@best|@last]", shell_complete=job_names)
+@click.option(
+    "--out", type=click.Path(file_okay=False), metavar="DIR", help="Folder to download the merged model into."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["source", "bf16", "fp16", "fp32"]),
+    help="Number format of the merged weights. Default: the job's checkpoint.dtype.",
+)
+@click.option(
+    "--remove", is_flag=True, help="Remove the merged model from the checkpoint on the node; the adapter stays."
+)
+@click.option("--force", is_flag=True, help="Replace files that exist and are different.")
+@output_option
+@connected
+def merge(
+    client: Client, checkpoint: str, out: str | None, dtype: str | None, remove: bool, force: bool, output: str
+) -> None:
+    """Merge a checkpoint's adapter into its base model on the node."""
+    if out and remove:
+        raise click.UsageError("give --out or --remove, not both")
+    job, at = _job_and_place(checkpoint, default="last")
+    with TransferReporter("interrupted; what is done is kept: the same command continues from there") as reporter:
+        result = client.checkpoints.merge(
+            find_job(client, job).job_id, at=at, out=out, dtype=dtype, remove=remove, force=force, reporter=reporter
+        )
+    place = f"step {result.checkpoint.step} of {result.checkpoint.job_id}"
+    if remove:
+        text = f"{place} holds the adapter alone again"
+    elif result.folder:
+        text = f"{place}, merged, is in {result.folder} ({bytes_text(result.received_bytes)} received)"
+    else:
+        text = f"{place} has its merged model on the node; download it with --out DIR"
+    print_result(result, output, names=[result.folder or place], page=lambda: text)
 
 
 _SAMPLING = (

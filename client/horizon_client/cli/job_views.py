@@ -7,7 +7,7 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING
 
-from horizon_client.cli.evaluation_views import evaluation_facts, evaluation_text
+from horizon_client.cli.evaluation_views import evaluation_facts, evaluation_text, method_figures_text
 from horizon_client.cli.output import (
     View,
     about_text,
@@ -216,7 +216,9 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     ]
     if job.last_step is not None:
         step = job.last_step
-        facts += [("loss", f"{step.loss:.4f}"), ("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
+        facts.append(("loss", f"{step.loss:.4f}"))
+        facts += [(clean(name), f"{value:.4g}") for name, value in sorted(step.method_figures.items())]
+        facts += [("speed", f"{step.tokens_per_second:,.0f} tokens/s")]
         if step.noise_scale_tokens is not None:
             facts.append(("noise scale", f"about {step.noise_scale_tokens:,.0f} tokens a step"))
         if has_device(job):  # on the host nothing is transferred
@@ -403,7 +405,7 @@ def event_line(event: JobEvent, *, on_device: bool = True) -> str:
 
 def _training_figures(step: StepEvent) -> str:
     return (
-        f"loss {step.loss:.4f}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
+        f"loss {step.loss:.4f}{method_figures_text(step.method_figures)}  grad_norm {step.grad_norm:.3f}  lr {step.learning_rate:.2e}  "
         f"{step.tokens_per_second:,.0f} tokens/s  ETA {duration_text(step.eta_s)}"
     )
 

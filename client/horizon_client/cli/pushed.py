@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,6 @@ from horizon_client.cli.output import (
     View,
     age_text,
     bytes_text,
-    clean,
     limit_option,
     output_option,
     print_list,
@@ -27,15 +23,26 @@ from horizon_client.cli.output import (
     print_result,
     time_text,
 )
+from horizon_client.cli.preview_page import place_of, preview_page
 from horizon_client.cli.root import Commands
 from horizon_client.cli.session import TransferReporter, connected
 
 if TYPE_CHECKING:
     from horizon_client.pushed import DatasetPush, ModelPush
-    from horizon_client.resources import DatasetPreview, PreviewRow
     from horizon_client.sync_client import Client
 
-_FORMATS = ["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text", "tokens"]
+_FORMATS = [
+    "auto",
+    "messages",
+    "prompt-completion",
+    "alpaca",
+    "sharegpt",
+    "text",
+    "tokens",
+    "preference",
+    "kto",
+    "samples",
+]
 _TRAIN_ON = ["assistant", "last-assistant", "all"]
 _PUSH_INTERRUPTED = "interrupted; what the server has is kept: the same command continues from there"
 _MAPPING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.+")
@@ -89,6 +96,7 @@ _DATASET_VIEW = _view(
     [("FORMAT", lambda d: d.format or "-"), ("ROWS", lambda d: _count(d, d.num_rows))],
     lambda d: [
         ("format", d.format or "-"),
+        ("kind", d.data_kind or "-"),
         *([("map", ", ".join(f"{k}={v}" for k, v in d.field_map.items()))] if d.field_map else []),
         ("rows", _count(d, d.num_rows)),
     ],
@@ -238,7 +246,8 @@ Example:
   horizon dataset preview notes --model tiny-base --offset 6173 -n 1 --train-on last-assistant
 
 Trained text is green on a terminal. Elsewhere, and with NO_COLOR, it is
-between [[ and ]]."""
+between [[ and ]]. What is chosen and what is rejected stand side by side on
+a terminal of 100 columns, else one after the other."""
 )
 @click.argument("name", shell_complete=dataset_names)
 @click.option(
@@ -265,40 +274,4 @@ between [[ and ]]."""
 def preview(client: Client, name: str, output: str, **options: Any) -> None:
     """Show rows as the model sees them, with the trained part marked."""
     shown = client.datasets.preview(name, **options)
-    print_result(shown, output, names=map(_place, shown.rows), page=lambda: preview_page(name, shown))
-
-
-def preview_page(name: str, preview: DatasetPreview) -> str:
-    """Return the rows of dataset `name`, with the trained part in colour, or between [[ and ]] without colour."""
-    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    lines = [
-        f"{clean(name)}: {preview.num_rows:,} rows, {clean(preview.format)}; "
-        f"method {preview.method}, train_on {preview.train_on}, sequence_length {preview.sequence_length}",
-        "trained text is green" if in_colour else "trained text is between [[ and ]]",
-    ]
-    for row in preview.rows:
-        counts = f"{row.num_tokens:,} tokens, {row.num_trained_tokens:,} trained"
-        if row.num_documents > 1:
-            counts += f", in {row.num_documents} documents"
-        text = ""
-        for span in row.spans:
-            # Without control characters, so that a row cannot control the terminal; line breaks and tabs are part of its text
-            piece = "".join(c for c in span.text if c in "\n\t" or unicodedata.category(c) != "Cc")
-            if span.trained:
-                piece = click.style(piece, fg="green") if in_colour else f"[[{piece}]]"
-            text += piece
-        lines += ["", f"--- {clean(_place(row))}: {counts} ---", text]
-        if row.clipped:
-            lines.append("... the row is longer; only its beginning is shown")
-        if row.num_cut_tokens:
-            lines.append(
-                f"... {row.num_cut_tokens:,} more tokens are beyond the sequence length: not trained, not shown"
-            )
-        lines += [clean(f"not trained: {problem}") for problem in row.problems]
-    if not preview.rows:
-        lines.append("no rows: the offset is after the last row")
-    return "\n".join(lines)
-
-
-def _place(row: PreviewRow) -> str:
-    return f"{row.file} {row.unit} {row.number}"
+    print_result(shown, output, names=map(place_of, shown.rows), page=lambda: preview_page(name, shown))

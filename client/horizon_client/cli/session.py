@@ -34,6 +34,7 @@ _VERBS = {
     "hash": "hashing",
     "upload": "uploading",
     "finalize": "verifying on the server:",
+    "merge": "merging on the server",
     "download": "downloading",
 }
 _PLAIN_INTERVAL_S = 5.0

@@ -10,13 +10,16 @@ import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import horizon_proto.v1.blob_pb2
+import horizon_proto.v1.job_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class Checkpoint(google.protobuf.message.Message):
-    """Checkpoint is a Hugging Face model folder plus trainer state, complete and checksummed."""
+    """Checkpoint is a Hugging Face model folder plus trainer state, complete and checksummed. That of a job that trains adapters is the
+    adapter as a PEFT folder, with the merged model in merged/ where there is one; or, with export: merged, the merged model alone.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -193,6 +196,65 @@ class DeleteCheckpointResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___DeleteCheckpointResponse = DeleteCheckpointResponse
+
+@typing.final
+class MergeCheckpointRequest(google.protobuf.message.Message):
+    """MergeCheckpointRequest names a checkpoint of adapters."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    REMOVE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job's id or name."""
+    step: builtins.int
+    """The checkpoint's step."""
+    dtype: horizon_proto.v1.job_pb2.CheckpointDtype.ValueType
+    """Number format of the merged weights; default: the job's own checkpoint.dtype."""
+    remove: builtins.bool
+    """Remove the files below merged/ instead."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        step: builtins.int = ...,
+        dtype: horizon_proto.v1.job_pb2.CheckpointDtype.ValueType = ...,
+        remove: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "job_id", b"job_id", "remove", b"remove", "step", b"step"]) -> None: ...
+
+global___MergeCheckpointRequest = MergeCheckpointRequest
+
+@typing.final
+class MergeCheckpointResponse(google.protobuf.message.Message):
+    """MergeCheckpointResponse is how far it is, or the end."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DONE_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    done_bytes: builtins.int
+    """Bytes of the base model read so far."""
+    total_bytes: builtins.int
+    """Bytes of the base model's weights."""
+    @property
+    def checkpoint(self) -> global___Checkpoint:
+        """Set in the last message: the checkpoint with all its files."""
+
+    def __init__(
+        self,
+        *,
+        done_bytes: builtins.int = ...,
+        total_bytes: builtins.int = ...,
+        checkpoint: global___Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "done_bytes", b"done_bytes", "total_bytes", b"total_bytes"]) -> None: ...
+
+global___MergeCheckpointResponse = MergeCheckpointResponse
 
 @typing.final
 class SampleMessage(google.protobuf.message.Message):

@@ -50,6 +50,11 @@ class CheckpointServiceStub(object):
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
                 response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
                 _registered_method=True)
+        self.MergeCheckpoint = channel.unary_stream(
+                '/horizon_proto.v1.CheckpointService/MergeCheckpoint',
+                request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointRequest.SerializeToString,
+                response_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointResponse.FromString,
+                _registered_method=True)
         self.DeleteCheckpoint = channel.unary_unary(
                 '/horizon_proto.v1.CheckpointService/DeleteCheckpoint',
                 request_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.DeleteCheckpointRequest.SerializeToString,
@@ -83,6 +88,14 @@ class CheckpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MergeCheckpoint(self, request, context):
+        """MergeCheckpoint adds to a checkpoint of adapters the model with these merged into it, as files below merged/, and streams the progress.
+        A merged model that is there already is left as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCheckpoint(self, request, context):
         """DeleteCheckpoint removes one checkpoint.
         """
@@ -107,6 +120,11 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     servicer.SampleCheckpoint,
                     request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.FromString,
                     response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.SerializeToString,
+            ),
+            'MergeCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.MergeCheckpoint,
+                    request_deserializer=horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointRequest.FromString,
+                    response_serializer=horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointResponse.SerializeToString,
             ),
             'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCheckpoint,
@@ -196,6 +214,33 @@ class CheckpointService(object):
             '/horizon_proto.v1.CheckpointService/SampleCheckpoint',
             horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointRequest.SerializeToString,
             horizon__proto_dot_v1_dot_checkpoint__pb2.SampleCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MergeCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/horizon_proto.v1.CheckpointService/MergeCheckpoint',
+            horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointRequest.SerializeToString,
+            horizon__proto_dot_v1_dot_checkpoint__pb2.MergeCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

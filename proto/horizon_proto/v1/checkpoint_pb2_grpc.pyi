@@ -41,6 +41,14 @@ class CheckpointServiceStub:
     time is answered; others wait for their turn.
     """
 
+    MergeCheckpoint: grpc.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.MergeCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.MergeCheckpointResponse,
+    ]
+    """MergeCheckpoint adds to a checkpoint of adapters the model with these merged into it, as files below merged/, and streams the progress.
+    A merged model that is there already is left as it is.
+    """
+
     DeleteCheckpoint: grpc.UnaryUnaryMultiCallable[
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointRequest,
         horizon_proto.v1.checkpoint_pb2.DeleteCheckpointResponse,
@@ -68,6 +76,14 @@ class CheckpointServiceAsyncStub:
     ]
     """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
     time is answered; others wait for their turn.
+    """
+
+    MergeCheckpoint: grpc.aio.UnaryStreamMultiCallable[
+        horizon_proto.v1.checkpoint_pb2.MergeCheckpointRequest,
+        horizon_proto.v1.checkpoint_pb2.MergeCheckpointResponse,
+    ]
+    """MergeCheckpoint adds to a checkpoint of adapters the model with these merged into it, as files below merged/, and streams the progress.
+    A merged model that is there already is left as it is.
     """
 
     DeleteCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
@@ -103,6 +119,16 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.SampleCheckpointResponse]]:
         """SampleCheckpoint answers prompts with a checkpoint, on the node's processors, and streams the answers' text as it comes. One call at a
         time is answered; others wait for their turn.
+        """
+
+    @abc.abstractmethod
+    def MergeCheckpoint(
+        self,
+        request: horizon_proto.v1.checkpoint_pb2.MergeCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[horizon_proto.v1.checkpoint_pb2.MergeCheckpointResponse], collections.abc.AsyncIterator[horizon_proto.v1.checkpoint_pb2.MergeCheckpointResponse]]:
+        """MergeCheckpoint adds to a checkpoint of adapters the model with these merged into it, as files below merged/, and streams the progress.
+        A merged model that is there already is left as it is.
         """
 
     @abc.abstractmethod

@@ -44,6 +44,12 @@ class _DatasetFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """Plain UTF-8 text, or {"text"}"""
     DATASET_FORMAT_TOKENS: _DatasetFormat.ValueType  # 7
     """{"input_ids", "labels"}"""
+    DATASET_FORMAT_PREFERENCE: _DatasetFormat.ValueType  # 8
+    """{"prompt", "chosen", "rejected"}"""
+    DATASET_FORMAT_KTO: _DatasetFormat.ValueType  # 9
+    """{"prompt", "completion", "label"}"""
+    DATASET_FORMAT_SAMPLES: _DatasetFormat.ValueType  # 10
+    """{"tokens", "logprobs", "advantage", "prompt_length"}"""
 
 class DatasetFormat(_DatasetFormat, metaclass=_DatasetFormatEnumTypeWrapper):
     """DatasetFormat is how the rows of a file are written."""
@@ -64,6 +70,12 @@ DATASET_FORMAT_TEXT: DatasetFormat.ValueType  # 6
 """Plain UTF-8 text, or {"text"}"""
 DATASET_FORMAT_TOKENS: DatasetFormat.ValueType  # 7
 """{"input_ids", "labels"}"""
+DATASET_FORMAT_PREFERENCE: DatasetFormat.ValueType  # 8
+"""{"prompt", "chosen", "rejected"}"""
+DATASET_FORMAT_KTO: DatasetFormat.ValueType  # 9
+"""{"prompt", "completion", "label"}"""
+DATASET_FORMAT_SAMPLES: DatasetFormat.ValueType  # 10
+"""{"tokens", "logprobs", "advantage", "prompt_length"}"""
 global___DatasetFormat = DatasetFormat
 
 class _DatasetState:
@@ -124,6 +136,7 @@ class Dataset(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     SHARED_WITH_FIELD_NUMBER: builtins.int
+    DATA_KIND_FIELD_NUMBER: builtins.int
     dataset_id: builtins.str
     """Stable id."""
     name: builtins.str
@@ -140,6 +153,10 @@ class Dataset(google.protobuf.message.Message):
     """Bytes over all files."""
     digest: builtins.str
     """sha256 over format, map and the files' contents."""
+    data_kind: builtins.str
+    """What can be learnt from it: text, preference, kto or samples. A job's method asks for one of them. Empty while the format is not
+    decided.
+    """
     @property
     def field_map(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """User's column for each field: prompt -> question."""
@@ -171,9 +188,10 @@ class Dataset(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         digest: builtins.str = ...,
         shared_with: collections.abc.Iterable[builtins.str] | None = ...,
+        data_kind: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "data_kind", b"data_kind", "dataset_id", b"dataset_id", "digest", b"digest", "field_map", b"field_map", "files", b"files", "format", b"format", "name", b"name", "num_rows", b"num_rows", "owner", b"owner", "shared_with", b"shared_with", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 global___Dataset = Dataset
 
@@ -464,6 +482,7 @@ class PreviewRow(google.protobuf.message.Message):
     NUM_DOCUMENTS_FIELD_NUMBER: builtins.int
     CLIPPED_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
     file: builtins.str
     """The file it is in."""
     unit: builtins.str
@@ -480,6 +499,10 @@ class PreviewRow(google.protobuf.message.Message):
     """Documents that it is trained as: several where a long text is split."""
     clipped: builtins.bool
     """True when `spans` end before the row does, to keep the answer small."""
+    part: builtins.str
+    """What it is of its row, where a row is compared or judged: chosen and rejected follow each other, each with the spans and the counts of
+    its own.
+    """
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PreviewSpan]:
         """The pieces in order."""
@@ -501,8 +524,9 @@ class PreviewRow(google.protobuf.message.Message):
         num_documents: builtins.int = ...,
         clipped: builtins.bool = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        part: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clipped", b"clipped", "file", b"file", "num_cut_tokens", b"num_cut_tokens", "num_documents", b"num_documents", "num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "number", b"number", "problems", b"problems", "spans", b"spans", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clipped", b"clipped", "file", b"file", "num_cut_tokens", b"num_cut_tokens", "num_documents", b"num_documents", "num_tokens", b"num_tokens", "num_trained_tokens", b"num_trained_tokens", "number", b"number", "part", b"part", "problems", b"problems", "spans", b"spans", "unit", b"unit"]) -> None: ...
 
 global___PreviewRow = PreviewRow
 

@@ -85,6 +85,18 @@ class _MethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Supervised fine-tuning: the loss is on the trained tokens only."""
     METHOD_PRETRAIN: _Method.ValueType  # 2
     """Continued pre-training: the loss is on every token."""
+    METHOD_DPO: _Method.ValueType  # 3
+    """Direct preference optimisation: pairs of a chosen and a rejected answer, compared with the starting weights."""
+    METHOD_IPO: _Method.ValueType  # 4
+    """Identity preference optimisation: as DPO, with a margin that is to be reached and not exceeded."""
+    METHOD_ORPO: _Method.ValueType  # 5
+    """Odds ratio preference optimisation: pairs, without the starting weights."""
+    METHOD_SIMPO: _Method.ValueType  # 6
+    """Simple preference optimisation: pairs by their average log-probabilities, without the starting weights."""
+    METHOD_KTO: _Method.ValueType  # 7
+    """Kahneman-Tversky optimisation: single answers that are labelled good or bad."""
+    METHOD_POLICY: _Method.ValueType  # 8
+    """Policy gradient on recorded samples with advantages."""
 
 class Method(_Method, metaclass=_MethodEnumTypeWrapper):
     """Method is how the model is tuned."""
@@ -95,7 +107,67 @@ METHOD_SFT: Method.ValueType  # 1
 """Supervised fine-tuning: the loss is on the trained tokens only."""
 METHOD_PRETRAIN: Method.ValueType  # 2
 """Continued pre-training: the loss is on every token."""
+METHOD_DPO: Method.ValueType  # 3
+"""Direct preference optimisation: pairs of a chosen and a rejected answer, compared with the starting weights."""
+METHOD_IPO: Method.ValueType  # 4
+"""Identity preference optimisation: as DPO, with a margin that is to be reached and not exceeded."""
+METHOD_ORPO: Method.ValueType  # 5
+"""Odds ratio preference optimisation: pairs, without the starting weights."""
+METHOD_SIMPO: Method.ValueType  # 6
+"""Simple preference optimisation: pairs by their average log-probabilities, without the starting weights."""
+METHOD_KTO: Method.ValueType  # 7
+"""Kahneman-Tversky optimisation: single answers that are labelled good or bad."""
+METHOD_POLICY: Method.ValueType  # 8
+"""Policy gradient on recorded samples with advantages."""
 global___Method = Method
+
+class _DpoLoss:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DpoLossEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DpoLoss.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DPO_LOSS_UNSPECIFIED: _DpoLoss.ValueType  # 0
+    """Not set: sigmoid."""
+    DPO_LOSS_SIGMOID: _DpoLoss.ValueType  # 1
+    """The negative logarithm of the sigmoid."""
+    DPO_LOSS_HINGE: _DpoLoss.ValueType  # 2
+    """The hinge loss of SLiC-HF."""
+
+class DpoLoss(_DpoLoss, metaclass=_DpoLossEnumTypeWrapper):
+    """DpoLoss is the loss of a pair's margin."""
+
+DPO_LOSS_UNSPECIFIED: DpoLoss.ValueType  # 0
+"""Not set: sigmoid."""
+DPO_LOSS_SIGMOID: DpoLoss.ValueType  # 1
+"""The negative logarithm of the sigmoid."""
+DPO_LOSS_HINGE: DpoLoss.ValueType  # 2
+"""The hinge loss of SLiC-HF."""
+global___DpoLoss = DpoLoss
+
+class _PolicyMean:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PolicyMeanEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PolicyMean.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POLICY_MEAN_UNSPECIFIED: _PolicyMean.ValueType  # 0
+    """Not set: tokens."""
+    POLICY_MEAN_TOKENS: _PolicyMean.ValueType  # 1
+    """Every token of a step weighs the same."""
+    POLICY_MEAN_DOCUMENTS: _PolicyMean.ValueType  # 2
+    """Every sample weighs the same."""
+
+class PolicyMean(_PolicyMean, metaclass=_PolicyMeanEnumTypeWrapper):
+    """PolicyMean is what the losses of tokens are averaged over."""
+
+POLICY_MEAN_UNSPECIFIED: PolicyMean.ValueType  # 0
+"""Not set: tokens."""
+POLICY_MEAN_TOKENS: PolicyMean.ValueType  # 1
+"""Every token of a step weighs the same."""
+POLICY_MEAN_DOCUMENTS: PolicyMean.ValueType  # 2
+"""Every sample weighs the same."""
+global___PolicyMean = PolicyMean
 
 class _LrSchedule:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -213,6 +285,34 @@ MATMUL_FP8: Matmul.ValueType  # 2
 """8 bits with a scale per row; a GPU of compute capability 8.9 or higher, or emulated on the host."""
 global___Matmul = Matmul
 
+class _LoraBase:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LoraBaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LoraBase.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LORA_BASE_UNSPECIFIED: _LoraBase.ValueType  # 0
+    """The default: LORA_BASE_SOURCE."""
+    LORA_BASE_SOURCE: _LoraBase.ValueType  # 1
+    """As in the model folder."""
+    LORA_BASE_INT8: _LoraBase.ValueType  # 2
+    """8 bits, with a scale for each row."""
+    LORA_BASE_NF4: _LoraBase.ValueType  # 3
+    """4 bits of NormalFloat, with a scale of 8 bits for every 64."""
+
+class LoraBase(_LoraBase, metaclass=_LoraBaseEnumTypeWrapper):
+    """LoraBase is how the frozen matrices below adapters are kept."""
+
+LORA_BASE_UNSPECIFIED: LoraBase.ValueType  # 0
+"""The default: LORA_BASE_SOURCE."""
+LORA_BASE_SOURCE: LoraBase.ValueType  # 1
+"""As in the model folder."""
+LORA_BASE_INT8: LoraBase.ValueType  # 2
+"""8 bits, with a scale for each row."""
+LORA_BASE_NF4: LoraBase.ValueType  # 3
+"""4 bits of NormalFloat, with a scale of 8 bits for every 64."""
+global___LoraBase = LoraBase
+
 class _Compile:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -329,6 +429,34 @@ CHECKPOINT_DTYPE_FP32: CheckpointDtype.ValueType  # 4
 """float32: the exact weights."""
 global___CheckpointDtype = CheckpointDtype
 
+class _CheckpointExport:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CheckpointExportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CheckpointExport.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHECKPOINT_EXPORT_UNSPECIFIED: _CheckpointExport.ValueType  # 0
+    """Not set: adapter."""
+    CHECKPOINT_EXPORT_ADAPTER: _CheckpointExport.ValueType  # 1
+    """The adapter, as a PEFT folder, and not the frozen model."""
+    CHECKPOINT_EXPORT_MERGED: _CheckpointExport.ValueType  # 2
+    """The model with the adapter merged into it."""
+    CHECKPOINT_EXPORT_BOTH: _CheckpointExport.ValueType  # 3
+    """The adapter, and the merged model in merged/."""
+
+class CheckpointExport(_CheckpointExport, metaclass=_CheckpointExportEnumTypeWrapper):
+    """CheckpointExport is what the checkpoints of a job that trains adapters hold."""
+
+CHECKPOINT_EXPORT_UNSPECIFIED: CheckpointExport.ValueType  # 0
+"""Not set: adapter."""
+CHECKPOINT_EXPORT_ADAPTER: CheckpointExport.ValueType  # 1
+"""The adapter, as a PEFT folder, and not the frozen model."""
+CHECKPOINT_EXPORT_MERGED: CheckpointExport.ValueType  # 2
+"""The model with the adapter merged into it."""
+CHECKPOINT_EXPORT_BOTH: CheckpointExport.ValueType  # 3
+"""The adapter, and the merged model in merged/."""
+global___CheckpointExport = CheckpointExport
+
 class _KeepOptimizer:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -402,6 +530,12 @@ class JobSpec(google.protobuf.message.Message):
     EVAL_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     INIT_FROM_FIELD_NUMBER: builtins.int
+    DPO_FIELD_NUMBER: builtins.int
+    ORPO_FIELD_NUMBER: builtins.int
+    SIMPO_FIELD_NUMBER: builtins.int
+    KTO_FIELD_NUMBER: builtins.int
+    IPO_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A name for people; required."""
     project: builtins.str
@@ -425,7 +559,9 @@ class JobSpec(google.protobuf.message.Message):
     with eval_dataset.
     """
     init_from: builtins.str
-    """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; default none."""
+    """A checkpoint of another job of the same model whose weights this one starts with: JOB@last, JOB@best or JOB@STEP; or, in a job that
+    trains adapters, the name of a pushed adapter; default none.
+    """
     @property
     def train(self) -> global___TrainSpec:
         """The training parameters."""
@@ -441,6 +577,30 @@ class JobSpec(google.protobuf.message.Message):
     @property
     def limits(self) -> global___LimitsSpec:
         """When the job ends before all its steps are done."""
+
+    @property
+    def dpo(self) -> global___DpoSpec:
+        """Options of method dpo."""
+
+    @property
+    def orpo(self) -> global___OrpoSpec:
+        """Options of method orpo."""
+
+    @property
+    def simpo(self) -> global___SimpoSpec:
+        """Options of method simpo."""
+
+    @property
+    def kto(self) -> global___KtoSpec:
+        """Options of method kto."""
+
+    @property
+    def ipo(self) -> global___IpoSpec:
+        """Options of method ipo."""
+
+    @property
+    def policy(self) -> global___PolicySpec:
+        """Options of method policy."""
 
     def __init__(
         self,
@@ -460,9 +620,15 @@ class JobSpec(google.protobuf.message.Message):
         eval: global___EvalSpec | None = ...,
         limits: global___LimitsSpec | None = ...,
         init_from: builtins.str = ...,
+        dpo: global___DpoSpec | None = ...,
+        orpo: global___OrpoSpec | None = ...,
+        simpo: global___SimpoSpec | None = ...,
+        kto: global___KtoSpec | None = ...,
+        ipo: global___IpoSpec | None = ...,
+        policy: global___PolicySpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "limits", b"limits", "priority", b"priority", "train", b"train"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "priority", b"priority", "project", b"project", "train", b"train"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dpo", b"dpo", "eval", b"eval", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "simpo", b"simpo", "train", b"train"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_eval_every_steps", b"_eval_every_steps", "_eval_fraction", b"_eval_fraction", "_priority", b"_priority", "checkpoint", b"checkpoint", "dataset", b"dataset", "device", b"device", "dpo", b"dpo", "eval", b"eval", "eval_dataset", b"eval_dataset", "eval_every_steps", b"eval_every_steps", "eval_fraction", b"eval_fraction", "init_from", b"init_from", "ipo", b"ipo", "kto", b"kto", "limits", b"limits", "method", b"method", "model", b"model", "name", b"name", "orpo", b"orpo", "policy", b"policy", "priority", b"priority", "project", b"project", "simpo", b"simpo", "train", b"train"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_eval_every_steps", b"_eval_every_steps"]) -> typing.Literal["eval_every_steps"] | None: ...
     @typing.overload
@@ -471,6 +637,199 @@ class JobSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
 global___JobSpec = JobSpec
+
+@typing.final
+class DpoSpec(google.protobuf.message.Message):
+    """DpoSpec are the options of method dpo. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: builtins.int
+    LOSS_FIELD_NUMBER: builtins.int
+    LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
+    LENGTH_NORMALISED_FIELD_NUMBER: builtins.int
+    beta: builtins.float
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    loss: global___DpoLoss.ValueType
+    """The loss of a pair's margin; default sigmoid."""
+    label_smoothing: builtins.float
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+    length_normalised: builtins.bool
+    """Compare averages over an answer's tokens instead of sums; default false."""
+    def __init__(
+        self,
+        *,
+        beta: builtins.float | None = ...,
+        loss: global___DpoLoss.ValueType = ...,
+        label_smoothing: builtins.float | None = ...,
+        length_normalised: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta", b"_beta", "_label_smoothing", b"_label_smoothing", "_length_normalised", b"_length_normalised", "beta", b"beta", "label_smoothing", b"label_smoothing", "length_normalised", b"length_normalised"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta", b"_beta", "_label_smoothing", b"_label_smoothing", "_length_normalised", b"_length_normalised", "beta", b"beta", "label_smoothing", b"label_smoothing", "length_normalised", b"length_normalised", "loss", b"loss"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta", b"_beta"]) -> typing.Literal["beta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_label_smoothing", b"_label_smoothing"]) -> typing.Literal["label_smoothing"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_normalised", b"_length_normalised"]) -> typing.Literal["length_normalised"] | None: ...
+
+global___DpoSpec = DpoSpec
+
+@typing.final
+class IpoSpec(google.protobuf.message.Message):
+    """IpoSpec are the options of method ipo. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: builtins.int
+    LENGTH_NORMALISED_FIELD_NUMBER: builtins.int
+    beta: builtins.float
+    """Margins are pulled to 1 / (2 beta); above 0 up to 1000; default 0.1."""
+    length_normalised: builtins.bool
+    """Compare averages over an answer's tokens instead of sums; default true."""
+    def __init__(
+        self,
+        *,
+        beta: builtins.float | None = ...,
+        length_normalised: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta", b"_beta", "_length_normalised", b"_length_normalised", "beta", b"beta", "length_normalised", b"length_normalised"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta", b"_beta", "_length_normalised", b"_length_normalised", "beta", b"beta", "length_normalised", b"length_normalised"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta", b"_beta"]) -> typing.Literal["beta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_normalised", b"_length_normalised"]) -> typing.Literal["length_normalised"] | None: ...
+
+global___IpoSpec = IpoSpec
+
+@typing.final
+class OrpoSpec(google.protobuf.message.Message):
+    """OrpoSpec are the options of method orpo. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PENALTY_FIELD_NUMBER: builtins.int
+    penalty: builtins.float
+    """Weight of the odds ratio next to the chosen answers' loss; from 0 to 1000; default 0.1."""
+    def __init__(
+        self,
+        *,
+        penalty: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_penalty", b"_penalty", "penalty", b"penalty"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_penalty", b"_penalty", "penalty", b"penalty"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_penalty", b"_penalty"]) -> typing.Literal["penalty"] | None: ...
+
+global___OrpoSpec = OrpoSpec
+
+@typing.final
+class SimpoSpec(google.protobuf.message.Message):
+    """SimpoSpec are the options of method simpo. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: builtins.int
+    GAMMA_FIELD_NUMBER: builtins.int
+    LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
+    beta: builtins.float
+    """Factor of the difference of average log-probabilities; above 0 up to 1000; default 2."""
+    gamma: builtins.float
+    """Margin that is to be reached; from 0 to 1000; default 0.5."""
+    label_smoothing: builtins.float
+    """Share of the pairs whose order is assumed to be wrong; from 0 to below 0.5; default 0."""
+    def __init__(
+        self,
+        *,
+        beta: builtins.float | None = ...,
+        gamma: builtins.float | None = ...,
+        label_smoothing: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta", b"_beta", "_gamma", b"_gamma", "_label_smoothing", b"_label_smoothing", "beta", b"beta", "gamma", b"gamma", "label_smoothing", b"label_smoothing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta", b"_beta", "_gamma", b"_gamma", "_label_smoothing", b"_label_smoothing", "beta", b"beta", "gamma", b"gamma", "label_smoothing", b"label_smoothing"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta", b"_beta"]) -> typing.Literal["beta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_label_smoothing", b"_label_smoothing"]) -> typing.Literal["label_smoothing"] | None: ...
+
+global___SimpoSpec = SimpoSpec
+
+@typing.final
+class KtoSpec(google.protobuf.message.Message):
+    """KtoSpec are the options of method kto. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BETA_FIELD_NUMBER: builtins.int
+    DESIRABLE_WEIGHT_FIELD_NUMBER: builtins.int
+    UNDESIRABLE_WEIGHT_FIELD_NUMBER: builtins.int
+    beta: builtins.float
+    """How much a departure from the starting weights counts; above 0 up to 1000; default 0.1."""
+    desirable_weight: builtins.float
+    """Weight of answers that are labelled good; from 0 to 1000; default 1."""
+    undesirable_weight: builtins.float
+    """Weight of answers that are labelled bad; from 0 to 1000; default 1."""
+    def __init__(
+        self,
+        *,
+        beta: builtins.float | None = ...,
+        desirable_weight: builtins.float | None = ...,
+        undesirable_weight: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "undesirable_weight", b"undesirable_weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beta", b"_beta", "_desirable_weight", b"_desirable_weight", "_undesirable_weight", b"_undesirable_weight", "beta", b"beta", "desirable_weight", b"desirable_weight", "undesirable_weight", b"undesirable_weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_beta", b"_beta"]) -> typing.Literal["beta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_desirable_weight", b"_desirable_weight"]) -> typing.Literal["desirable_weight"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_undesirable_weight", b"_undesirable_weight"]) -> typing.Literal["undesirable_weight"] | None: ...
+
+global___KtoSpec = KtoSpec
+
+@typing.final
+class PolicySpec(google.protobuf.message.Message):
+    """PolicySpec are the options of method policy. Fields left out take the defaults given here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLIP_FIELD_NUMBER: builtins.int
+    CLIP_LOW_FIELD_NUMBER: builtins.int
+    CLIP_HIGH_FIELD_NUMBER: builtins.int
+    KL_COEFFICIENT_FIELD_NUMBER: builtins.int
+    MEAN_FIELD_NUMBER: builtins.int
+    clip: builtins.bool
+    """Whether the ratio to the policy that sampled is clipped; default true."""
+    clip_low: builtins.float
+    """The ratio counts down to 1 - clip_low; from 0 to 1; default 0.2."""
+    clip_high: builtins.float
+    """The ratio counts up to 1 + clip_high; from 0 to 1000; default 0.2."""
+    kl_coefficient: builtins.float
+    """Weight of the KL divergence from the starting weights; from 0 to 1000; default 0."""
+    mean: global___PolicyMean.ValueType
+    """What the losses of tokens are averaged over; default tokens."""
+    def __init__(
+        self,
+        *,
+        clip: builtins.bool | None = ...,
+        clip_low: builtins.float | None = ...,
+        clip_high: builtins.float | None = ...,
+        kl_coefficient: builtins.float | None = ...,
+        mean: global___PolicyMean.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clip", b"_clip", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coefficient", b"_kl_coefficient", "clip", b"clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coefficient", b"kl_coefficient"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clip", b"_clip", "_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coefficient", b"_kl_coefficient", "clip", b"clip", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coefficient", b"kl_coefficient", "mean", b"mean"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clip", b"_clip"]) -> typing.Literal["clip"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clip_high", b"_clip_high"]) -> typing.Literal["clip_high"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clip_low", b"_clip_low"]) -> typing.Literal["clip_low"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_kl_coefficient", b"_kl_coefficient"]) -> typing.Literal["kl_coefficient"] | None: ...
+
+global___PolicySpec = PolicySpec
 
 @typing.final
 class EvalSpec(google.protobuf.message.Message):
@@ -631,6 +990,7 @@ class TrainSpec(google.protobuf.message.Message):
     LABEL_SMOOTHING_FIELD_NUMBER: builtins.int
     LR_GROUPS_FIELD_NUMBER: builtins.int
     NEFTUNE_NOISE_ALPHA_FIELD_NUMBER: builtins.int
+    LORA_FIELD_NUMBER: builtins.int
     epochs: builtins.float
     """Passes over the dataset; default 1; not together with max_steps."""
     max_steps: builtins.int
@@ -689,6 +1049,10 @@ class TrainSpec(google.protobuf.message.Message):
     def lr_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LrGroup]:
         """Tensors that learn at a rate of their own; the first group that fits counts; at most 64."""
 
+    @property
+    def lora(self) -> global___LoraSpec:
+        """Adapters, for trainable ["lora"] only."""
+
     def __init__(
         self,
         *,
@@ -718,9 +1082,10 @@ class TrainSpec(google.protobuf.message.Message):
         label_smoothing: builtins.float | None = ...,
         lr_groups: collections.abc.Iterable[global___LrGroup] | None = ...,
         neftune_noise_alpha: builtins.float | None = ...,
+        lora: global___LoraSpec | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "clipping", b"clipping", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_epochs", b"_epochs", "_eps", b"_eps", "_label_smoothing", b"_label_smoothing", "_learning_rate", b"_learning_rate", "_lr_decay_ratio", b"_lr_decay_ratio", "_max_skipped_steps", b"_max_skipped_steps", "_max_steps", b"_max_steps", "_min_lr_ratio", b"_min_lr_ratio", "_neftune_noise_alpha", b"_neftune_noise_alpha", "_seed", b"_seed", "_sequence_length", b"_sequence_length", "_tokens_per_step", b"_tokens_per_step", "_warmup_steps", b"_warmup_steps", "_weight_decay", b"_weight_decay", "betas", b"betas", "clipping", b"clipping", "compile", b"compile", "compute_dtype", b"compute_dtype", "decay", b"decay", "epochs", b"epochs", "eps", b"eps", "label_smoothing", b"label_smoothing", "learning_rate", b"learning_rate", "lora", b"lora", "lr_decay_ratio", b"lr_decay_ratio", "lr_groups", b"lr_groups", "lr_schedule", b"lr_schedule", "matmul", b"matmul", "max_grad_norm", b"max_grad_norm", "max_skipped_steps", b"max_skipped_steps", "max_steps", b"max_steps", "min_lr_ratio", b"min_lr_ratio", "neftune_noise_alpha", b"neftune_noise_alpha", "no_clipping", b"no_clipping", "packing", b"packing", "seed", b"seed", "sequence_length", b"sequence_length", "tokens_per_step", b"tokens_per_step", "train_on", b"train_on", "trainable", b"trainable", "warmup_steps", b"warmup_steps", "weight_decay", b"weight_decay"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_epochs", b"_epochs"]) -> typing.Literal["epochs"] | None: ...
     @typing.overload
@@ -753,6 +1118,55 @@ class TrainSpec(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["clipping", b"clipping"]) -> typing.Literal["max_grad_norm", "no_clipping"] | None: ...
 
 global___TrainSpec = TrainSpec
+
+@typing.final
+class LoraSpec(google.protobuf.message.Message):
+    """LoraSpec says which adapters of low rank are trained next to a frozen model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ALPHA_FIELD_NUMBER: builtins.int
+    DROPOUT_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
+    RSLORA_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Rows of A and columns of B; from 1 to 4096; default 16."""
+    alpha: builtins.float
+    """What the adapters' output is scaled by is alpha / rank; above 0, at most 1000000; default 32."""
+    dropout: builtins.float
+    """Share of an adapter's inputs that is set to zero in training; from 0 to below 1; default 0."""
+    rslora: builtins.bool
+    """Scale by alpha / sqrt(rank) instead; default false."""
+    base: global___LoraBase.ValueType
+    """How the frozen matrices of the layers are kept; default LORA_BASE_SOURCE."""
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """["all-linear"] or up to 64 regular expressions over the names of the layers' matrices; empty means the default, all-linear."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int | None = ...,
+        alpha: builtins.float | None = ...,
+        dropout: builtins.float | None = ...,
+        targets: collections.abc.Iterable[builtins.str] | None = ...,
+        rslora: builtins.bool | None = ...,
+        base: global___LoraBase.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_alpha", b"_alpha", "_dropout", b"_dropout", "_rank", b"_rank", "_rslora", b"_rslora", "alpha", b"alpha", "base", b"base", "dropout", b"dropout", "rank", b"rank", "rslora", b"rslora", "targets", b"targets"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_alpha", b"_alpha"]) -> typing.Literal["alpha"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_dropout", b"_dropout"]) -> typing.Literal["dropout"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rslora", b"_rslora"]) -> typing.Literal["rslora"] | None: ...
+
+global___LoraSpec = LoraSpec
 
 @typing.final
 class LrGroup(google.protobuf.message.Message):
@@ -791,6 +1205,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     EVERY_MINUTES_FIELD_NUMBER: builtins.int
     KEEP_DAYS_FIELD_NUMBER: builtins.int
     KEEP_OPTIMIZER_FIELD_NUMBER: builtins.int
+    EXPORT_FIELD_NUMBER: builtins.int
     every_steps: builtins.int
     """Steps between checkpoints; 0 writes one at the end only; default 500."""
     keep_last: builtins.int
@@ -805,6 +1220,8 @@ class CheckpointSpec(google.protobuf.message.Message):
     """Days after the job's end until its checkpoints are deleted; the owner is warned before. Default: they are kept."""
     keep_optimizer: global___KeepOptimizer.ValueType
     """What is kept of the trainer state of checkpoints once the job has succeeded; default last."""
+    export: global___CheckpointExport.ValueType
+    """What is written of a job that trains adapters; default adapter. Only for trainable ["lora"]."""
     def __init__(
         self,
         *,
@@ -815,9 +1232,10 @@ class CheckpointSpec(google.protobuf.message.Message):
         every_minutes: builtins.float | None = ...,
         keep_days: builtins.float | None = ...,
         keep_optimizer: global___KeepOptimizer.ValueType = ...,
+        export: global___CheckpointExport.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_every_minutes", b"_every_minutes", "_every_steps", b"_every_steps", "_keep_best", b"_keep_best", "_keep_days", b"_keep_days", "_keep_last", b"_keep_last", "dtype", b"dtype", "every_minutes", b"every_minutes", "every_steps", b"every_steps", "export", b"export", "keep_best", b"keep_best", "keep_days", b"keep_days", "keep_last", b"keep_last", "keep_optimizer", b"keep_optimizer"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_every_minutes", b"_every_minutes"]) -> typing.Literal["every_minutes"] | None: ...
     @typing.overload
@@ -1334,6 +1752,22 @@ class StepEvent(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class MethodFiguresEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEP_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
     LOSS_FIELD_NUMBER: builtins.int
@@ -1356,12 +1790,13 @@ class StepEvent(google.protobuf.message.Message):
     OVERLAP_RATIO_FIELD_NUMBER: builtins.int
     MODEL_FLOPS_FIELD_NUMBER: builtins.int
     NOISE_SCALE_TOKENS_FIELD_NUMBER: builtins.int
+    METHOD_FIGURES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step, from 1."""
     num_steps: builtins.int
     """Number of steps in all."""
     loss: builtins.float
-    """Token-weighted mean loss of the step."""
+    """Token-weighted mean loss of the step; the loss of the job's method where that is not cross-entropy."""
     grad_norm: builtins.float
     """Global gradient norm before clipping."""
     learning_rate: builtins.float
@@ -1412,6 +1847,10 @@ class StepEvent(google.protobuf.message.Message):
     def device_memory_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Peak device bytes in use by component."""
 
+    @property
+    def method_figures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Figures of the job's method by name, such as rewards/margins of dpo or kl of kto; empty for sft and pretrain."""
+
     def __init__(
         self,
         *,
@@ -1437,9 +1876,10 @@ class StepEvent(google.protobuf.message.Message):
         overlap_ratio: builtins.float = ...,
         model_flops: builtins.float = ...,
         noise_scale_tokens: builtins.float | None = ...,
+        method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "d2h", b"d2h", "h2d", b"h2d", "noise_scale_tokens", b"noise_scale_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens", "compute_s", b"compute_s", "d2h", b"d2h", "device_memory_bytes", b"device_memory_bytes", "duration_s", b"duration_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "h2d", b"h2d", "host_memory_bytes", b"host_memory_bytes", "learning_rate", b"learning_rate", "loss", b"loss", "method_figures", b"method_figures", "model_flops", b"model_flops", "noise_scale_tokens", b"noise_scale_tokens", "num_input_tokens_seen", b"num_input_tokens_seen", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "overlap_ratio", b"overlap_ratio", "skipped", b"skipped", "step", b"step", "tokens_per_second", b"tokens_per_second"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_noise_scale_tokens", b"_noise_scale_tokens"]) -> typing.Literal["noise_scale_tokens"] | None: ...
 
 global___StepEvent = StepEvent
@@ -1526,6 +1966,22 @@ class EvalEvent(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class MethodFiguresEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEP_FIELD_NUMBER: builtins.int
     EVAL_LOSS_FIELD_NUMBER: builtins.int
     NUM_TARGETS_FIELD_NUMBER: builtins.int
@@ -1540,10 +1996,13 @@ class EvalEvent(google.protobuf.message.Message):
     ANSWERS_FIELD_NUMBER: builtins.int
     JUDGED_FIELD_NUMBER: builtins.int
     NUM_CORRECT_FIELD_NUMBER: builtins.int
+    METHOD_FIGURES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Step after which it ran; 0 is before the first."""
     eval_loss: builtins.float
-    """Token-weighted mean loss over the set named eval, or else over the first set by name."""
+    """Token-weighted mean loss over the set named eval, or else over the first set by name; the loss of the job's method where that is not
+    cross-entropy.
+    """
     num_targets: builtins.int
     """Number of tokens with loss in it."""
     num_tokens: builtins.int
@@ -1576,6 +2035,10 @@ class EvalEvent(google.protobuf.message.Message):
     def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EvalAnswer]:
         """The first answers that the model gave, at most 8, each cut to 2,000 characters."""
 
+    @property
+    def method_figures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Figures of the job's method over the evaluation set, by name, such as rewards/margins of dpo; empty for sft and pretrain."""
+
     def __init__(
         self,
         *,
@@ -1593,9 +2056,10 @@ class EvalEvent(google.protobuf.message.Message):
         answers: collections.abc.Iterable[global___EvalAnswer] | None = ...,
         judged: builtins.float | None = ...,
         num_correct: builtins.int = ...,
+        method_figures: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_judged", b"_judged", "d2h", b"d2h", "h2d", b"h2d", "judged", b"judged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_judged", b"_judged", "answers", b"answers", "compute_s", b"compute_s", "d2h", b"d2h", "duration_s", b"duration_s", "eval_loss", b"eval_loss", "h2d", b"h2d", "judged", b"judged", "method_figures", b"method_figures", "num_correct", b"num_correct", "num_targets", b"num_targets", "num_tokens", b"num_tokens", "optimizer_exposed_s", b"optimizer_exposed_s", "optimizer_s", b"optimizer_s", "sets", b"sets", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_judged", b"_judged"]) -> typing.Literal["judged"] | None: ...
 
 global___EvalEvent = EvalEvent
@@ -1620,9 +2084,9 @@ class EvalSetFigures(google.protobuf.message.Message):
     loss: builtins.float
     """Mean loss over the supervised tokens."""
     perplexity: builtins.float
-    """The exponential of the loss."""
+    """The exponential of the loss; unset where the loss is that of a method such as dpo."""
     accuracy: builtins.float
-    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets."""
+    """Share of supervised tokens that the model finds the likeliest: num_correct of num_targets; unset likewise."""
     num_targets: builtins.int
     """Number of supervised tokens."""
     num_correct: builtins.int
@@ -1638,17 +2102,22 @@ class EvalSetFigures(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         loss: builtins.float = ...,
-        perplexity: builtins.float = ...,
-        accuracy: builtins.float = ...,
+        perplexity: builtins.float | None = ...,
+        accuracy: builtins.float | None = ...,
         num_targets: builtins.int = ...,
         num_correct: builtins.int = ...,
         num_answers: builtins.int = ...,
         num_matches: builtins.int = ...,
         exact_match: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_exact_match", b"_exact_match", "exact_match", b"exact_match"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exact_match", b"_exact_match", "accuracy", b"accuracy", "exact_match", b"exact_match", "loss", b"loss", "name", b"name", "num_answers", b"num_answers", "num_correct", b"num_correct", "num_matches", b"num_matches", "num_targets", b"num_targets", "perplexity", b"perplexity"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_accuracy", b"_accuracy", "_exact_match", b"_exact_match", "_perplexity", b"_perplexity", "accuracy", b"accuracy", "exact_match", b"exact_match", "perplexity", b"perplexity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_accuracy", b"_accuracy", "_exact_match", b"_exact_match", "_perplexity", b"_perplexity", "accuracy", b"accuracy", "exact_match", b"exact_match", "loss", b"loss", "name", b"name", "num_answers", b"num_answers", "num_correct", b"num_correct", "num_matches", b"num_matches", "num_targets", b"num_targets", "perplexity", b"perplexity"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_accuracy", b"_accuracy"]) -> typing.Literal["accuracy"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exact_match", b"_exact_match"]) -> typing.Literal["exact_match"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_perplexity", b"_perplexity"]) -> typing.Literal["perplexity"] | None: ...
 
 global___EvalSetFigures = EvalSetFigures
 

@@ -18,6 +18,7 @@ from horizon_server.services.housekeeping.deletion import Deletions
 from horizon_server.services.housekeeping.retention import Retention
 from horizon_server.services.identity import IdentityService
 from horizon_server.services.jobs import JobService
+from horizon_server.services.merging import Merges
 from horizon_server.services.node import NodeFacts
 from horizon_server.services.previews import Previews
 from horizon_server.services.pushed import DatasetService, ModelService
@@ -37,6 +38,7 @@ class Services:
     datasets: DatasetService
     previews: Previews
     samples: Samples
+    merges: Merges
     models: ModelService
     blobs: Uploads
     node: NodeFacts

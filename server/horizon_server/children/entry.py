@@ -26,6 +26,7 @@ from typing import Any
 from horizon_server.errors import FieldViolation, HorizonError, IoFailed, OutOfMemory, WorkerFailed
 from horizon_server.events import (
     MemoryReleased,
+    MergeProgress,
     PrepareProgress,
     SampledText,
     StepDone,
@@ -182,8 +183,8 @@ class EventWriter:
                 log.info("failed: %s: %s", line.error.reason, line.error.message)
             case TurnWanted() | TurnEnded() | MemoryReleased():
                 pass  # up to several for each step
-            case SampledText():
-                pass  # what a user's model says is not for the daemon's log
+            case SampledText() | MergeProgress():
+                pass  # what a user's model says is not for the daemon's log, nor how each piece of a merge goes
             case event:
                 log.info("%s", encode(event))
 

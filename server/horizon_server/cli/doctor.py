@@ -17,7 +17,8 @@ import click
 from horizon_server.cli.options import print_mapping, with_settings_options
 from horizon_server.errors import HorizonError
 from horizon_server.planning.bandwidth import measure_bandwidth
-from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, max_parameters
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES
+from horizon_server.planning.ledger import max_parameters
 from horizon_server.planning.machine import (
     Gpu,
     Machine,

@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from horizon_formats.checks import resolve_format
 from horizon_formats.files import Container, DataFile, Row
-from horizon_formats.formats import check_field_map, columns_of
+from horizon_formats.formats import DataKind, DatasetFormat, check_field_map, columns_of, kind_of
 from horizon_formats.problems import FieldViolation, ViolationTally
 from horizon_formats.rows import JsonLine, parse_json_lines, read_rows, read_text, split_json_lines
 from horizon_server.children.entry import EventWriter, end_with_parent, serve
 from horizon_server.datasets.reading import server_errors
 from horizon_server.datasets.recipe import PrepareOptions, PrepareReport, PrepareRequest
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.documents import LabelledAnswer, MismatchedAnswers
 from horizon_server.datasets.tokens.rendering import is_held_out
 from horizon_server.datasets.tokens.tokenization import RowTokenizer, split_text, text_blocks
 from horizon_server.errors import InvalidData, WorkerDied
@@ -78,8 +80,12 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
     options = request.options
     bad, left_out = ViolationTally(), ViolationTally()
     rows = eval_rows = truncated_rows = cut_tokens = 0
-    with server_errors(), PreparedFolder(request.output_dir, with_evaluation=options.eval_fraction > 0) as folder:
+    with server_errors(), ExitStack() as stack:
         check_field_map(options.format, options.field_map)
+        kind = _kind(request)
+        with_evaluation = options.eval_fraction > 0
+        folder = stack.enter_context(PreparedFolder(request.output_dir, with_evaluation=with_evaluation, kind=kind))
+        train, held_out = MismatchedAnswers(options.sequence_length), MismatchedAnswers(options.sequence_length)
         codec = TextCodec.from_folder(request.model_dir)
         for batch in _token_batches(request.dataset_files, codec, options, num_processes):
             rows += batch.num_rows
@@ -88,11 +94,15 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             cut_tokens += batch.num_cut_tokens
             bad.add(batch.violations)
             left_out.add(batch.left_out)
-            folder.train.add(batch.train)
+            folder.train.add(batch.train if kind is not DataKind.KTO else train.add(batch.train_answers))
             if folder.evaluation is not None:
-                folder.evaluation.add(batch.evaluation)
+                evaluated = batch.evaluation if kind is not DataKind.KTO else held_out.add(batch.evaluation_answers)
+                folder.evaluation.add(evaluated)
             on_progress(rows)
         bad.refuse()
+        folder.train.add(train.finish())
+        if folder.evaluation is not None:
+            folder.evaluation.add(held_out.finish())
         _refuse_empty_sides(folder, request, left_out)
         report = PrepareReport(
             rows=rows,
@@ -109,10 +119,23 @@ def prepare(request: PrepareRequest, *, on_progress: Callable[[int], None], num_
             longest_document=max(side.longest_document for side in (folder.train, folder.evaluation) if side),
             sequence_length=options.sequence_length,
             errors=tuple(violation.description for violation in left_out.kept),
+            kind=kind.value,
         )
         # Joining the planes of a large dataset takes minutes; without progress the parent could take it for a hang.
         folder.publish(dataclasses.asdict(report), on_bytes=lambda: on_progress(rows))
     return report
+
+
+def _kind(request: PrepareRequest) -> DataKind:
+    """Return what the files hold. Raises: InvalidData where they differ, which only files that were not checked can."""
+    options = request.options
+    if options.format is not DatasetFormat.AUTO:
+        return options.kind
+    found = [resolve_format(file, options.format, options.field_map)[0] for file in request.dataset_files]
+    kinds = list(dict.fromkeys(map(kind_of, found)))
+    if len(kinds) > 1:
+        raise InvalidData(f"the files of one dataset must hold one kind of data, but these hold {' and '.join(kinds)}")
+    return kinds[0]
 
 
 def _refuse_empty_sides(folder: PreparedFolder, request: PrepareRequest, left_out: ViolationTally) -> None:
@@ -137,6 +160,9 @@ class _TokenBatch:
     num_rows: int = 0
     train: DocumentColumns = field(default_factory=DocumentColumns)
     evaluation: DocumentColumns = field(default_factory=DocumentColumns)
+    # Of `kto`, instead of documents: what each is joined with comes with the next row, which another process may have.
+    train_answers: list[LabelledAnswer] = field(default_factory=list)
+    evaluation_answers: list[LabelledAnswer] = field(default_factory=list)
     num_eval_rows: int = 0
     num_truncated_rows: int = 0
     num_cut_tokens: int = 0
@@ -174,9 +200,18 @@ def _tokenized(tokenizer: RowTokenizer, parse: Callable[[Any], Iterable[Row]], g
         batch.num_truncated_rows += row.num_cut_tokens > 0
         batch.num_cut_tokens += row.num_cut_tokens
         batch.num_eval_rows += row.held_out and bool(row.documents)
+        if row.answer is not None:
+            (batch.evaluation_answers if row.held_out else batch.train_answers).append(row.answer)
+            continue
         side = batch.evaluation if row.held_out else batch.train
         for document in row.documents:
-            side.add(document.ids, document.trained, document.num_targets)
+            side.add(
+                document.ids,
+                document.trained,
+                document.num_targets,
+                old_logprobs=document.old_logprobs,
+                advantages=document.advantages,
+            )
     return batch
 
 

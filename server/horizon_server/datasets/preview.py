@@ -69,7 +69,8 @@ class PreviewRow:
     """One row: where it is, what the model reads of it, and how many tokens that is.
 
     `unit` says what `number` counts: lines of a file, elements of an array, pieces of a plain text. `clipped` says that `spans` end before
-    the row does, to keep the answer small; `problems` say why nothing of the row, or not the row, is trained.
+    the row does, to keep the answer small; `problems` say why nothing of the row, or not the row, is trained. A row of a `preference` is
+    shown as two, one after the other, which `part` calls chosen and rejected; of `kto` and `samples` it says what the row is worth.
     """
 
     file: str
@@ -82,6 +83,7 @@ class PreviewRow:
     num_documents: int = 0
     clipped: bool = False
     problems: tuple[str, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
     room = MAX_CHARACTERS
     with server_errors():
         codec = TextCodec.from_folder(request.model_dir)
-        for row in itertools.islice(_rows(request, codec), request.options.num_rows):
+        for row in itertools.chain.from_iterable(itertools.islice(_rows(request, codec), request.options.num_rows)):
             left = allowed = min(room, MAX_ROW_CHARACTERS)
             spans: list[PreviewSpan] = []
             for span in row.spans[:MAX_SPANS]:
@@ -67,8 +67,8 @@ def render(request: PreviewRequest) -> tuple[PreviewRow, ...]:
     return tuple(rows)
 
 
-def _rows(request: PreviewRequest, codec: TextCodec) -> Iterator[PreviewRow]:
-    """Yield the rows of all files after the offset, whole."""
+def _rows(request: PreviewRequest, codec: TextCodec) -> Iterator[list[PreviewRow]]:
+    """Yield the rows of all files after the offset, whole, each as the documents that it is."""
     shown = request.options
     options = PrepareOptions(
         format=DatasetFormat(request.format),
@@ -93,7 +93,7 @@ def _rows(request: PreviewRequest, codec: TextCodec) -> Iterator[PreviewRow]:
                 continue
             # All of it is trained but the first token, which nothing precedes.
             texts = ((codec.decode(piece.ids[:1]), False), (codec.decode(piece.ids[1:]), True))
-            yield PreviewRow(
+            shown_piece = PreviewRow(
                 file=file.name,
                 unit="piece",
                 number=number,
@@ -102,6 +102,7 @@ def _rows(request: PreviewRequest, codec: TextCodec) -> Iterator[PreviewRow]:
                 num_trained_tokens=piece.num_targets,
                 num_documents=1,
             )
+            yield [shown_piece]
 
 
 if __name__ == "__main__":

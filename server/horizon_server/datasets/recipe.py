@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizon_formats.formats import DatasetFormat
+from horizon_formats.formats import DataKind, DatasetFormat, kind_of
 from horizon_formats.model_files import files_that_decide_tokens, has_vocabulary
 from horizon_server.datasets.reading import StoredFile, from_plain, to_plain
 from horizon_server.errors import InvalidModel
@@ -26,7 +26,11 @@ PREPARATION_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """How rows become tokens. With method `pretrain` every token is trained, whatever `train_on` says."""
+    """How rows become tokens. With method `pretrain` every token is trained, whatever `train_on` says.
+
+    The kind of data that comes out is that of the format (`kind`). Of `preference` and `kto` the completions are supervised, of `samples`
+    what their mask says: there `method` and `train_on` change nothing.
+    """
 
     format: DatasetFormat = DatasetFormat.AUTO
     field_map: Mapping[str, str] = field(default_factory=dict)
@@ -34,6 +38,11 @@ class PrepareOptions:
     sequence_length: int = 1024
     train_on: str = "assistant"
     eval_fraction: float = 0.0
+
+    @property
+    def kind(self) -> DataKind:
+        """What the documents are: it follows from the format, which must be decided for all but `text`."""
+        return DataKind.TEXT if self.format is DatasetFormat.AUTO else kind_of(self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,7 @@ class PrepareReport:
     longest_document: int
     sequence_length: int
     errors: tuple[str, ...] = ()
+    kind: str = DataKind.TEXT
 
 
 def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: PrepareOptions) -> Path:
@@ -94,6 +104,9 @@ def prepared_folder(root: Path, dataset_digest: str, tokenizer: str, options: Pr
     assert dataset_digest, "a dataset that is ready has a digest"
     plain = dataclasses.asdict(options)
     plain["map"] = plain.pop("field_map")  # as keys have it that are on disk already
+    if options.kind is not DataKind.TEXT:
+        # All methods that compare answers read the same tokens, and use the same reference log-probabilities in the folder.
+        del plain["method"], plain["train_on"]
     parts = {"version": PREPARATION_VERSION, "dataset": dataset_digest, "tokenizer": tokenizer, "options": plain}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     # All that was prepared from one dataset is in one folder, so that `remove_prepared` can find it.

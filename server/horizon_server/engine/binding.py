@@ -210,6 +210,8 @@ class Place:
     stored_names: tuple[str, ...]
     is_parameter: bool
     has_gradient: bool
+    adapts: str = ""
+    """The weight that it belongs to the adapter of; empty for the model's own."""
 
     @property
     def trained(self) -> bool:
@@ -239,7 +241,7 @@ class _Sources:
 
 
 def bind(model: PreTrainedModel, layout: StoreLayout) -> list[Place]:
-    """Every parameter of the model, and every floating-point buffer that belongs to its checkpoint, in the layout's order.
+    """Every parameter of the model, and every floating-point buffer that belongs to its checkpoint, in the layout's order; no adapters.
 
     Raises:
         InvalidModel: a tensor is missing, unknown to the model, misshapen, or stored in a form that cannot be trained in.
@@ -279,7 +281,8 @@ def _sources_of(
     unknown: list[str] = []
     known = dict(wanted)
     # In natural order, because the parts of a list are stacked in the order they come in: 10 after 9, not after 1.
-    for unit, tensor in sorted(layout.tensors(), key=lambda item: natural_order(item[1].name)):
+    own = [(unit, tensor) for unit, tensor in layout.tensors() if not tensor.adapts]
+    for unit, tensor in sorted(own, key=lambda item: natural_order(item[1].name)):
         name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, known)
         # A checkpoint may have the class's own names already, which a renaming would spoil.
         if name not in wanted and tensor.name in wanted:

@@ -7,7 +7,8 @@ only, so it is done once for a histogram of them: rows that hold documents of th
 documents are packed by a few thousand decisions. Which document takes which place is a permutation within each length, drawn again for
 every epoch. Permutations need no list: a Feistel network computes any one place of an order.
 
-Shapes: N tokens of the dataset, D documents, T tokens of one row.
+Shapes: N tokens of the dataset, D documents, M supervised tokens of the dataset, T tokens of one row, K documents and S supervised tokens
+of a selection.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from horizon_formats.formats import DataKind
 from horizon_server.engine.micro_batch import IGNORED_LABEL, MicroBatch
 from horizon_server.errors import InvalidData
-from horizon_server.store.prepared import open_prepared
+from horizon_server.store.prepared import group_size_of, open_prepared
 
 Keys = NDArray[np.uint64]
 
@@ -41,7 +44,15 @@ _NUM_ROUNDS = 6
 class PreparedDataset:
     """The tokens of a prepared dataset, mapped from disk and never loaded as a whole.
 
-    A document is never split, and never sees its neighbours.
+    A document is never split, and never sees its neighbours. `kind` says what the documents are:
+
+    * `text`: each is by itself.
+    * `preference`: document 2i is chosen over document 2i + 1.
+    * `kto`: document 2i is a row, labelled desirable or undesirable (`labels_of`); 2i + 1 joins its prompt with the completion of another
+      row, and is labelled mismatched.
+    * `samples`: each was sampled by a policy, with its log-probabilities and advantages (`old_logprobs_of`, `advantages_of`).
+
+    `group_size` documents belong together: give it to `StepPlan`.
     """
 
     def __init__(
@@ -51,6 +62,9 @@ class PreparedDataset:
         trained_N: NDArray[np.uint8],
         document_starts: NDArray[np.int64],
         report: dict[str, Any],
+        labels_D: NDArray[np.int8] | None = None,
+        old_logprobs_M: NDArray[np.float32] | None = None,
+        advantages_M: NDArray[np.float32] | None = None,
     ) -> None:
         if len(document_starts) < 2:
             raise InvalidData("the prepared dataset holds no documents; prepare the dataset again")
@@ -60,9 +74,16 @@ class PreparedDataset:
             )
         if not len(input_ids_N) == len(trained_N) == int(document_starts[-1]):
             raise InvalidData("the prepared dataset's tensors differ in length; prepare the dataset again")
-        self.report = report
+        self.report, self.kind = report, DataKind(report.get("kind", DataKind.TEXT))
+        self.group_size = group_size_of(self.kind)
         self.document_lengths = np.diff(document_starts)
         self.num_documents, self.num_tokens = len(self.document_lengths), len(input_ids_N)
+        if self.num_documents % self.group_size or (labels_D is not None and len(labels_D) != self.num_documents):
+            raise InvalidData(
+                f"the prepared dataset has {self.num_documents} documents, which do not match its kind, {self.kind}; "
+                "prepare the dataset again"
+            )
+        self._labels_D, self._old_logprobs_M, self._advantages_M = labels_D, old_logprobs_M, advantages_M
         self._input_ids_N, self._trained_N, self._document_starts = input_ids_N, trained_N, document_starts
 
     @classmethod
@@ -77,7 +98,53 @@ class PreparedDataset:
             trained_N=planes["trained"],
             document_starts=planes["document_starts"],
             report=report,
+            labels_D=planes.get("labels"),
+            old_logprobs_M=planes.get("old_logprobs"),
+            advantages_M=planes.get("advantages"),
         )
+
+    def labels_of(self, documents: Iterable[int]) -> Tensor:
+        """The labels of these documents of kind `kto`: 1 desirable, 0 undesirable, -1 mismatched. Shapes: [K], int8.
+
+        Raises: InvalidData for another kind.
+        """
+        if self._labels_D is None:
+            raise self._lacks("labels", DataKind.KTO)
+        return torch.from_numpy(self._labels_D[list(documents)])
+
+    def old_logprobs_of(self, documents: Iterable[int]) -> Tensor:
+        """The log-probabilities that these documents of kind `samples` were sampled with, token by token. Shapes: [S], fp32.
+
+        Raises: InvalidData for another kind.
+        """
+        if self._old_logprobs_M is None:
+            raise self._lacks("recorded log-probabilities", DataKind.SAMPLES)
+        return self._of_targets(self._old_logprobs_M, documents)
+
+    def advantages_of(self, documents: Iterable[int]) -> Tensor:
+        """The advantages of these documents of kind `samples`, token by token. Shapes: [S], fp32. Raises: InvalidData for another kind."""
+        if self._advantages_M is None:
+            raise self._lacks("advantages", DataKind.SAMPLES)
+        return self._of_targets(self._advantages_M, documents)
+
+    def _of_targets(self, values_M: NDArray[np.float32], documents: Iterable[int]) -> Tensor:
+        starts = self._target_starts
+        if len(values_M) != starts[-1]:
+            raise InvalidData(
+                f"the prepared dataset has {len(values_M)} numbers for {starts[-1]} supervised tokens; prepare the dataset again"
+            )
+        # The empty one gives no documents a type and a shape.
+        spans = [values_M[:0], *(values_M[starts[document] : starts[document + 1]] for document in documents)]
+        return torch.from_numpy(np.concatenate(spans))
+
+    def _lacks(self, what: str, kind: DataKind) -> InvalidData:
+        return InvalidData(
+            f"the dataset was prepared as {self.kind}, which has no {what}; use a dataset of kind {kind}"
+        )
+
+    @cached_property
+    def _target_starts(self) -> NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum(self.num_targets_of_documents)])
 
     @cached_property
     def num_targets_of_documents(self) -> NDArray[np.int64]:

@@ -33,7 +33,8 @@ from horizon_server.engine.micro_batch import MicroBatch, StepTokens
 from horizon_server.engine.objectives import StepObjective
 from horizon_server.engine.step_pass import StepKey, StepPass, charged
 from horizon_server.engine.template import Template
-from horizon_server.planning.ledger import EMBEDDING_GRADIENT_TOKENS, ActivationPlacement
+from horizon_server.planning.ledger import ActivationPlacement
+from horizon_server.planning.working_memory import EMBEDDING_GRADIENT_TOKENS
 
 Enqueue = Callable[[Tensor], None]
 
@@ -83,6 +84,8 @@ class ForwardBackward:
         )
         self.first_square: float | None = None
         """Square sum of the gradients of all layers after the first micro-batch of the last step, where it was measured."""
+        self.logprobs_S: Tensor | None = None
+        """The log-probabilities of the last step's supervised tokens, on the CPU, where it had an objective."""
 
     def gradients(
         self,
@@ -125,6 +128,7 @@ class ForwardBackward:
             program.append((current.embedding, partial(self._enqueue_embed_backward, current)))
         self._run(current, program)
         self.first_square = None if current.first_square is None else float(current.first_square)
+        self.logprobs_S = None if current.logprobs_S is None else current.logprobs_S.cpu()
         return self._sink.loss
 
     def loss(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -390,7 +394,7 @@ class ForwardBackward:
     def _fp8_visit(self, layer: int, *, for_backward: bool) -> Fp8Visit:
         """What the layer multiplies in FP8; nothing where that is off."""
         places = self._template.places[layer + 1] if self._matmul == "fp8" else []
-        views = [place for place in places if place.is_parameter and isinstance(place.piece, Strided)]
+        views = [p for p in places if p.is_parameter and isinstance(p.piece, Strided) and not p.adapts]
         names = [place.name for place in views if is_castable(place.name, place.piece.shape)]
         return Fp8Visit(names, for_backward=for_backward)
 

@@ -47,7 +47,7 @@ class GradientSink:
             # Gradients accumulate over micro-batches and chunks, which bf16 does not survive.
             allocate=lambda num_elements: device.allocate("gradients", num_elements, torch.float32),
             give_back=device.free,
-            plane="grad",
+            elements_of=lambda unit: unit.trained_elements,
             num_slots=num_slots,
             edge_elements=max(units[0].trained_elements, template.layout.head_gradient_elements),
         )
@@ -62,7 +62,7 @@ class GradientSink:
                 units,
                 allocate=lambda num_elements: device.allocate_host("staging", num_elements, device.gradient_dtype),
                 give_back=device.free_host,
-                plane="grad",
+                elements_of=lambda unit: unit.trained_elements,
                 num_slots=num_slots,
                 edge_elements=max(
                     unit.trained_elements

@@ -1,5 +1,6 @@
 """Weights on their way to the device: each unit is copied into a slot ahead of its use and forgotten after it, unless it is used again
-before another unit needs the slot. Layers that are resident have a slot of their own and are copied once after each update.
+before another unit needs the slot. Layers that are resident have a slot of their own; what is trained of them is copied once after each
+update.
 
 Shapes: R = rows of the embedding in use.
 """
@@ -55,7 +56,7 @@ class LayerStream:
             units,
             allocate=lambda num_elements: device.allocate("weights", num_elements, device.compute_dtype),
             give_back=device.free,
-            plane="hi",
+            elements_of=lambda unit: unit.num_elements,
             num_slots=num_slots,
             edge_elements=max(units[0].num_elements, template.head_elements) + exact(in_layers=False),
             more_layer_elements=exact(in_layers=True),
@@ -110,6 +111,8 @@ class LayerStream:
         slot.kept_for = request.unit_index if self._stays(requests, position) else None
         if was_kept:
             return slot, None
+        # What is frozen of a resident layer stays as it is.
+        only_trained = self._copied.get(request.unit_index, -1) >= 0
         if request.unit_index in self._copied:
             self._copied[request.unit_index] = self._optimizer.num_updates(request.unit_index)
         indices, start = [request.unit_index], 0
@@ -124,7 +127,7 @@ class LayerStream:
                 device.upload_rows(self._store, template.embedding_name, request.rows_R, rows_RD)
             else:
                 end = start + units[index].num_elements
-                device.upload_unit(self._store, index, slot.flat[start:end])
+                device.upload_unit(self._store, index, slot.flat[start:end], only_trained=only_trained)
                 start = end
         if device.compute_dtype != torch.float32:
             for piece in template.exact_pieces(request.unit_index):

@@ -35,7 +35,7 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
-from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ComputeDtype, DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
 from horizon_server.planning.rates import DeviceRates, WidthRates, rate_at
 from horizon_server.planning.step_time import BACKWARD_OF_ATTENTION, Seconds

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +55,19 @@ class References:
 
     @classmethod
     def computed(
-        cls, folder: Path, dataset: PreparedDataset, trainer: Trainer, *, key: str, tokens_at_once: int
+        cls,
+        folder: Path,
+        dataset: PreparedDataset,
+        trainer: Trainer,
+        *,
+        key: str,
+        tokens_at_once: int,
+        before_group: Callable[[int], None] = lambda _num_done: None,
     ) -> References:
         """Compute them with the weights that the trainer has now, write them into `folder`, and open them.
+
+        `before_group` is called before each call of the trainer with the number of supervised tokens done. What it raises ends the
+        computation and is raised from here.
 
         `tokens_at_once` bounds how many tokens' documents are given to the trainer in one call, which streams the weights once for as
         many of them as fit into the memory of a step. A computation that was interrupted starts again from the first document.
@@ -74,12 +84,15 @@ class References:
         try:
             with partial.open("wb") as stream:
                 stream.write(file_header([(_PLANE, "F32", (num_targets,), 4 * num_targets)]))
+                num_done = 0
                 for documents in grouped(
                     range(dataset.num_documents), dataset.document_lengths.tolist(), tokens_at_once
                 ):
                     # Documents without a target have no number, and a group of nothing else would be refused.
                     documents = [document for document in documents if num_targets_D[document]]
                     if documents:
+                        before_group(num_done)
+                        num_done += int(num_targets_D[documents].sum())
                         rows = [dataset.micro_batch([document]) for document in documents]
                         stream.write(torch.cat(trainer.log_probabilities(rows)).numpy().tobytes())
                         progress.advance()

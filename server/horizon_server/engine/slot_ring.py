@@ -27,7 +27,7 @@ class Slot:
 class SlotRings:
     """A ring of `num_slots` slots for layers (2 is double buffering), and one slot of `edge_elements` for embedding and head.
 
-    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds what `plane` has of a layer, and
+    `allocate` makes a piece of a number of elements, `give_back` frees one. A layer's slot holds `elements_of` the largest layer, and
     `more_layer_elements` beyond that.
     Units that are `resident` have a slot of their own each, and use none of the ring.
     """
@@ -39,14 +39,14 @@ class SlotRings:
         *,
         allocate: Callable[[int], Tensor],
         give_back: Callable[[Tensor], None],
-        plane: str,
+        elements_of: Callable[[UnitLayout], int],
         num_slots: int,
         edge_elements: int,
         more_layer_elements: int = 0,
         resident: Collection[int] = (),
     ) -> None:
         self._device, self._units = device, units
-        self._allocate, self._give_back, self._plane = allocate, give_back, plane
+        self._allocate, self._give_back, self._elements_of = allocate, give_back, elements_of
         self._num_slots, self._edge_elements, self._more_layer_elements = num_slots, edge_elements, more_layer_elements
         self._resident = resident
         self.open()
@@ -54,7 +54,7 @@ class SlotRings:
     def open(self) -> None:
         """Take the memory; also after `close`, with nothing kept in it."""
         units, resident, more = self._units, self._resident, self._more_layer_elements
-        sizes = [unit.elements_in(self._plane) for unit in units]
+        sizes = [self._elements_of(unit) for unit in units]
         passing = [sizes[unit.index] for unit in units if unit.kind == "layer" and unit.index not in resident]
         # None where every layer has its own.
         layer_elements = max(passing, default=0) + more

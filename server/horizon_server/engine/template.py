@@ -28,6 +28,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+from horizon_server.engine.adapters import AdaptedMaps, adapter_places, adapters_among, check_uses
 from horizon_server.engine.attention.trial import OwnAttention, find_own_attention
 from horizon_server.engine.binding import Exact, Joined, Place, Strided, bind
 from horizon_server.engine.layer_stubs import (
@@ -70,6 +71,9 @@ class Template:
     layers whose product the recompute of a layer skips. `head_keeps_logits` says whether the head's backward reads the logits, so that
     their memory must not become that of their gradient.
 
+    Weights that have adapters in the layout are computed with them; `adapter_scale` is what their output is multiplied by, and
+    `adapter_dropout` the share of their inputs that is dropped in training. `draws_random_numbers` says whether training draws any.
+
     Without `own_attention` the layers attend as transformers lets them, with masks: that is what a cache of keys and values needs,
     whose queries are fewer than its keys.
     """
@@ -97,7 +101,8 @@ class Template:
         self._bind(model, table, projection)
         self.vocab_size, self.hidden_size = table.weight.shape
         self.max_document_tokens = max_positions(model.config)
-        self.draws_random_numbers = draws_random_numbers(model.config)
+        self._has_dropout = draws_random_numbers(model.config)
+        self.adapter_scale, self.adapter_dropout = 1.0, 0.0
         # Ids are renumbered, so the module must not know a padding id; who backpropagates zeroes that row's gradient instead.
         self.padding_id, table.padding_idx = table.padding_idx, None
         self._noise_1TD: Tensor | None = None
@@ -136,10 +141,12 @@ class Template:
 
     def _bind(self, model: PreTrainedModel, table: nn.Embedding, projection: nn.Linear) -> None:
         bound, units = bind(model, self.layout), self.layout.units
+        bound += adapter_places(self.layout, bound)
         names = model.named_parameters(remove_duplicate=False)
         self.embedding_parameter = next(name for name, parameter in names if parameter is table.weight)
         self.projection_name = f"{next(n for n, m in model.named_modules() if m is projection)}.weight"
         self.places = [self._unit_places(unit, bound) for unit in units]
+        self._adapters = [adapters_among({place.name for place in places}) for places in self.places[1:-1]]
         local_name = self.embedding_parameter.removeprefix(self._prefixes["embedding"])
         self.table_place = next(place for place in self.places[0] if place.name == local_name)
         self.places_besides_table = [place for place in self.places[0] if place is not self.table_place]
@@ -214,6 +221,7 @@ class Template:
         self.train(False)
         skipped = [projection for group in self.layer_groups if (projection := self._skipped_projections[group])]
         self.num_skipped_parameters = sum(projection.num_parameters for projection in skipped)
+        self._is_training = False
         # After the search above, which replaces a projection's forward for good.
         self._layer_states = {group: ModuleState(self._layers[group].modules()) for group in groups}
         parameters = {place.name: torch.zeros(()).expand(place.piece.shape) for place in self.places[-1]}
@@ -228,6 +236,7 @@ class Template:
                 hidden_size=self.hidden_size,
                 max_document_tokens=self.max_document_tokens,
             )
+        self._check_adapters(torch.float32)
 
     @property
     def needs_masks(self) -> bool:
@@ -239,9 +248,20 @@ class Template:
         """The module that runs each group of equal layers, by the first of them. It has no storage."""
         return {group: self._layers[group] for group in self.layer_groups}
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any weight has an adapter."""
+        return any(self._adapters)
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether training drops or adds anything at random, by the model's config or in its adapters."""
+        return self._has_dropout or (self.has_adapters and self.adapter_dropout > 0)
+
     def train(self, mode: bool) -> None:
-        """Switch dropout and router noise on or off, where the config asks for any. The queues must be idle."""
-        if self.draws_random_numbers:
+        """Switch dropout and router noise on or off, where the config or the job asks for any. The queues must be idle."""
+        self._is_training = mode
+        if self._has_dropout:
             # The layers too: the model has only stubs in their place.
             for module in (self._model, *self._layers):
                 module.train(mode)
@@ -250,8 +270,9 @@ class Template:
         """Refuse a dtype that the code of the model's layers does not run in: some mixes what it is given with fp32 of its own.
 
         Raises:
-            InvalidModel: it runs in fp32 and fails in `dtype`.
+            InvalidModel: it runs in fp32 and fails in `dtype`, or uses an adapted weight otherwise than as a linear map.
         """
+        self._check_adapters(dtype)
         for index, error in enumerate(self._layer_errors(dtype)):
             if error is not None and self._layer_errors(torch.float32)[index] is None:
                 raise InvalidModel(
@@ -282,6 +303,25 @@ class Template:
             except RUN_ERRORS as error:
                 errors.append(error)
         return errors
+
+    def _check_adapters(self, dtype: torch.dtype) -> None:
+        """Run a layer of each kind that has adapters, to see that their weights are used as linear maps.
+
+        Raises:
+            InvalidModel: a weight is not; it is named.
+        """
+        if not self.has_adapters:
+            return
+        calls = self.calls_of(torch.arange(NUM_TRIAL_TOKENS, device=self._buffer_device), None, dtype)
+        for index in sorted(set(self.layer_kinds)):
+            check_uses(
+                self._layers[index],
+                self.places[index + 1],
+                [adapter.weight for adapter in self._adapters[index]],
+                calls[index],
+                hidden_size=self.hidden_size,
+                dtype=dtype,
+            )
 
     def place_buffers(self, place: Callable[[Tensor], Tensor]) -> None:
         """Move the modules' buffers (rotary tables) to where compute reads them; a template is for one device."""
@@ -358,8 +398,12 @@ class Template:
     def layer(self, index: int, parameters: Mapping[str, Tensor], hidden_1TD: Tensor, call: LayerCall) -> Tensor:
         """One decoder layer. Shapes: [1, T, D] to [1, T, D]."""
         args, kwargs = call.with_hidden(hidden_1TD)
-        with self._layer_states[self.layer_groups[index]].restored():
-            output = functional_call(self._layers[index], dict(parameters), args, kwargs)
+        own, adapters = dict(parameters), self._adapters[index]
+        triples = [(own[found.weight], own.pop(found.a), own.pop(found.b)) for found in adapters]
+        dropout = self.adapter_dropout if self._is_training else 0.0
+        adapted = AdaptedMaps(triples, scale=self.adapter_scale, dropout=dropout) if adapters else nullcontext()
+        with self._layer_states[self.layer_groups[index]].restored(), adapted:
+            output = functional_call(self._layers[index], own, args, kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not isinstance(hidden, Tensor) or hidden.shape != hidden_1TD.shape:
             name = f"{self._prefixes['layer']}{index}"

@@ -38,7 +38,8 @@ from horizon_server.engine.template import Template
 from horizon_server.errors import Diverged
 from horizon_server.figures import EvalFigures, StepFigures, overlap_ratio
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement, logits_chunk_tokens
+from horizon_server.planning.ledger import NUM_SLOTS, ActivationPlacement
+from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.store.adamw import AdamWStep
 from horizon_server.store.cpus import available_cpus, update_threads
 from horizon_server.store.host_store import HostStore
@@ -58,7 +59,7 @@ class TrainConfig:
     step, and the last `product_layers` keep their products from forward to backward, up to `max_product_bytes`. `seed` is that of
     dropout, where the model's config asks for it, and of noise on the embeddings, where `neftune_noise_alpha` is above 0. After
     `max_skipped_steps` steps in a row that were skipped, training stops; 0 turns that off. `matmul` does change the result: fp8
-    rounds the layers' products.
+    rounds the layers' products, and so do `adapter_scale` and `adapter_dropout`, where the layout has adapters.
     """
 
     num_steps: int
@@ -86,6 +87,8 @@ class TrainConfig:
     resident_layers: int = 0
     product_layers: int = 0
     max_product_bytes: int | None = None
+    adapter_scale: float = 1.0
+    adapter_dropout: float = 0.0
 
 
 class Trainer:
@@ -102,6 +105,7 @@ class Trainer:
         assert store.layout == template.layout, "store and template share one layout"
         self.config = config
         self._template, self._store, self._device = template, store, device
+        template.adapter_scale, template.adapter_dropout = config.adapter_scale, config.adapter_dropout
         if device.compute_dtype is not torch.float32:
             template.check_dtype(device.compute_dtype)
         if config.matmul == "fp8":
@@ -222,10 +226,14 @@ class Trainer:
             noise_scale_tokens=self._noise_scale.tokens,
         )
         figures = self._update(figures)
+        # While the update runs.
+        logprobs_S = self._forward_backward.logprobs_S
+        method_figures = {} if objective is None or logprobs_S is None else objective.figures(logprobs_S)
         use = self._device.take_use()
         return replace(
             figures,
             **vars(use),
+            method_figures=method_figures,
             duration_s=time.perf_counter() - start_s,
             overlap_ratio=overlap_ratio([use.h2d, use.d2h]),
             device_memory_bytes=dict(self._device.peak_bytes()),
@@ -275,6 +283,11 @@ class Trainer:
         Raises:
             InvalidData: as `train_step`.
         """
+        return self.evaluate_tokens(micro_batches)[0]
+
+    def evaluate_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], EvalFigures]:
+        """As `log_probabilities`, with the figures of the evaluation that it is. The loss is the mean cross-entropy, as in `evaluate`."""
+        start_s = time.perf_counter()
         self._take_device()
         rows = self._checked_rows(micro_batches)
         limit = self._forward_backward.activations.capacity_tokens
@@ -284,10 +297,22 @@ class Trainer:
             for group in grouped(rows, (row.num_tokens for row in rows), limit)
             if any(row.num_targets for row in group)
         ]
+        logprobs_S = torch.cat(parts)
         # They do not count in any step's figures.
-        self._device.take_use()
+        figures = EvalFigures(
+            **vars(self._device.take_use()),
+            eval_loss=-float(logprobs_S.mean(dtype=torch.float64)),
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_targets=logprobs_S.numel(),
+            duration_s=time.perf_counter() - start_s,
+        )
         # Rows may have been divided and joined, their tokens' order is the same.
-        return list(torch.split(torch.cat(parts), [row.num_targets for row in micro_batches]))
+        return list(torch.split(logprobs_S, [row.num_targets for row in micro_batches])), figures
+
+    def forget_weights(self) -> None:
+        """Read all weights from the store again; for a caller that has changed them. Flushes."""
+        self.flush()
+        self._stream.forget()
 
     def flush(self) -> None:
         """Block until the store holds the result of every step taken; before saving, exporting or pausing.

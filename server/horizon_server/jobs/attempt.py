@@ -34,9 +34,9 @@ from horizon_server.errors import (
 from horizon_server.events import (
     AttemptReady,
     CheckpointWritten,
+    ChildLine,
     MemoryReleased,
     Message,
-    SampledText,
     StepDone,
     TurnEnded,
     TurnWanted,
@@ -426,7 +426,7 @@ class Attempt:
             assert self.seat is not None, "a worker says so on its connection only"
             self.turns.hear(self.seat, line)
             return
-        if isinstance(line, WorkerProgress | SampledText):  # that it came is all it says; no worker sends the other
+        if isinstance(line, WorkerProgress | ChildLine):  # that it came is all it says; no worker sends the other
             return
         if isinstance(line, AttemptReady | StepDone):
             self._reached = line.step

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
@@ -19,9 +19,12 @@ from typing import Any
 
 from horizon_server.errors import InUse, InvalidModel, NotFound
 from horizon_server.records.job import CheckpointFile, CheckpointRecord
+from horizon_server.store.adapter_files import BASE_SHA256_FILE, is_adapter_folder
+from horizon_server.store.checkpoint_parts import MERGED_FOLDER
 from horizon_server.store.manifest import (
     MANIFEST_FILE,
     TRAINER_FOLDER,
+    FileRecord,
     Manifest,
     is_complete,
     read_manifest,
@@ -61,6 +64,10 @@ class JobFolders:
     def start(self, job_id: str) -> Path:
         """Return the model folder that a job with `init_from` starts from, whether or not it exists."""
         return self._jobs / job_id / "start"
+
+    def base_digest(self, job_id: str) -> Path:
+        """Return the file that remembers the digest of the model that a job's adapters are for."""
+        return self._jobs / job_id / "base.json"
 
     def of_job(self, job_id: str) -> Path:
         """Return where all files of a job are."""
@@ -166,18 +173,44 @@ class CheckpointFolder:
                 raise NotFound(f"the checkpoint of step {step} of job {self._job_id} is being deleted") from error
             yield
 
-    def link_model(self, step: int, target: Path) -> None:
-        """Make `target` a model folder of a checkpoint's files, without those of the trainer. Blocking. Raises NotFound.
+    def manifest(self, step: int) -> Manifest:
+        """Return what a checkpoint holds. Blocking. Raises NotFound."""
+        self._require(step)
+        return read_manifest(self.of_step(step))
+
+    def link_part(self, step: int, part: str, target: Path) -> None:
+        """Make `target` a folder of the files of a checkpoint whose names begin with `part`, without those of other parts. Blocking.
 
         The files are hard links, so that they take no space and stay when the checkpoint is deleted; where the file system has no links
-        they are copies.
+        they are copies. Raises NotFound.
         """
+        others = [f"{folder}/" for folder in (TRAINER_FOLDER, MERGED_FOLDER) if not part.startswith(f"{folder}/")]
         with self.reading(step):
-            folder = self.of_step(step)
-            for name in read_manifest(folder).files:
-                if not name.startswith(f"{TRAINER_FOLDER}/"):
-                    (target / name).parent.mkdir(parents=True, exist_ok=True)
-                    _link_or_copy(folder / name, target / name)
+            folder, manifest = self.of_step(step), self.manifest(step)
+            for name in manifest.files:
+                if name.startswith(part) and not name.startswith(tuple(others)):
+                    file = target / name.removeprefix(part)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(folder / name, file)
+            if manifest.base is not None and is_adapter_folder(target):
+                (target / BASE_SHA256_FILE).write_text(manifest.base.sha256, "ascii")
+
+    def add_merged(self, step: int, files: Mapping[str, FileRecord]) -> None:
+        """Make the files of the folder merged/ part of a checkpoint. Blocking."""
+        folder = self.of_step(step)
+        manifest = read_manifest(folder)
+        added = {f"{MERGED_FOLDER}/{name}": record for name, record in files.items()}
+        self._write_manifest(folder, replace(manifest, files=dict(sorted({**manifest.files, **added}.items()))))
+
+    def remove_merged(self, step: int) -> None:
+        """Remove the folder merged/ from a checkpoint. Blocking. Raises InUse while it is being downloaded."""
+        folder = self.of_step(step)
+        with _locked(folder, fcntl.LOCK_EX):
+            manifest = read_manifest(folder)
+            kept = {n: record for n, record in manifest.files.items() if not n.startswith(f"{MERGED_FOLDER}/")}
+            if len(kept) < len(manifest.files):
+                self._write_manifest(folder, replace(manifest, files=kept))
+            shutil.rmtree(folder / MERGED_FOLDER, ignore_errors=True)
 
     def delete(self, step: int) -> None:
         """Remove one checkpoint. Raises NotFound when there is no such one, InUse while it is being downloaded."""
@@ -199,11 +232,8 @@ class CheckpointFolder:
         with _locked(folder, fcntl.LOCK_EX):
             manifest = read_manifest(folder)
             kept = {name: record for name, record in manifest.files.items() if not _is_trainer_state(name)}
-            written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
             # The manifest first: a cut leaves a whole checkpoint, and files of it that the next call removes.
-            write_manifest(folder, Manifest(files=kept, versions=manifest.versions))
-            # It is still of that age; the nanosecond makes the sizes that are kept of it in memory invalid.
-            os.utime(folder / MANIFEST_FILE, ns=(written_ns, written_ns + 1))
+            self._write_manifest(folder, replace(manifest, files=kept))
             for path in (folder / TRAINER_FOLDER).glob("*.safetensors*"):
                 path.unlink()
 
@@ -233,6 +263,14 @@ class CheckpointFolder:
             return float(loss)
         figure, prefers_high = judged
         return None if figure is None else -float(figure) if prefers_high else float(figure)
+
+    @staticmethod
+    def _write_manifest(folder: Path, manifest: Manifest) -> None:
+        """Change what a checkpoint lists."""
+        written_ns = (folder / MANIFEST_FILE).stat().st_mtime_ns
+        write_manifest(folder, manifest)
+        # It is still of that age; the nanosecond makes the sizes that are kept of it in memory invalid.
+        os.utime(folder / MANIFEST_FILE, ns=(written_ns, written_ns + 1))
 
     def _record(self, step: int) -> CheckpointRecord:
         folder = self.of_step(step)
@@ -264,7 +302,8 @@ class CheckpointFolder:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -272,8 +311,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _is_trainer_state(name: str) -> bool:
-    # The planes of weights and moments, not the small files that say what the checkpoint is.
-    return name.startswith(f"{TRAINER_FOLDER}/") and ".safetensors" in name
+    # The planes of weights and moments, not the small files that say what the checkpoint is, nor an adapter.
+    return name.startswith(f"{TRAINER_FOLDER}/") and ".safetensors" in name and name.count("/") == 1
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from horizon_server.jobs.folders import JobFolders
 from horizon_server.planning.machine import Accelerator, Gpu
 from horizon_server.planning.planner import WorkerMemory
 from horizon_server.records.job import JobRecord
+from horizon_server.store.adapter_files import is_adapter_folder
 
 
 def worker_request(
@@ -28,6 +29,7 @@ def worker_request(
 ) -> dict[str, Any]:
     """Return the request of an attempt's first worker, without the planes."""
     checkpoints, limits = folders.checkpoints(job.job_id), job.spec.limits
+    start = folders.start(job.job_id)
     newest = checkpoints.newest()
     deadline_s = None if limits.max_hours is None else job.started_s + 3600.0 * limits.max_hours
     return {
@@ -39,6 +41,7 @@ def worker_request(
         "evaluations": {name: str(folder) for name, folder in evaluations.items()},
         "checkpoints": str(checkpoints.path),
         "min_free_bytes": folders.min_free_bytes,
+        "adapter": str(start) if is_adapter_folder(start) else None,
         "resume_from": None if newest is None else str(newest),
         "grad_dtype_bytes": memory.grad_dtype_bytes,
         "num_threads": num_threads,

@@ -17,20 +17,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, product_bytes, resident_units
 from horizon_server.planning.model_folder import ModelShape
+from horizon_server.planning.working_memory import (
+    TOKEN_BYTES,
+    call_bytes,
+    chunk_bytes,
+    cuda_working_bytes,
+    heap_bytes,
+    largest_weight_elements,
+    layer_saved_elements,
+    norm_input_elements,
+    unpacking_bytes,
+)
+from horizon_server.store.adapters import adapter_elements
 from horizon_server.store.layout import PLANE_BYTES, TENSOR_ALIGN_ELEMENTS, StoreLayout, plane_sizes
 
-DeviceKind = Literal["host", "cuda"]
 ActivationPlacement = Literal["device", "host"]
-ComputeDtype = Literal["float32", "bfloat16"]
-"""What layers are computed in. The master weights, their moments and the sums of gradients are in fp32 whatever it is."""
-
-# The host is the reference that other ways of computing are compared with; a GPU computes in the format that its store's `hi` plane has.
-DEFAULT_COMPUTE_DTYPE: Mapping[DeviceKind, ComputeDtype] = {"host": "float32", "cuda": "bfloat16"}
-ELEMENT_BYTES: Mapping[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
-"""Of a weight on its way up, a hidden state, and a gradient that has left the device."""
-
 # An offloaded layer input begins on a page of its own: 4 KiB in bf16.
 ACTIVATION_ALIGN_ELEMENTS = 2048
 
@@ -43,14 +47,8 @@ CUDA_WORKER_BYTES = (1 << 30) + 4 * (32 << 20)
 # Calibrated: stacks and matrix-packing buffers per compute thread.
 THREAD_BYTES = 8 << 20
 
-CUBLAS_BYTES = 2 * (32 << 20)
-"""cuBLAS's workspace, 32 MiB on Hopper for each handle: compute's thread and autograd's have one each. It is in torch's allocator."""
-
 CAST_ELEMENTS = 1 << 25
 """Elements of a gradient rounded to bf16 at once before they leave a cuda device: 64 MiB."""
-
-EMBEDDING_GRADIENT_TOKENS = 1 << 14
-"""Tokens whose gradients are added up into rows of the embedding at once: each time touches all rows in use."""
 
 NUM_SLOTS = 2
 """Layers whose weights are on the device at a time, and whose gradients are."""
@@ -65,36 +63,16 @@ _BF16 = 2
 # beyond the formulas, and for each byte that it keeps at all, because its scan makes tensors that autograd does not keep.
 _HEAP_SHARE = 3.8
 _SCAN_SHARE = 0.35
-# Calibrated on packed rows of 32,768 tokens of a small qwen3: what the heap keeps for each byte of a layer's backward, because freed blocks
-# do not fit later ones. Blocks above the second figure go back to the system.
-_RETAINED_SHARE: Mapping[int, float] = {_FP32: 0.38, _BF16: 0.78}
-_KEPT_BLOCK_BYTES = 64 << 20
-
 CHECKPOINT_PIECE_ELEMENTS = 1 << 19
 """Of a tensor, converted at once when a checkpoint is written (a test compares with the store)."""
 # Bytes of temporary memory for each of them: five threads write a checkpoint, and converting to bf16 takes 9.
 _CHECKPOINT_BYTES = 5 * 9
 
-# For each element of a hidden state: seven planes in fp32 and what the norm was given, less what goes before the last comes.
-_NORM_BACKWARD_BYTES = 27
-_TOKEN_BYTES = 5 * 8
-_CHUNK_ELEMENTS: Mapping[DeviceKind, int] = {"host": 16 << 20, "cuda": 1 << 30}
-# Below this, reading and writing the projection's whole gradient once per chunk would cost more than the chunk.
-_MIN_CHUNK_TOKENS = 512
-_MAX_CHUNK_TOKENS = 8192
-# Rows of logits that are computed in fp32 at once on the host, where that is more than one row.
-_BLOCK_ELEMENTS = 1 << 19
-_GATHERED_ROWS = 4096
-# As in engine.attention.blocks (a test compares).
-_BLOCK_SCORES = 1 << 22
-_BLOCK_QUERIES = 32
 # Estimated, to be measured with bench.joined_rows: what a layer works on stays near the cache of a CPU.
 _HOST_MICRO_BATCH = 2048
 # Estimated: below it the launches of a layer's kernels show. Wide models fill a GPU with half of it, and keep more per token.
 _CUDA_MICRO_BATCH = 16384
 _WIDE_MODEL = 6144
-_ROUTING_ELEMENTS = 10
-"""Per visited expert: its weight, and where the token was sorted to and from, in 64-bit numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +128,14 @@ def plan_memory(
     micro_batch_tokens: int = 0,
     longest_document: int | None = None,
     kept: KeptOnDevice = NOTHING_KEPT,
+    adapter_dropout: float = 0.0,
 ) -> MemoryPlan:
     """The ledger of a job. `grad_bytes` is the size of one stored gradient: 4 (fp32), 2 (bf16), 0 (none kept).
 
     Without a `compute_dtype`, the device's default. `layer` was counted on the model where no formula covers its layers. But for
     models with masks and recurrent ones, documents are computed together up to `micro_batch_tokens`, whatever row they are in; before the
-    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device.
+    data is prepared, `longest_document` is not known, and may be as long as a row. `kept` is what stays on the device. `adapter_dropout` is
+    that of the layout's adapters, if it has any.
     """
     if layer is None and not model.needs_masks:
         row_tokens = max(min(sequence_length, longest_document or sequence_length), micro_batch_tokens)
@@ -163,7 +143,7 @@ def plan_memory(
         row_tokens = sequence_length
     row_tokens = min(row_tokens, tokens_per_step)
     element_bytes = ELEMENT_BYTES[compute_dtype or DEFAULT_COMPUTE_DTYPE[device_kind]]
-    formula_elements = _layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
+    formula_elements = layer_saved_elements(model, row_tokens) + model.num_score_planes * row_tokens**2
     counted_bytes = 0 if layer is None else layer.at(row_tokens)
     uncovered_bytes = max(0, counted_bytes - formula_elements * _FP32)
     num_kept = model.num_hidden_layers - layout.num_skipped_layers
@@ -174,13 +154,14 @@ def plan_memory(
         "gradients": _gradient_slot_elements(layout) * _FP32,
         "activations": on_device * element_bytes
         + kept.product_layers * product_bytes(layout, model, num_tokens=tokens_per_step, element_bytes=element_bytes),
-        "workspace": _call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
+        "workspace": call_bytes(model, row_tokens, tokens_per_step, element_bytes) + model.position_mask_bytes,
     }
     if in_fp8:
         device["workspace"] += _fp8_bytes(layout, model, row_tokens)
-    layer_bytes = formula_elements * element_bytes + uncovered_bytes
+    adapter_elements_of_row = row_tokens * adapter_elements(layout, drops=adapter_dropout > 0)
+    layer_bytes = (formula_elements + adapter_elements_of_row) * element_bytes + uncovered_bytes
     if element_bytes == _BF16:
-        layer_bytes += _norm_input_elements(model, row_tokens) * element_bytes
+        layer_bytes += norm_input_elements(model, row_tokens) * element_bytes
     host = {
         **_plane_bytes(layout, grad_bytes),
         "activations": on_host * element_bytes,
@@ -190,14 +171,18 @@ def plan_memory(
     if device_kind == "cuda":
         # The piece of memory in which gradients are rounded before they leave.
         device["gradients"] += min(CAST_ELEMENTS, max(unit.trained_elements for unit in layout.units)) * _BF16
-        device["workspace"] += _cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
+        # The buffer in which packed weights arrive.
+        device["weights"] += max(unit.packed_bytes for unit in layout.units)
+        device["workspace"] += cuda_working_bytes(layout, model, row_tokens, tokens_per_step) + uncovered_bytes
+        device["workspace"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout)
         host["other"] += CUDA_WORKER_BYTES
     else:
-        device["workspace"] += max(layer_bytes, _chunk_bytes(model, tokens_per_step, element_bytes))
+        device["workspace"] += max(layer_bytes, chunk_bytes(model, tokens_per_step, element_bytes))
         # The device's slots and activations are host memory too.
         host["activations"] += device["activations"]
         host["staging"] += device["weights"] + device["gradients"]
-        host["other"] += _heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
+        host["other"] += heap_bytes(layout, model, row_tokens, tokens_per_step, element_bytes)
+        host["other"] += adapter_elements_of_row * element_bytes + unpacking_bytes(layout)
         if in_fp8:
             # Products that are emulated widen both factors again.
             host["other"] += 3 * _fp8_bytes(layout, model, row_tokens)
@@ -209,11 +194,6 @@ def max_parameters(limit_bytes: int, *, grad_bytes: int) -> int:
     """About how many parameters a model may have that is trained within this much host memory, at a few thousand tokens a step."""
     bytes_per_parameter = sum(PLANE_BYTES.values()) + grad_bytes
     return max(0, int((limit_bytes - WORKER_BYTES) * _SHARE_FOR_PLANES / bytes_per_parameter))
-
-
-def logits_chunk_tokens(vocab_size: int, device_kind: DeviceKind = "host") -> int:
-    """Tokens of one logits chunk: the rule the engine follows, which keeps a chunk's logits near a size that suits the device."""
-    return max(_MIN_CHUNK_TOKENS, min(_MAX_CHUNK_TOKENS, _CHUNK_ELEMENTS[device_kind] // vocab_size))
 
 
 def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
@@ -229,7 +209,7 @@ def micro_batch_tokens(hidden_size: int, device_kind: DeviceKind) -> int:
 def _plane_bytes(layout: StoreLayout, grad_bytes: int) -> dict[str, int]:
     planes = plane_sizes(layout, grad_dtype_bytes=grad_bytes)
     return {
-        "weights": planes["hi"] + planes["lo"],
+        "weights": planes["hi"] + planes["lo"] + planes.get("packed", 0),
         "moments": planes["exp_avg"] + planes["exp_avg_sq"],
         "gradients": planes.get("grad", 0),
     }
@@ -245,7 +225,7 @@ def _slot_elements(layout: StoreLayout) -> int:
 def _gradient_slot_elements(layout: StoreLayout) -> int:
     """The ring of gradient_sink: the same, of what is trained."""
     edge_elements = max(layout.units[0].trained_elements, layout.head_gradient_elements)
-    return NUM_SLOTS * _largest_layer_elements(layout, "grad") + edge_elements
+    return NUM_SLOTS * _largest_trained_elements(layout) + edge_elements
 
 
 def _weight_slot_elements(layout: StoreLayout, kept: KeptOnDevice) -> int:
@@ -271,8 +251,12 @@ def _exact_bytes(layout: StoreLayout, model: ModelShape, kept: KeptOnDevice) -> 
     return (num_slots * largest["layer"] + max(largest["embedding"], largest["head"])) * _FP32
 
 
-def _largest_layer_elements(layout: StoreLayout, plane: str = "hi") -> int:
-    return max(unit.elements_in(plane) for unit in layout.units if unit.kind == "layer")
+def _largest_layer_elements(layout: StoreLayout) -> int:
+    return max(unit.num_elements for unit in layout.units if unit.kind == "layer")
+
+
+def _largest_trained_elements(layout: StoreLayout) -> int:
+    return max(unit.trained_elements for unit in layout.units if unit.kind == "layer")
 
 
 def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int, *, kept: bool) -> int:
@@ -284,7 +268,7 @@ def _landing_bytes(layout: StoreLayout, tokens_per_step: int, element_bytes: int
     if kept:
         return num_bytes
     largest_edge = max(unit.trained_elements for unit in edges)
-    return num_bytes + (NUM_SLOTS * _largest_layer_elements(layout, "grad") + largest_edge) * element_bytes
+    return num_bytes + (NUM_SLOTS * _largest_trained_elements(layout) + largest_edge) * element_bytes
 
 
 def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int, num_threads: int) -> int:
@@ -293,7 +277,7 @@ def _process_bytes(layout: StoreLayout, model: ModelShape, tokens_per_step: int,
     piece_elements = min(CHECKPOINT_PIECE_ELEMENTS, max(t.num_elements for _, t in layout.tensors()))
     masks = model.num_hidden_layers * model.position_mask_bytes
     threads = num_threads * THREAD_BYTES
-    return WORKER_BYTES + threads + tokens_per_step * _TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
+    return WORKER_BYTES + threads + tokens_per_step * TOKEN_BYTES + masks + piece_elements * _CHECKPOINT_BYTES
 
 
 def _activation_elements(
@@ -309,181 +293,9 @@ def _activation_elements(
     return 3 * elements, (num_layers - 1) * pages * ACTIVATION_ALIGN_ELEMENTS
 
 
-def _chunk_bytes(model: ModelShape, tokens_per_step: int, element_bytes: int) -> int:
-    """A logits chunk on the host: the logits, which become their own gradient, and three hidden states that autograd keeps."""
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    return chunk_tokens * (model.vocab_size + 3 * model.hidden_size) * element_bytes
-
-
 def _fp8_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
     """A layer's weights in FP8 by rows and by columns, and the quotient in fp32 that one tensor is rounded from."""
     largest_cast = max(
-        _largest_weight_elements(layout, model), row_tokens * max(model.hidden_size, model.intermediate_size)
+        largest_weight_elements(layout, model), row_tokens * max(model.hidden_size, model.intermediate_size)
     )
     return 2 * _largest_layer_elements(layout) + _FP32 * largest_cast
-
-
-def _call_bytes(model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int) -> int:
-    """What the model's own forward calls its layers with: rotary tables, positions, and a mask per packed row where it needs one."""
-    mask_bytes = (2 * element_bytes if model.softcaps_attention else 1) if model.needs_masks else 0
-    per_token = 2 * model.head_dim * element_bytes + 8 + row_tokens * mask_bytes
-    return tokens_per_step * per_token
-
-
-def _layer_saved_elements(model: ModelShape, row_tokens: int) -> int:
-    """What autograd keeps of one layer for one row, counted on Qwen3 (the normed q and k make it the largest of its kind).
-
-    Attention without masks keeps queries, keys, values, its output and a number per head. With a mask it sees T bytes more per token,
-    and repeats the keys for every head; a soft cap then makes it keep its scores, twice.
-    """
-    query = model.num_attention_heads * model.head_dim
-    key = model.num_key_value_heads * model.head_dim
-    per_token = 5 * model.hidden_size + _inner_saved_elements(model)
-    if not model.needs_masks:
-        # A norm of queries and keys keeps both once more before it and after it, and a number per head.
-        times, num_norms = (4, model.num_attention_heads + model.num_key_value_heads) if model.norms_queries else (2, 0)
-        attention = times * (query + key) + num_norms + model.num_attention_heads + 3 * model.latent_size
-        return (per_token + attention) * row_tokens
-    per_token += 6 * query + 2 * key + row_tokens
-    if model.softcaps_attention:
-        per_token += 2 * model.num_attention_heads * row_tokens
-    return per_token * row_tokens
-
-
-def _norm_input_elements(model: ModelShape, row_tokens: int) -> int:
-    """What a layer that computes in bf16 keeps besides, counted on Qwen3: its norms compute in fp32 and keep their inputs in it."""
-    query = model.num_attention_heads * model.head_dim
-    key = model.num_key_value_heads * model.head_dim
-    return (3 * model.hidden_size + query + key) * row_tokens
-
-
-def _inner_saved_elements(model: ModelShape) -> int:
-    """What autograd keeps of a layer's feed-forward part for one token, counted on Qwen3, Mixtral and Qwen3-MoE.
-
-    Every expert that a token visits keeps what a feed-forward part of its size would, its input and output, and where it went.
-    A model that has experts in some layers only is as large as its largest layer.
-    """
-    dense = 4 * model.intermediate_size
-    experts = model.experts
-    if experts is None:
-        return dense
-    per_visit = 4 * experts.intermediate_size + 2 * model.hidden_size + _ROUTING_ELEMENTS
-    shared = 4 * experts.shared_intermediate_size
-    return max(dense, experts.num_computed_per_token * per_visit + shared + experts.num_experts)
-
-
-def _inner_backward_elements(model: ModelShape) -> int:
-    """Gradients on their way through the widest part of a layer, for one token."""
-    dense = 3 * model.intermediate_size
-    experts = model.experts
-    if experts is None:
-        return dense
-    per_visit = 3 * experts.intermediate_size + 2 * model.hidden_size
-    return max(dense, experts.num_computed_per_token * per_visit + 3 * experts.shared_intermediate_size)
-
-
-def _largest_weight_elements(layout: StoreLayout, model: ModelShape) -> int:
-    """The largest parameter of a layer as the model sees it: the first projections of all experts are one."""
-    largest = max(t.num_elements for unit in layout.units if unit.kind == "layer" for t in unit.tensors)
-    experts = model.experts
-    if experts is None:
-        return largest
-    return max(largest, 2 * experts.num_experts * experts.intermediate_size * model.hidden_size)
-
-
-def _cuda_working_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int) -> int:
-    """What the allocator holds at the peak of a phase on cuda, beyond what is allocated by name: a layer's backward, a logits chunk, or
-    the rows of the embedding. A test tracks the allocations of the real code in bf16 and compares; no GPU has confirmed it yet.
-    """
-    vocabulary, hidden = model.vocab_size, model.hidden_size
-    # Scores in fp32 and in bf16, and the gradients of both.
-    scores_bytes = model.num_score_planes_on_gpu * row_tokens * row_tokens * 2 * (_FP32 + _BF16)
-    layer_bytes = _cuda_layer_bytes(layout, model, row_tokens) + scores_bytes
-    # The logits, which become their own gradient, until the backward of the norm before them is over. The projection's goes to its slot.
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(vocabulary, "cuda"))
-    head_bytes = chunk_tokens * (vocabulary * _BF16 + hidden * _NORM_BACKWARD_BYTES)
-    # Some tokens' gradients and those of all rows in use.
-    added_tokens = min(tokens_per_step, EMBEDDING_GRADIENT_TOKENS)
-    row_bytes = (min(tokens_per_step, vocabulary) + added_tokens) * hidden * _FP32
-    return max(layer_bytes, head_bytes, row_bytes) + tokens_per_step * _TOKEN_BYTES + CUBLAS_BYTES
-
-
-def _cuda_layer_bytes(layout: StoreLayout, model: ModelShape, row_tokens: int) -> int:
-    """What one layer's backward holds at its widest moment, by when attention and norms have saved all they save."""
-    heads, hidden, inner = model.num_attention_heads, model.hidden_size, model.intermediate_size
-    query, key = heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    names = " ".join(tensor.name for unit in layout.units if unit.kind == "layer" for tensor in unit.tensors)
-    # Queries, keys, values and the output, and its logarithm of sums in fp32.
-    attention = 2 * _BF16 * (query + key) + _FP32 * heads
-    if "q_norm" in names:
-        attention += (_FP32 + _BF16) * (query + key)
-    if "qkv" in names:
-        # Queries and keys are copies of their parts of one product, which stays.
-        attention += _BF16 * (2 * query + key)
-    # Two norms, each with a copy of its input in fp32, its result in bf16 twice, the sum that it reads, and one gradient. One with a bias
-    # is a single operation of torch's, which makes no copies.
-    norms = (9 if "norm.bias" in names or "ln_1.bias" in names else 18) * hidden
-    scores = 8 * heads * row_tokens if model.softcaps_attention else 0
-    planes = 6 if "gate" in names else 7
-    moments = [norms + scores + _BF16 * planes * inner]
-    if "post_feedforward" in names or "post_mlp" in names:
-        # The backward of a norm after the feed-forward part, in fp32, while that part has still to come; some have norms before it too.
-        moments.append((50 if "input_layernorm" in names else 40) * hidden + scores + _BF16 * 4 * inner)
-    if model.softcaps_attention:
-        # Probabilities, two gradients in fp32 and the cap's own result.
-        moments.append(norms + 14 * heads * row_tokens)
-    if model.experts is not None:
-        visits, expert = model.experts.num_computed_per_token, model.experts.intermediate_size
-        shared = _BF16 * 6 * model.experts.shared_intermediate_size
-        moments.append(norms + shared + visits * max(8 * expert + 18 * hidden, 12 * expert + 6 * hidden))
-    # Gradients of projections go to their slot; those of experts, which are one parameter, are made whole first.
-    widest_weight = _largest_weight_elements(layout, model) * _BF16 if model.experts is not None else 0
-    weight_bytes = max(0, widest_weight - row_tokens * inner * _BF16)
-    return row_tokens * (attention + max(moments)) + weight_bytes + _cuda_mask_bytes(model, row_tokens)
-
-
-def _cuda_mask_bytes(model: ModelShape, row_tokens: int) -> int:
-    """The bias that attention makes of a packed row's mask."""
-    return row_tokens * row_tokens * _BF16 if model.needs_masks else 0
-
-
-def _heap_bytes(
-    layout: StoreLayout, model: ModelShape, row_tokens: int, tokens_per_step: int, element_bytes: int
-) -> int:
-    """The heap of a worker that computes on the host, calibrated against peak RSS.
-
-    The C library keeps most of what is freed (blocks up to 32 MiB), and each thread its own, so the phases of a step
-    add up instead of sharing their room: one layer's backward, one logits chunk, the embedding rows in both directions.
-    """
-    scores = 2 * model.num_attention_heads * row_tokens if model.softcaps_attention else 0
-    backward_elements = (_inner_backward_elements(model) + 2 * model.hidden_size + scores) * row_tokens
-    largest_weight = _largest_weight_elements(layout, model)
-    # Scores that are kept have a gradient, and so has the softmax's input; where attention is written out in the model's class
-    # (no kernel fuses it on cuda either), the mask makes a copy as well.
-    gradient_planes = 2 * model.num_score_planes + model.num_score_planes_on_gpu
-    unfused_elements = (model.num_score_planes + gradient_planes) * row_tokens**2
-    layer_elements = _layer_saved_elements(model, row_tokens) + unfused_elements + backward_elements + largest_weight
-    # Logits, the gradient of their hidden states, and a block of rows in fp32; where weights are in bf16, the projection's gradient too.
-    chunk_tokens = min(tokens_per_step, logits_chunk_tokens(model.vocab_size))
-    head_bytes = chunk_tokens * (model.vocab_size + model.hidden_size) * element_bytes
-    head_bytes += 3 * max(_BLOCK_ELEMENTS, model.vocab_size) * _FP32
-    if element_bytes == _BF16:
-        head_bytes += model.hidden_size * model.vocab_size * _BF16
-    num_rows = min(tokens_per_step, model.vocab_size)
-    row_bytes = (20 * min(num_rows, _GATHERED_ROWS) + 12 * num_rows) * model.hidden_size
-    calls = _call_bytes(model, row_tokens, tokens_per_step, element_bytes)
-    if element_bytes == _BF16:
-        layer_elements += _norm_input_elements(model, row_tokens)
-    blocks_bytes = _block_elements(model, row_tokens) * _FP32
-    if not model.needs_masks and row_tokens * model.hidden_size * element_bytes <= _KEPT_BLOCK_BYTES:
-        retained = (layer_elements - unfused_elements - largest_weight) * element_bytes * _RETAINED_SHARE[element_bytes]
-        # Attention in blocks takes less than its own figure, which is for the longest documents.
-        blocks_bytes = max(blocks_bytes, int(retained))
-    return layer_elements * element_bytes + head_bytes + row_bytes + calls + blocks_bytes
-
-
-def _block_elements(model: ModelShape, row_tokens: int) -> int:
-    """Scores of a block of queries in attention without masks that no kernel fuses, and what is computed of them in a backward."""
-    if not model.attends_in_blocks:
-        return 0
-    return 5 * max(_BLOCK_SCORES, _BLOCK_QUERIES * model.num_attention_heads * row_tokens)

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import hashlib
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
-from horizon_server.children.child import Limits, run_child
-from horizon_server.errors import HorizonError, InvalidModel, InvalidSpec
+from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.gpus import gpu_named, rates_of_machine, usable_device_bytes
 from horizon_server.planning.kept import NOTHING_KEPT, SPARE_USABLE, KeptOnDevice, choose_kept, product_bytes
-from horizon_server.planning.ledger import (
-    DEFAULT_COMPUTE_DTYPE,
-    ELEMENT_BYTES,
-    ActivationPlacement,
-    ComputeDtype,
-    DeviceKind,
-    LayerMemory,
-    MemoryPlan,
-    micro_batch_tokens,
-    plan_memory,
-)
+from horizon_server.planning.layer_probe import LayerProbe
+from horizon_server.planning.ledger import ActivationPlacement, LayerMemory, MemoryPlan, micro_batch_tokens, plan_memory
+from horizon_server.planning.lora import left_out
 from horizon_server.planning.machine import (
     Accelerator,
     HostMemory,
@@ -39,6 +26,7 @@ from horizon_server.planning.machine import (
     rates_name,
 )
 from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.planning.objective import with_objective
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.sampling import with_answers
 from horizon_server.planning.step_time import predict_step
@@ -46,15 +34,10 @@ from horizon_server.planning.step_work import TODAY, work_of_step
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.records.plan import JobPlan, KeptMemory, PlannedMachine, StepPrediction, size_text
 from horizon_server.settings import Settings, child_environment
-from horizon_server.spec import JobSpec
+from horizon_server.spec import LORA, WITH_OPTIONS, JobSpec
 from horizon_server.store.generations import lent_planes
 from horizon_server.store.layout import StoreLayout
-from horizon_server.store.model_files import CONFIG_FILE
 from horizon_server.store.planes import create_memory_file
-
-log = structlog.get_logger(__name__)
-
-PROBE_TIMEOUT_S = 120.0
 
 # Below this gain, predicted, bf16 is not worth a line in the plan.
 _LEAST_GAIN = 1.2
@@ -63,52 +46,6 @@ _LEAST_GAIN = 1.2
 _MAX_PLAN_BYTES = 1 << 60
 
 _GIGA = 1e9
-_MAX_REMEMBERED = 256
-_RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
-"""Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
-
-
-class LayerProbe:
-    """Counts once per config what the layers of a recurrent model keep, in a child process that loads torch.
-
-    Thread: any but an event loop's; one probe runs at a time.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
-        self._found: dict[str, LayerMemory | None] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, folder: ModelFolder) -> LayerMemory | None:
-        """Return the count; None for models that the ledger's formulas cover, and where the child fails. Blocking."""
-        names = (tensor.name for _, tensor in folder.layout.tensors())
-        if not any(part in name for name in names for part in _RECURRENT):
-            return None
-        key = hashlib.sha256((folder.path / CONFIG_FILE).read_bytes()).hexdigest()
-        with self._lock:
-            if key not in self._found:
-                # Pushed models come and go for as long as the daemon runs.
-                if len(self._found) >= _MAX_REMEMBERED:
-                    self._found.clear()
-                self._found[key] = asyncio.run(self._count(folder))
-            return self._found[key]
-
-    async def _count(self, folder: ModelFolder) -> LayerMemory | None:
-        # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
-        limits = Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2)
-        request = {"layers_of": str(folder.path)}
-        who = "the count of a model's layers"
-        try:
-            answer = await run_child(
-                "horizon_server.worker.measure", request, who=who, environment=self._environment, limits=limits
-            )
-            return LayerMemory(**answer)
-        except (HorizonError, OSError, TypeError) as error:
-            # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.
-            log.warning(
-                "the memory of a model's layers could not be counted", folder=folder.path.name, why=str(error)[:200]
-            )
-            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +252,7 @@ class Planner:
             num_trained_parameters=found.layout.num_trained_parameters,
             device=choice.device_kind,
             compute_dtype=choice.compute_dtype,
-            message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, choice),
+            message=self._why_not(spec, found, ledger, limit_bytes, choice) or self._warning(spec, found, choice),
             prediction=prediction,
             kept=kept,
         )
@@ -332,7 +269,9 @@ class Planner:
             grad_bytes=choice.grad_bytes,
             activation_placement=choice.activation_placement,
             compute_dtype=choice.compute_dtype,
-            facts=dataclasses.replace(TODAY, micro_batch_tokens=choice.micro_batch_tokens),
+            facts=dataclasses.replace(
+                TODAY, micro_batch_tokens=choice.micro_batch_tokens, two_pass_head=spec.method in WITH_OPTIONS
+            ),
             kept=choice.kept,
         )
         shares = choice.device_kind == "host"
@@ -436,7 +375,10 @@ class Planner:
             micro_batch_tokens=choice.micro_batch_tokens,
             longest_document=choice.longest_document,
             kept=choice.kept,
+            adapter_dropout=spec.train.lora.dropout,
         )
+        if spec.method in WITH_OPTIONS:
+            ledger = with_objective(ledger, tokens_per_step=spec.train.tokens_per_step, device_kind=choice.device_kind)
         return with_answers(ledger, spec, found)
 
     def _why_not(self, spec: JobSpec, found: ModelFolder, ledger: MemoryPlan, limit_bytes: int, choice: _Choice) -> str:
@@ -456,7 +398,7 @@ class Planner:
             return f"{short}; {size_text(store)} of it hold the {billions:.2f} B parameters and their moments: only a smaller model fits"
         return f"{short}; {self._advice(spec, found, limit_bytes, choice)}"
 
-    def _warning(self, spec: JobSpec, choice: _Choice) -> str:
+    def _warning(self, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:
         """What is likely not meant although it fits, or nothing."""
         train, warnings = spec.train, []
         if train.max_steps is not None and train.warmup_steps >= train.max_steps:
@@ -468,6 +410,8 @@ class Planner:
             warnings.append(
                 "this node's CPU has no bf16 instructions, so train.compute_dtype: bfloat16 is slower on it than float32"
             )
+        if train.trainable == LORA and (experts := left_out(found.layout, train.lora)):
+            warnings.append(experts)
         return "; ".join(warnings)
 
     def _hint(self, plan: JobPlan, spec: JobSpec, found: ModelFolder, choice: _Choice) -> str:

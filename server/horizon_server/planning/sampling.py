@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from horizon_server.planning.ledger import NUM_SLOTS, MemoryPlan
 from horizon_server.planning.model_folder import ModelFolder
 from horizon_server.spec import JobSpec
+from horizon_server.store.adapter_files import AdapterFolder
 from horizon_server.store.layout import StoreLayout, plane_sizes, weights_only
 
 _FP32 = 4
@@ -42,14 +43,20 @@ class SampleHold:
     num_bytes: int = 0
 
 
-def sample_layout(folder: ModelFolder) -> StoreLayout:
-    """The store's layout for weights that are only read."""
-    return weights_only(folder.layout, is_bfloat16=folder.is_bfloat16)
+def sample_layout(folder: ModelFolder, adapter: AdapterFolder | None = None) -> StoreLayout:
+    """The store's layout for weights that are only read, and an adapter that is merged into them: what it adds takes both halves.
+
+    Raises:
+        InvalidModel: the adapter is of another model.
+    """
+    shapes = {name: header.shape for name, header in folder.headers.items()}
+    adapted = {} if adapter is None else adapter.of_weights(shapes)
+    return weights_only(folder.layout, is_bfloat16=lambda name: name not in adapted and folder.is_bfloat16(name))
 
 
-def sample_memory(folder: ModelFolder) -> SampleMemory:
-    """What a child that answers from this folder takes at most."""
-    layout = sample_layout(folder)
+def sample_memory(folder: ModelFolder, adapter: AdapterFolder | None = None) -> SampleMemory:
+    """What a child that answers from this folder, with an adapter, takes at most. Raises InvalidModel as `sample_layout`."""
+    layout = sample_layout(folder, adapter)
     embedding, *layers, head = (unit.num_elements for unit in layout.units)
     edge = max(embedding, head + (embedding if layout.tied else 0))
     slots = NUM_SLOTS * max(layers, default=0) + edge

@@ -13,17 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from horizon_server.planning.bandwidth import adamw_bytes_per_parameter
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE, ELEMENT_BYTES, ComputeDtype, DeviceKind
 from horizon_server.planning.flops import FLOPS_PER_PARAMETER, FlopsCount
 from horizon_server.planning.kept import NOTHING_KEPT, KeptOnDevice, resident_units
-from horizon_server.planning.ledger import (
-    DEFAULT_COMPUTE_DTYPE,
-    ELEMENT_BYTES,
-    ActivationPlacement,
-    ComputeDtype,
-    DeviceKind,
-    logits_chunk_tokens,
-)
+from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, ModelShape
+from horizon_server.planning.working_memory import logits_chunk_tokens
 
 _FP32 = 4
 _FORWARD_SHARE = 1 / 3
@@ -45,6 +40,7 @@ class EngineFacts:
     `micro_batch_tokens` computes rows together up to that many tokens; 0 makes each row a micro-batch. `fused` layers and `fused_head`
     read and write each tensor once instead of once per operation. `accumulates_in_gemm`: products add to the fp32 gradient
     themselves. `sends_rows`: the optimizer updates the embedding rows in use first, and their gradients travel as rows.
+    `two_pass_head`: the head runs forward for the log-probabilities before it runs for the gradients, as objectives need.
     `keeps_embedding`: table, moments and gradient of the embedding are on the device. `skips_projection`: the recompute leaves out
     the layer's last product, whose result no gradient needs.
     """
@@ -57,6 +53,7 @@ class EngineFacts:
     sends_rows: bool = False
     keeps_embedding: bool = False
     skips_projection: bool = True
+    two_pass_head: bool = False
 
 
 TODAY = EngineFacts(sends_rows=True, fused_head=True, accumulates_in_gemm=True)
@@ -88,8 +85,8 @@ class HeadWork:
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
     """What one unit moves. `offload_bytes` are layer inputs that wait on the host, once down and once up; `clear_bytes` is the device
-    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. The weights of
-    a `resident` unit go up once a step."""
+    memory of its gradient that is cleared, normed and rounded; `update_bytes` what the optimizer moves through host memory. What is
+    trained of a `resident` unit goes up once a step."""
 
     upload_bytes: float
     download_bytes: float
@@ -247,9 +244,11 @@ class _Counter:
         table = model.vocab_size * model.hidden_size
         chunk_tokens = facts.head_chunk_tokens or logits_chunk_tokens(model.vocab_size, self.device_kind)
         bytes_per_logit = (FUSED_LOGIT_BYTES if facts.fused_head else LOGIT_BYTES) * self.element / 2
+        # A second forward; of what one pass does with a logit, writing it and reducing it is about half.
+        flops, logits = (1 + _FORWARD_SHARE, 1.5) if facts.two_pass_head else (1.0, 1.0)
         return HeadWork(
-            flops=FLOPS_PER_PARAMETER * num_tokens * table,
-            elementwise_bytes=bytes_per_logit * num_tokens * model.vocab_size,
+            flops=flops * FLOPS_PER_PARAMETER * num_tokens * table,
+            elementwise_bytes=logits * bytes_per_logit * num_tokens * model.vocab_size,
             accumulate_bytes=self.accumulate_bytes * table * -(-num_tokens // chunk_tokens),
         )
 
@@ -259,7 +258,9 @@ class _Counter:
         offload = sum(self.lengths) * self.folder.shape.hidden_size * self.element if self.offloads else 0
         return tuple(
             UnitTraffic(
-                upload_bytes=unit.num_elements * self.element,
+                upload_bytes=unit.trained_elements * self.element
+                if unit.index in resident
+                else unit.unpacked_elements * self.element + unit.packed_bytes,
                 download_bytes=unit.trained_elements * self.grad_bytes,
                 clear_bytes=unit.trained_elements * self.clear_bytes,
                 update_bytes=unit.trained_elements * self.update_bytes,

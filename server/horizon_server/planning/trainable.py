@@ -8,9 +8,10 @@ from pathlib import Path
 
 from horizon_server.errors import InvalidSpec
 from horizon_server.expressions import fitting_names
+from horizon_server.planning.lora import with_lora
 from horizon_server.planning.lr_groups import with_lr_groups
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
-from horizon_server.spec import EVERYTHING, NOT, TrainSpec
+from horizon_server.spec import EVERYTHING, LORA, NOT, TrainSpec
 from horizon_server.store.layout import with_decay, with_trained
 
 
@@ -19,11 +20,14 @@ def open_for_training(folder: Path, train: TrainSpec) -> ModelFolder:
 
     Raises:
         InvalidModel: the folder cannot be trained from.
-        InvalidSpec: an expression of `train.trainable` or `train.lr_groups` fits no tensor or changes nothing, or nothing is trained.
+        InvalidSpec: an expression of `train.trainable`, `train.lora.targets` or `train.lr_groups` fits no tensor or changes nothing, or
+            nothing is trained.
     """
     found = open_model_folder(folder)
     layout = with_decay(found.layout, train.decay)
-    if train.trainable != EVERYTHING:
+    if train.trainable == LORA:
+        layout = with_lora(found, layout, train)
+    elif train.trainable != EVERYTHING:
         trained = _trained(train.trainable, [tensor.name for _, tensor in layout.tensors()])
         layout = with_trained(layout, trained.__contains__, is_bfloat16=found.is_bfloat16)
     return dataclasses.replace(found, layout=with_lr_groups(layout, train.lr_groups))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Self
 
+from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.errors import FieldViolation, InvalidSpec, TooLarge
 
 MAX_FILES = 4096
@@ -192,6 +193,11 @@ class DatasetRecord(PushedRecord):
     """Wire name of the format: as announced until ready, then as found in the data, never auto."""
     field_map: dict[str, str]
     num_rows: int = 0
+
+    @property
+    def data_kind(self) -> str:
+        """What can be learnt from it: text, preference, kto or samples; empty while its format is not decided."""
+        return "" if self.format == DatasetFormat.AUTO else kind_of(DatasetFormat(self.format)).value
 
     @property
     def announcement(self) -> object:

@@ -60,18 +60,31 @@ class SampleFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleAdapter:
+    """An adapter to answer with: its folder, the digest of its base, and the file that remembers the digest of the folder answered from."""
+
+    folder: Path
+    base_sha256: str
+    kept: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """One call of the child."""
+    """One call of the child. `folder` holds the model; of an adapter, its base."""
 
     folder: Path
     prompts: tuple[SamplePrompt, ...]
     options: SampleOptions
     num_threads: int
     cache_bytes: int
+    adapter: SampleAdapter | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the request as the child reads it."""
-        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+        adapter = None
+        if self.adapter is not None:
+            adapter = {name: str(value) for name, value in vars(self.adapter).items()}
+        return dataclasses.asdict(self) | {"folder": str(self.folder), "adapter": adapter}
 
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> SampleRequest:
@@ -82,7 +95,13 @@ class SampleRequest:
             )
             for prompt in plain["prompts"]
         )
+        adapter = plain["adapter"]
         return cls(
+            adapter=None
+            if adapter is None
+            else SampleAdapter(
+                folder=Path(adapter["folder"]), base_sha256=adapter["base_sha256"], kept=Path(adapter["kept"])
+            ),
             folder=Path(plain["folder"]),
             prompts=prompts,
             options=SampleOptions(**plain["options"]),

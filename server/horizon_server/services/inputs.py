@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from horizon_server.errors import NotAllowed, NotFound
+from horizon_server.errors import InvalidSpec, NotAllowed, NotFound
 from horizon_server.jobs.folders import JobFolders
 from horizon_server.jobs.preparation import DatasetFiles, EvalSets
 from horizon_server.records.account import Principal
@@ -15,6 +15,7 @@ from horizon_server.records.blob import DatasetRecord
 from horizon_server.records.job import JobRecord
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.spec import EVAL_SET
+from horizon_server.store.adapter_files import PEFT_LORA, is_adapter_folder
 from horizon_server.store.model_files import CONFIG_FILE
 
 
@@ -42,17 +43,31 @@ class NodeResources:
         of_sets = {EVAL_SET: job.eval_dataset_id} if job.eval_dataset_id else {}
         of_sets |= job.eval_set_ids
         eval_sets = {name: self._files(await self._datasets.by_id(key)) for name, key in of_sets.items()}
+        return await self.model_of(job), self._files(dataset), eval_sets
+
+    async def model_of(self, job: JobRecord) -> Path:
+        """Return the model folder of a job: of an adapter that it starts with, the base. Raises NotFound when its start is gone."""
         # `model` gives the path of a folder of the node as its id.
         model = Path(job.model_id) if job.model_id.startswith("/") else self._models.folder(job.model_id)
-        if job.spec.init_from is not None:
-            model = self._folders.start(job.job_id)
-            if not await asyncio.to_thread(model.is_dir):
-                # As after a restore: no backup has them.
-                raise NotFound(
-                    f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or start another "
-                    f"job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
-                )
-        return model, self._files(dataset), eval_sets
+        if job.spec.init_from is None:
+            return model
+        start = self._folders.start(job.job_id)
+        if not await asyncio.to_thread(start.is_dir):
+            # As after a restore: no backup has them.
+            raise NotFound(
+                f"the weights that job {job.job_id} started from ({job.spec.init_from}) are gone; submit it again, or start another "
+                f"job from its own checkpoint, if it has one (init_from: {job.job_id}@last)"
+            )
+        return model if await asyncio.to_thread(is_adapter_folder, start) else start
+
+    async def adapter(self, principal: Principal, name: str) -> Path:
+        """Return the folder of a READY adapter. Raises NotFound when there is none for the caller, InvalidSpec when it is a model."""
+        record = await self._models.get_ready(principal, name)
+        if record.architecture != PEFT_LORA:
+            raise InvalidSpec.of(
+                "init_from", f"init_from: {name} is a model, not an adapter; give it as model, and leave init_from out"
+            )
+        return self._models.folder(record.model_id)
 
     async def model(self, principal: Principal, name: str) -> tuple[str, Path]:
         """Return id and folder of a READY model by name or id, or of a folder below an allowed root.
@@ -60,11 +75,17 @@ class NodeResources:
         Raises:
             NotFound: when there is none for the caller, or its upload is not finished.
             NotAllowed: when a folder is not below one of the setting's `model_roots`.
+            InvalidSpec: when it is an adapter.
         """
         if name.startswith("/"):
             folder = await asyncio.to_thread(self._allowed_folder, name)
             return str(folder), folder
         record = await self._models.get_ready(principal, name)
+        if record.architecture == PEFT_LORA:
+            raise InvalidSpec.of(
+                "model",
+                f"model: {name} is an adapter; give its base as model, train.trainable: lora, and init_from: {name}",
+            )
         return record.model_id, self._models.folder(record.model_id)
 
     def _allowed_folder(self, name: str) -> Path:

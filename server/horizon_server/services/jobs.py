@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from horizon_formats.formats import DatasetFormat, kind_of
 from horizon_server.blobs.concurrency import in_thread
 from horizon_server.db.jobs import Figures
 from horizon_server.errors import DoesNotFit, Draining, InUse, InvalidSpec, NotAllowed, NotFound, WrongJobState
@@ -40,7 +41,8 @@ from horizon_server.services.accounts import UserTurns
 from horizon_server.services.inputs import NodeResources
 from horizon_server.services.pushed import MAX_PAGE_SIZE, page_limit
 from horizon_server.services.quotas import Quotas
-from horizon_server.spec import JobSpec
+from horizon_server.services.starts import PushedAdapter, Start, require_lora, start_at
+from horizon_server.spec import EVAL_SET, JobSpec, check_kinds
 
 _ID_PREFIX = "job_"
 _MAX_NUMBER = 2**63 - 1  # the largest that the database can compare with
@@ -50,14 +52,6 @@ _MAX_OFFSET = 2**62  # no file is as long
 # Spelled here, as `list` is a method of the service.
 Jobs = list[JobRecord]
 Checkpoints = list[CheckpointRecord]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """The checkpoint whose weights a job starts with."""
-
-    source: JobRecord
-    step: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,7 +73,8 @@ class JobService:
 
         Raises:
             NotFound: when model or dataset do not exist for the caller, or the checkpoint that `init_from` names.
-            InvalidSpec: when that checkpoint is of another model.
+            InvalidSpec: when that checkpoint is of another model, its adapter is not what the job trains, or the method does not learn
+                from data of such a kind.
             DoesNotFit: when the memory plan exceeds the node, with the numbers.
             QuotaExceeded: when the user or the project has as many queued jobs as an admin allows, or the job needs more memory.
             RequestIdReused: when the id came with another spec.
@@ -91,15 +86,17 @@ class JobService:
             raise Draining(
                 "the daemon is shutting down and takes no new jobs; submit again in a moment", retry_after_s=5
             )
-        start = await self._start(principal, spec)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
+        start = await self._start(principal, spec, model_id)
+        async with self.turns.of(principal.name):
             dataset = await self.resources.dataset(principal, spec.dataset)
             evaluation = await self.resources.dataset(principal, spec.eval_dataset) if spec.eval_dataset else None
-            of_sets = {
-                name: await self.resources.dataset(principal, dataset) for name, dataset in spec.eval.sets.items()
-            }
-            plan = await self._plan(spec, model_id, folder, start)
+            of_sets = {name: await self.resources.dataset(principal, given) for name, given in spec.eval.sets.items()}
+            evaluated = {**({EVAL_SET: evaluation} if evaluation else {}), **of_sets}
+            kinds = {name: kind_of(DatasetFormat(files.record.format)) for name, files in evaluated.items()}
+            check_kinds(spec, kind_of(DatasetFormat(dataset.record.format)), kinds)
+            plan = await self._plan(spec, folder, start)
             if not plan.fits:
                 raise DoesNotFit(plan.message)
             admit = await self.quotas.admit_job(principal.name, spec.project, plan)
@@ -131,15 +128,16 @@ class JobService:
 
         Raises:
             NotFound: when the caller has no such model, or no such checkpoint to start from.
-            InvalidSpec: when that checkpoint is of another model.
+            InvalidSpec: when that checkpoint is of another model, or its adapter is not what the job trains.
         """
         spec = self._owned(principal, spec)
         require_project(principal, spec.project)
-        start = await self._start(principal, spec)
         async with self.turns.of(principal.name):
             model_id, folder = await self.resources.model(principal, spec.model)
+        start = await self._start(principal, spec, model_id)
+        async with self.turns.of(principal.name):
             if machine is None:
-                return spec, await self._plan(spec, model_id, folder, start)
+                return spec, await self._plan(spec, folder, start)
             return spec, await asyncio.to_thread(self.planner.plan_elsewhere, spec, folder, machine)
 
     async def get(self, principal: Principal, key: str) -> JobRecord:
@@ -303,6 +301,16 @@ class JobService:
         with await self.leases.take(checkpoints, step):
             yield await asyncio.to_thread(checkpoints.file, step, path)
 
+    async def base_of(self, job: JobRecord) -> Path:
+        """Return the folder of the model that a job's adapters are for. Raises NotFound when it is not on the node any more."""
+        folder = await self.resources.model_of(job)
+        if not await asyncio.to_thread(folder.is_dir):
+            raise NotFound(
+                f"the model {job.spec.model} that the adapter of job {job.job_id} is for is not on the node any more; pull the adapter, "
+                "and merge it with PEFT (merge_and_unload)"
+            )
+        return folder
+
     async def delete_checkpoint(self, principal: Principal, key: str, step: int) -> None:
         """Remove one checkpoint. Raises as `require_checkpoint_deletable` does, and NotFound when there is none of that step."""
         job = await self.get(principal, key)
@@ -364,66 +372,41 @@ class JobService:
         await self.journal.store.delete(job_id)
         self.journal.forget(await self.journal.store.counts())
 
-    async def _start(self, principal: Principal, spec: JobSpec) -> _Start | None:
-        """Return the checkpoint that `init_from` names, which anyone may use who may download it. Raises NotFound."""
+    async def _start(self, principal: Principal, spec: JobSpec, model_id: str) -> Start | None:
+        """Return what `init_from` names, which anyone may use who may download it. Raises NotFound, InvalidSpec."""
         if spec.init_from is None:
             return None
         key, _, which = spec.init_from.rpartition("@")
+        if not key:
+            require_lora(spec)
+            return PushedAdapter(name=spec.init_from, folder=await self.resources.adapter(principal, spec.init_from))
         source = await self.get(principal, key)
-        records = await asyncio.to_thread(self.folders.checkpoints(source.job_id).all)
-        # Elsewhere the newest counts as the best where there were no evaluations; here the best must be one that was evaluated.
-        found = [
-            record.step
-            for record in records
-            if (which == "last" and record.last)
-            or (which == "best" and record.best and record.eval_loss is not None)
-            or (which.isdecimal() and record.step == int(which))
-        ]
-        if not found:
-            steps = ", ".join(str(record.step) for record in records) or "none"
-            asked = "evaluated checkpoint" if which == "best" else "checkpoint"
-            at = f" of step {which}" if which.isdecimal() else ""
-            raise NotFound(f"init_from: job {source.job_id} has no {asked}{at}; it has checkpoints of steps: {steps}")
-        return _Start(source=source, step=found[0])
+        return await start_at(spec, model_id, source, which, self.folders.checkpoints(source.job_id))
 
-    async def _plan(self, spec: JobSpec, model_id: str, folder: Path, start: _Start | None) -> JobPlan:
+    async def _plan(self, spec: JobSpec, folder: Path, start: Start | None) -> JobPlan:
         """Return the plan of a job on this node, with the numbers of the files that it starts from."""
-        if start is None:
-            return await asyncio.to_thread(self.planner.plan, spec, folder)
-        source, step = start.source, start.step
-        if source.model_id != model_id:
-            raise InvalidSpec.of(
-                "init_from",
-                f"init_from: job {source.job_id} has trained the model {source.spec.model}, which is not the model {spec.model} of this "
-                "job; a job starts from a checkpoint of its own model",
-            )
-        checkpoints = self.folders.checkpoints(source.job_id)
-
-        def plan() -> JobPlan:
-            with checkpoints.reading(step):
-                return self.planner.plan(spec, checkpoints.of_step(step))
-
+        plan = (
+            partial(self.planner.plan, spec, folder)
+            if start is None
+            else partial(start.plan, self.planner, spec, folder)
+        )
         return await asyncio.to_thread(plan)
 
     async def _created_from(
-        self, start: _Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]
+        self, start: Start, job: JobRecord, create: Callable[[], Awaitable[JobRecord]]
     ) -> JobRecord:
         """Store a job with the weights that it starts with, or return the one that the same earlier request made."""
-        source, step = start.source, start.step
         try:
             # Before the job: it may begin at once.
             target = self.folders.start(job.job_id)
-            await in_thread(lambda: self.folders.checkpoints(source.job_id).link_model(step, target))
+            await in_thread(lambda: start.link(target))
             stored = await create()
         finally:
             # Asked of the database: a caller that hangs up may do so when the job is stored already.
             if await self.journal.store.get(job.job_id) is None:
                 await in_thread(lambda: self.folders.remove_job(job.job_id))
         if stored.job_id == job.job_id:
-            text = (
-                f"starts with the weights of the checkpoint of step {step} of job {source.job_id} ({source.spec.name})"
-            )
-            await self.journal.append(job.job_id, Message(level="info", text=text))
+            await self.journal.append(job.job_id, Message(level="info", text=start.text))
         return stored
 
     def _owned(self, principal: Principal, spec: JobSpec) -> JobSpec:

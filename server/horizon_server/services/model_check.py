@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from horizon_formats.model_files import refusal
+from horizon_formats.model_files import is_adapter, refusal
 from horizon_server.children.entry import serve
 from horizon_server.errors import FieldViolation, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.records.blob import BlobFile
+from horizon_server.store.adapter_files import ADAPTER_FILE, PEFT_LORA, read_adapter_folder
 from horizon_server.store.layout import parameter_shapes
 from horizon_server.store.model_files import CONFIG_FILE, read_config
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
@@ -39,7 +40,7 @@ _ENCODER_TYPES = frozenset((
 
 
 class ModelFacts(TypedDict):
-    """What a checked folder says of itself. `architecture` is the model_type of its config."""
+    """What a checked folder says of itself. `architecture` is the model_type of its config, or that it is an adapter."""
 
     architecture: str
     num_parameters: int
@@ -56,6 +57,12 @@ def check_names(files: Sequence[BlobFile]) -> None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InvalidModel(f"{problems[0].description}{more}", violations=problems)
     names = {file.path for file in files}
+    if is_adapter(names):
+        if ADAPTER_FILE not in names:
+            raise InvalidModel(
+                f"the adapter has no {ADAPTER_FILE}; save it with PEFT's save_pretrained, as safetensors"
+            )
+        return
     if CONFIG_FILE not in names:
         raise InvalidModel(f"the folder has no {CONFIG_FILE} at its top; push a folder written by save_pretrained")
     if not any(name.endswith(".safetensors") and "/" not in name for name in names):
@@ -89,6 +96,8 @@ def check_config(config: Mapping[str, Any]) -> str:
 def check_folder(folder: Path) -> ModelFacts:
     """Return what the folder says, having read config and weight headers as a job's plan does. Raises InvalidModel."""
     try:
+        if is_adapter(path.name for path in folder.iterdir()):
+            return ModelFacts(architecture=PEFT_LORA, num_parameters=read_adapter_folder(folder).num_parameters)
         model_type = check_config(read_config(folder))
         file = folder / "tokenizer_config.json"
         if file.is_file():

@@ -393,7 +393,7 @@ class ModelService(PushedService[ModelRecord]):
         self._require_announcement(principal, name)
         check_names(files)
         if config:
-            announced_sha256 = next(file.sha256 for file in files if file.path == CONFIG_FILE)
+            announced_sha256 = next((file.sha256 for file in files if file.path == CONFIG_FILE), "")
             if len(config) > MAX_ANNOUNCED_CONFIG_BYTES or hashlib.sha256(config).hexdigest() != announced_sha256:
                 raise InvalidModel(
                     f"the announced {CONFIG_FILE} is not the one of files: it must have the same sha256, and at most "

@@ -12,13 +12,24 @@ from typing import Any
 from horizon_server.children.child import Child, Limits
 from horizon_server.errors import DoesNotFit, InvalidModel, OutOfMemory, Stalled, WorkerCrashed, WorkerFailed
 from horizon_server.events import SampledText, WorkerLine
+from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import CACHE_BYTES, SampleHold, SampleMemory, sample_memory
 from horizon_server.records.account import Principal
+from horizon_server.records.job import JobRecord
 from horizon_server.records.plan import size_text
-from horizon_server.records.sample import SampleFigures, SampleOptions, SamplePrompt, SampleRequest, check_sample
+from horizon_server.records.sample import (
+    SampleAdapter,
+    SampleFigures,
+    SampleOptions,
+    SamplePrompt,
+    SampleRequest,
+    check_sample,
+)
 from horizon_server.services.access import require_sample
 from horizon_server.services.jobs import JobService
+from horizon_server.store.adapter_files import read_adapter_folder
+from horizon_server.store.checkpoint_parts import adapter_part, model_part
 
 CHILD_MODULE = "horizon_server.worker.sampling"
 # Of one call, its turn not counted.
@@ -73,8 +84,8 @@ class Samples:
         # First the user's own turn: what waits for it must not keep others waiting.
         async with self._of_user[principal.name], self._turn:
             with await self._jobs.leases.take(checkpoints, step):
-                folder = checkpoints.of_step(step)
-                memory = sample_memory(await asyncio.to_thread(open_model_folder, folder))
+                folder, adapter = await self._answering(job, checkpoints, step)
+                memory = await asyncio.to_thread(_memory, folder, adapter)
                 self._require_room(memory)
                 request = SampleRequest(
                     folder=folder,
@@ -82,6 +93,7 @@ class Samples:
                     options=options,
                     num_threads=self._num_threads,
                     cache_bytes=CACHE_BYTES,
+                    adapter=adapter,
                 )
                 self._hold.num_bytes = memory.total
                 try:
@@ -92,6 +104,18 @@ class Samples:
                     self._hold.num_bytes = 0
                     # A job may wait for this memory.
                     self._jobs.scheduler.wake()
+
+    async def _answering(
+        self, job: JobRecord, checkpoints: CheckpointFolder, step: int
+    ) -> tuple[Path, SampleAdapter | None]:
+        """Return the model folder that answers: the checkpoint's own, else the base of its adapter, with this."""
+        manifest, folder = await asyncio.to_thread(checkpoints.manifest, step), checkpoints.of_step(step)
+        model, part = model_part(manifest.files), adapter_part(manifest.files)
+        if model is not None or part is None or manifest.base is None:
+            return folder / (model or ""), None
+        kept = self._jobs.folders.base_digest(job.job_id)
+        adapter = SampleAdapter(folder=folder / part, base_sha256=manifest.base.sha256, kept=kept)
+        return await self._jobs.base_of(job), adapter
 
     def _require_room(self, memory: SampleMemory) -> None:
         free = max(0, self._free_bytes())
@@ -150,6 +174,10 @@ class Samples:
             ) from error
         except WorkerCrashed as error:
             raise InvalidModel("answering with this checkpoint crashes; is its chat template right?") from error
+
+
+def _memory(folder: Path, adapter: SampleAdapter | None) -> SampleMemory:
+    return sample_memory(open_model_folder(folder), None if adapter is None else read_adapter_folder(adapter.folder))
 
 
 def _figures(answer: Any) -> SampleFigures:

@@ -6,10 +6,31 @@ types and values out of range, all of them at once. `job_schema` is the same kno
 
 from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, GenerateSpec
 from horizon_server.spec.fields import NAME_PATTERN, NAME_RULE
-from horizon_server.spec.job import CheckpointSpec, JobSpec, LimitsSpec, Method, job_schema, parse_job_spec
+from horizon_server.spec.job import (
+    CheckpointSpec,
+    JobSpec,
+    LimitsSpec,
+    check_kinds,
+    job_schema,
+    needs_references,
+    parse_job_spec,
+)
+from horizon_server.spec.lora import ALL_LINEAR, NOT, LoraSpec
+from horizon_server.spec.objective import (
+    PAIRED,
+    WITH_OPTIONS,
+    DpoSpec,
+    IpoSpec,
+    KtoSpec,
+    Method,
+    OrpoSpec,
+    PolicySpec,
+    SimpoSpec,
+    check_kind,
+)
 from horizon_server.spec.training import (
     EVERYTHING,
-    NOT,
+    LORA,
     CompileChoice,
     ComputeDtypeChoice,
     LrGroup,
@@ -19,23 +40,37 @@ from horizon_server.spec.training import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "EVAL_SET",
     "EVERYTHING",
+    "LORA",
     "NAME_PATTERN",
     "NAME_RULE",
     "NOT",
+    "PAIRED",
+    "WITH_OPTIONS",
     "CheckpointSpec",
     "CompileChoice",
     "ComputeDtypeChoice",
+    "DpoSpec",
     "EvalSpec",
     "GenerateSpec",
+    "IpoSpec",
     "JobSpec",
+    "KtoSpec",
     "LimitsSpec",
+    "LoraSpec",
     "LrGroup",
     "LrSchedule",
     "Method",
+    "OrpoSpec",
+    "PolicySpec",
+    "SimpoSpec",
     "TrainOn",
     "TrainSpec",
+    "check_kind",
+    "check_kinds",
     "job_schema",
+    "needs_references",
     "parse_job_spec",
 ]

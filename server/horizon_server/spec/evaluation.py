@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from horizon_server.expressions import problem_of
-from horizon_server.extraction import problem_with_extraction
+from horizon_server.expressions import problem_of, problem_with_extraction
 from horizon_server.spec.fields import (
     MAX_EXPRESSION_CHARS,
     MAX_STEPS,

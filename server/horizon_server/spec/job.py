@@ -9,13 +9,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from horizon_server.errors import FieldViolation, InvalidSpec
-from horizon_server.spec.evaluation import EVAL_SET, EvalSpec, problem_with_evaluation
+from horizon_server.spec.evaluation import ACCURACY, EVAL_SET, EvalSpec, problem_with_evaluation
 from horizon_server.spec.fields import MAX_STEPS, NAME, NAME_RULE, Name, Section, WrongField, absent_as_empty
-from horizon_server.spec.training import TrainSpec
+from horizon_server.spec.objective import (
+    WITH_OPTIONS,
+    DpoSpec,
+    IpoSpec,
+    KtoSpec,
+    Method,
+    OrpoSpec,
+    PolicySpec,
+    SimpoSpec,
+    check_kind,
+)
+from horizon_server.spec.training import LORA, TrainSpec
 from horizon_server.spec.words import RULE, problem_with
-
-# Named, because a preview takes the same choice without being a job.
-Method = Literal["sft", "pretrain"]
 
 
 class CheckpointSpec(Section):
@@ -39,6 +47,11 @@ class CheckpointSpec(Section):
     dtype: Literal["source", "bf16", "fp16", "fp32"] = Field(
         default="source",
         description="Number format of the exported weights. source: each tensor's own in the model folder.",
+    )
+    export: Literal["adapter", "merged", "both"] = Field(
+        default="adapter",
+        description="What a checkpoint of a job with train.trainable: lora holds. adapter: the adapter, as a PEFT folder, and not the "
+        "frozen model; merged: the model with the adapter merged into it, in dtype; both: the adapter, and the merged model in merged/.",
     )
     keep_days: float | None = Field(
         default=None,
@@ -76,10 +89,13 @@ class JobSpec(Section):
     )
     init_from: str | None = Field(
         default=None,
-        pattern=rf"^{NAME}@(last|best|[0-9]{{1,9}})$",
-        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP. The "
-        "optimizer, the schedule and the data are this job's own. Null starts with the weights of model.",
-        json_schema_extra={RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id"},
+        pattern=rf"^{NAME}(@(last|best|[0-9]{{1,9}}))?$",
+        description="Start with the weights of a checkpoint of another job of the same model: JOB@last, JOB@best or JOB@STEP; or, in a "
+        "job that trains adapters, with a pushed adapter, by its name. The optimizer, the schedule and the data are this job's own. Null "
+        "starts with the weights of model.",
+        json_schema_extra={
+            RULE: "JOB@last, JOB@best or JOB@STEP, with a job's name or id, or the name of a pushed adapter"
+        },
     )
     dataset: Name = Field(description="A pushed dataset. The client also takes local files here and pushes them first.")
     project: str = Field(
@@ -92,7 +108,9 @@ class JobSpec(Section):
         default=None, description="A pushed dataset to evaluate on: the set named eval. eval.sets has more of them."
     )
     method: Method = Field(
-        default="sft", description="sft: loss on the trained tokens only; pretrain: loss on every token."
+        default="sft",
+        description="sft: loss on the trained tokens only; pretrain: loss on every token; dpo, ipo, orpo, simpo: learn from pairs of a "
+        "chosen and a rejected answer; kto: from answers that are labelled good or bad; policy: from recorded samples with advantages.",
     )
     train: Annotated[TrainSpec, absent_as_empty] = TrainSpec()
     eval_every_steps: int = Field(
@@ -118,6 +136,55 @@ class JobSpec(Section):
     eval: Annotated[EvalSpec, absent_as_empty] = EvalSpec()
     limits: Annotated[LimitsSpec, absent_as_empty] = LimitsSpec()
 
+    dpo: Annotated[DpoSpec, absent_as_empty] = DpoSpec()
+    ipo: Annotated[IpoSpec, absent_as_empty] = IpoSpec()
+    orpo: Annotated[OrpoSpec, absent_as_empty] = OrpoSpec()
+    simpo: Annotated[SimpoSpec, absent_as_empty] = SimpoSpec()
+    kto: Annotated[KtoSpec, absent_as_empty] = KtoSpec()
+    policy: Annotated[PolicySpec, absent_as_empty] = PolicySpec()
+
+    @field_validator(*WITH_OPTIONS)
+    @classmethod
+    def _options_of_the_method(cls, options: Section, info: ValidationInfo) -> Section:
+        assert info.field_name is not None
+        # The method is absent where it was refused itself. Defaults are let through: a spec that comes back from a job has them all.
+        method, section = info.data.get("method", info.field_name), info.field_name
+        if method != section and options != type(options)():
+            raise ValueError(
+                f"has options of method {section}, and the job's method is {method}; remove {section} or set method: {section}"
+            )
+        if isinstance(options, DpoSpec) and options.label_smoothing and options.loss != "sigmoid":
+            raise WrongField(
+                "label_smoothing", f"is for dpo.loss sigmoid, and dpo.loss is {options.loss}; keep one of the two"
+            )
+        default = PolicySpec()
+        if isinstance(options, PolicySpec) and not options.clip:
+            for name in ("clip_low", "clip_high"):
+                if getattr(options, name) != getattr(default, name):
+                    raise WrongField(name, "has no meaning with policy.clip false; keep one of the two")
+        return options
+
+    @field_validator("train")
+    @classmethod
+    def _fields_that_the_method_uses(cls, train: TrainSpec, info: ValidationInfo) -> TrainSpec:
+        method = info.data.get("method")
+        if method not in WITH_OPTIONS:
+            return train
+        if train.label_smoothing:
+            own = (
+                f"; {method}.label_smoothing is another thing, and this method's" if method in ("dpo", "simpo") else ""
+            )
+            raise WrongField(
+                "label_smoothing",
+                f"is of the cross-entropy of sft and pretrain, which method {method} does not have; leave it out{own}",
+            )
+        if train.train_on != "assistant":
+            raise WrongField(
+                "train_on",
+                f"is for method sft; with method {method} the answers are trained and their prompts are not; leave it out",
+            )
+        return train
+
     @field_validator("eval")
     @classmethod
     def _evaluations_are_possible(cls, given: EvalSpec, info: ValidationInfo) -> EvalSpec:
@@ -134,6 +201,19 @@ class JobSpec(Section):
         if problem := problem_with_evaluation(given, has_main_set=has_main_set, trains_on_prompts=answers_all):
             raise problem
         return given
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _only_adapters_are_merged(cls, checkpoint: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        # Absent where it was refused itself.
+        train = info.data.get("train")
+        if checkpoint.export != "adapter" and train is not None and train.trainable != LORA:
+            raise WrongField(
+                "export",
+                f"is {checkpoint.export}, which is for adapters, and this job trains none; its checkpoints hold the whole model anyway: "
+                "leave export out, or set train.trainable: lora",
+            )
+        return checkpoint
 
     @field_validator("eval_fraction")
     @classmethod
@@ -166,6 +246,35 @@ class JobSpec(Section):
     def in_project(self, project: str) -> JobSpec:
         """Return the spec with its project filled in, which does not count as given."""
         return self.model_construct(_fields_set=set(self.model_fields_set), **{**dict(self), "project": project})
+
+
+def check_kinds(spec: JobSpec, kind: str, of_sets: Mapping[str, str]) -> None:
+    """Check the kinds (text, preference, kto or samples) of a job's data and of its eval sets, by their names in the spec.
+
+    Text can be evaluated in jobs of every method; only there tokens have an accuracy, and only there prompts are answered.
+
+    Raises:
+        InvalidSpec: the method does not learn from data of such a kind, or a figure is asked for that the set does not have.
+    """
+    check_kind(spec.method, kind, spec.dataset)
+    kinds = {name: of_sets.get(name, kind) for name in spec.eval_sets}
+    for name, of_set in kinds.items():
+        if of_set != "text":
+            check_kind(spec.method, of_set, spec.eval.sets.get(name, spec.eval_dataset or spec.dataset))
+    generate, (judged, figure) = spec.eval.generate, spec.eval.judged
+    if generate is not None and kinds[generate.set] != "text":
+        problem = (
+            f"eval.generate.set is {generate.set!r}, whose data is of kind {kinds[generate.set]}; use one of kind text"
+        )
+        raise InvalidSpec.of("eval.generate.set", problem)
+    if figure == ACCURACY and kinds[judged] != "text":
+        problem = f"eval.best_by is {spec.eval.best_by!r}, and data of kind {kinds[judged]} has no accuracy; use {judged}.loss"
+        raise InvalidSpec.of("eval.best_by", problem)
+
+
+def needs_references(spec: JobSpec) -> bool:
+    """Return whether the job's method compares with the log-probabilities of the weights that the job starts with."""
+    return spec.method in ("dpo", "ipo", "kto") or (spec.method == "policy" and spec.policy.kl_coefficient > 0)
 
 
 def job_schema() -> dict[str, Any]:

@@ -14,18 +14,21 @@ from horizon_server.spec.fields import (
     MAX_LR_SCALE,
     MAX_STEPS,
     Section,
+    WrongField,
+    absent_as_empty,
     boolean_as_text,
     list_as_tuple,
     switch_as_text,
     text_as_list,
 )
+from horizon_server.spec.lora import NOT, LoraSpec
 from horizon_server.spec.words import RULE
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 EVERYTHING = ("all",)
 """`train.trainable` of a job that trains every parameter."""
-NOT = "!"
-"""Before an expression of `train.trainable` that takes tensors away."""
+LORA = ("lora",)
+"""`train.trainable` of a job that trains adapters next to the frozen model."""
 # Named, because a preview takes the same choice without being a job.
 TrainOn = Literal["assistant", "last-assistant", "all"]
 LrSchedule = Literal["constant", "linear", "cosine", "cosine_with_min_lr", "wsd"]
@@ -161,14 +164,16 @@ class TrainSpec(Section):
         default=EVERYTHING,
         min_length=1,
         max_length=MAX_EXPRESSIONS,
-        description="What is trained: all, or regular expressions that are found in tensors' names, each adding tensors or, after a !, "
-        "taking some away: [layers\\.1[0-9]\\., norm] trains layers 10 to 19 and all norms, [!embed_tokens] all but the embedding. The "
-        "others are frozen: they take 2 bytes of host memory a parameter where the model has them in bfloat16, else 4, instead of 12 to "
-        "16, and no gradient of theirs is computed. What comes before the first trained tensor has no backward.",
+        description="What is trained: all; lora, adapters of low rank next to a frozen model, as train.lora says; or regular expressions "
+        "that are found in tensors' names, each adding tensors or, after a !, taking some away: [layers\\.1[0-9]\\., norm] trains layers "
+        "10 to 19 and all norms, [!embed_tokens] all but the embedding. What is frozen takes 2 bytes of host memory a parameter where the "
+        "model has it in bfloat16, else 4, instead of 12 to 16, and no gradient of it is computed. What comes before the first trained "
+        "tensor has no backward.",
         json_schema_extra={
-            RULE: f"all, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
+            RULE: f"all, lora, or a list of 1 to {MAX_EXPRESSIONS} regular expressions of up to {MAX_EXPRESSION_CHARS} characters"
         },
     )
+    lora: Annotated[LoraSpec, absent_as_empty] = LoraSpec()
 
     @field_validator("trainable")
     @classmethod
@@ -176,7 +181,22 @@ class TrainSpec(Section):
         for expression in trainable:
             if problem := problem_of(expression.removeprefix(NOT)):
                 raise ValueError(problem)
+        if len(trainable) > 1 and LORA[0] in trainable:
+            raise ValueError("holds lora and expressions; keep either lora or the expressions")
         return trainable
+
+    @field_validator("lora")
+    @classmethod
+    def _adapters_only_where_they_are_trained(cls, lora: LoraSpec, info: ValidationInfo) -> LoraSpec:
+        trainable = info.data.get("trainable")
+        changed = next((name for name in LoraSpec.model_fields if getattr(lora, name) != getattr(LoraSpec(), name)), "")
+        # Absent where it was refused itself.
+        if changed and trainable not in (None, LORA):
+            raise WrongField(
+                changed,
+                "is for adapters, which this job does not train; set train.trainable: lora or leave train.lora out",
+            )
+        return lora
 
     @model_validator(mode="before")
     @classmethod

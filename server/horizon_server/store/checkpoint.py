@@ -6,6 +6,9 @@ the moments, the trainer's state and the manifest:
 * F32: the master itself, and nothing else;
 * BF16: the master rounded half to even, as torch rounds; in addition `lo`, and one bit per weight where `hi` was rounded the other way;
 * F16: the master rounded half to even, which training cannot use; in addition `hi` and `lo`.
+
+A checkpoint of a job that trains adapters holds these and their moments alone, as a PEFT folder in F32, and names the frozen model by its
+digest. With `export` merged or both it has that model with the adapters merged into it as well; `checkpoint_parts` says where.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import math
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +34,31 @@ from horizon_formats.model_files import companion_files
 from horizon_server import progress
 from horizon_server.durable import durable_folder
 from horizon_server.errors import InvalidModel
+from horizon_server.store.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_STEM,
+    PEFT_PREFIX,
+    AdapterConfig,
+    adapter_config_text,
+    read_adapter_folder,
+)
+from horizon_server.store.checkpoint_parts import ADAPTER_PREFIX, MERGED_PREFIX, Export, adapter_part
 from horizon_server.store.host_store import HostStore, merge_master, split_master
-from horizon_server.store.layout import TensorLayout
+from horizon_server.store.layout import StoreLayout, TensorLayout
 from horizon_server.store.manifest import (
     TRAINER_FOLDER,
+    BaseModel,
     FileRecord,
     Manifest,
     read_manifest,
     record_file,
     write_manifest,
 )
+from horizon_server.store.merging import CONFIG_DTYPES as _CONFIG_NAMES
+from horizon_server.store.merging import DTYPE_OF_EXPORT as _ASKED_FOR
+from horizon_server.store.merging import ExportDtype, merged_bytes, write_merged
 from horizon_server.store.model_files import CONFIG_FILE, read_config
+from horizon_server.store.model_load import load_model
 from horizon_server.store.safetensors_files import (
     DEFAULT_SHARD_BYTES,
     DTYPE_BYTES,
@@ -53,13 +71,7 @@ from horizon_server.store.safetensors_files import (
 )
 from horizon_server.version import VERSION
 
-ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
-
 STATE_FILE = f"{TRAINER_FOLDER}/trainer_state.json"
-
-# The formats that a model folder can have: by their names in the job's spec and in config.json.
-_ASKED_FOR: Mapping[ExportDtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-_CONFIG_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 # The stems of the safetensors files: the model's own, and those under trainer/.
 _MODEL, _ROUNDING = "model", "rounding"
@@ -76,6 +88,20 @@ _PIECE_ELEMENTS = 1 << 19
 _TIE = -32768
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterExport:
+    """How the checkpoints of a job that trains adapters are written.
+
+    `base_sha256` gives the digest of the model, once it is needed. `module_prefix` is what the model's class has before the names of the
+    folder's tensors, such as `transformer.` where the folder was saved without it.
+    """
+
+    config: AdapterConfig
+    base_sha256: Callable[[], str]
+    module_prefix: str = ""
+    export: Export = "adapter"
+
+
 def save_checkpoint(
     store: HostStore,
     target: Path,
@@ -85,32 +111,48 @@ def save_checkpoint(
     dtype: ExportDtype = "source",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     min_free_bytes: int | None = None,
+    adapter: AdapterExport | None = None,
 ) -> Manifest:
     """Write the folder `target`: whole, checksummed and on disk when this returns, or not there at all.
 
     Config and tokenizer come from the model folder `source`, and with dtype "source" each tensor's format. Nothing may update the
-    store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk.
+    store meanwhile. `min_free_bytes` of the disk stay free; None takes the default for the disk. `adapter` is needed where the store has
+    adapters; the model that they are merged into is then `source`.
 
     Raises:
         AlreadyExists: `target` is there already.
         DiskFull: there is not enough space; nothing is left there.
         InvalidModel: `source` has no readable config.json or weights.
     """
-    dtypes = _export_dtypes(store, source, dtype)
-    config, companions = _config(source, store, dtypes), companion_files(source)
-    groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes))}
+    assert (adapter is not None) == _has_adapters(store.layout), "adapters are written as the job says"
+    dtypes = _export_dtypes(store, source, dtype) if adapter is None else _adapter_dtypes(store.layout)
+    companions = companion_files(source)
+    groups = {stem: tensors for stem in _STEMS if (tensors := _tensor_bytes(store, stem, dtypes, adapter))}
     needed_bytes = _SMALL_FILES_BYTES + sum((source / name).stat().st_size for name in companions)
     needed_bytes += sum(t.size_bytes + _ENTRY_BYTES + len(t.name) for tensors in groups.values() for t in tensors)
+    if adapter is not None and adapter.export != "adapter":
+        needed_bytes += merged_bytes(source, dtype)
+    # Before anything is written: it may take long the first time.
+    base = None if adapter is None else BaseModel(model=adapter.config.base, sha256=adapter.base_sha256())
+    model_prefix = "" if adapter is None else ADAPTER_PREFIX[adapter.export]
     files: dict[str, FileRecord] = {}
     with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=min_free_bytes) as folder:
 
         def write_group(stem: str) -> dict[str, FileRecord]:
-            prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
-            written = write_sharded(folder / prefix, stem, groups[stem], shard_bytes=shard_bytes)
-            return {f"{prefix}{name}": record for name, record in written.items()}
+            prefix = model_prefix if stem == _MODEL else f"{TRAINER_FOLDER}/"
+            name = ADAPTER_STEM if stem == _MODEL and adapter is not None else stem
+            # PEFT reads no shards.
+            most_bytes = shard_bytes if name == stem else sum(tensor.size_bytes for tensor in groups[stem])
+            return _below(prefix, write_sharded(folder / prefix, name, groups[stem], shard_bytes=most_bytes))
 
         (folder / TRAINER_FOLDER).mkdir()
-        files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (folder / model_prefix).mkdir(parents=True, exist_ok=True)
+        if adapter is None:
+            config = _config(source, store, dtypes)
+            files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        else:
+            name, text = f"{model_prefix}{ADAPTER_CONFIG_FILE}", _adapter_config(store.layout, adapter)
+            files[name] = write_text(folder / name, text)
         for name in companions:
             (folder / name).parent.mkdir(exist_ok=True)
             # Contents only: a read-only source must not make the checkpoint undeletable.
@@ -120,23 +162,41 @@ def save_checkpoint(
         with ThreadPoolExecutor(max_workers=len(groups)) as pool:
             for written in pool.map(write_group, groups):
                 files |= written
+        if adapter is not None and adapter.export != "adapter":
+            prefix, merged = MERGED_PREFIX[adapter.export], read_adapter_folder(folder / model_prefix)
+            (folder / prefix).mkdir(exist_ok=True)
+            found = write_merged(folder / prefix, base=source, adapter=merged, dtype=dtype, shard_bytes=shard_bytes)
+            files |= _below(prefix, found)
         files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(trainer_state, indent=2) + "\n")
         versions = {"horizon": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-        manifest = Manifest(files=dict(sorted(files.items())), versions=versions)
+        manifest = Manifest(files=dict(sorted(files.items())), versions=versions, base=base)
         write_manifest(folder, manifest)
     return manifest
 
 
-def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
+def load_checkpoint(
+    store: HostStore, folder: Path, *, base: Path | None = None, base_sha256: Callable[[], str] | None = None
+) -> dict[str, Any]:
     """Restore every plane bit by bit, checking every file against the manifest on the way; returns the trainer's state.
 
     Names, shapes and sizes are checked before anything is written. When a checksum fails later on, the store's
-    contents are undefined and must not be trained on.
+    contents are undefined and must not be trained on. Where the store has adapters, its frozen weights come from the model folder `base`,
+    whose digest `base_sha256` gives.
 
     Raises:
         InvalidModel: the folder is not a checkpoint, is truncated, belongs to another model, or a file's checksum fails; it is named.
     """
     manifest = read_manifest(folder)
+    if _has_adapters(store.layout) != (manifest.base is not None):
+        held = "the whole model" if manifest.base is None else "adapters only"
+        raise InvalidModel(f"{folder} is a checkpoint of {held}, which this job does not train; use another checkpoint")
+    if manifest.base is not None:
+        assert base is not None and base_sha256 is not None, "adapters have a base"
+        if (found := base_sha256()) != manifest.base.sha256:
+            raise InvalidModel(
+                f"the model {manifest.base.model} is not the one that the checkpoint's adapters were trained on: its digest is "
+                f"{found[:12]}, not {manifest.base.sha256[:12]}; restore the model's files, or submit a new job"
+            )
     for name, record in manifest.files.items():
         if not (folder / name).is_file():
             raise InvalidModel(f"{folder / name} is missing from the checkpoint; use another checkpoint")
@@ -145,6 +205,9 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
                 f"{folder / name} has {size_bytes} bytes, its manifest says {record.size_bytes}; it is truncated; use another checkpoint"
             )
     contents = _plan_reads(store, folder, manifest)
+    if manifest.base is not None:
+        assert base is not None
+        load_model(store, base)
 
     def restore(name: str) -> None:
         file, content = folder / name, contents.get(name)
@@ -161,6 +224,34 @@ def load_checkpoint(store: HostStore, folder: Path) -> dict[str, Any]:
     state = json.loads((folder / STATE_FILE).read_bytes())
     assert isinstance(state, dict), "the trainer's state was written as an object"
     return state
+
+
+def _has_adapters(layout: StoreLayout) -> bool:
+    return any(place.adapts for _, place in layout.tensors())
+
+
+def _held(layout: StoreLayout) -> list[TensorLayout]:
+    """What a checkpoint holds: the adapters, or where there are none, everything."""
+    places = [place for _, place in layout.tensors()]
+    return [place for place in places if place.adapts] or places
+
+
+def _adapter_dtypes(layout: StoreLayout) -> dict[str, str]:
+    # They are small, and exact so.
+    return {place.name: "F32" for place in _held(layout)}
+
+
+def _adapter_config(layout: StoreLayout, adapter: AdapterExport) -> str:
+    weights = {place.name for _, place in layout.tensors() if not place.adapts and place.name.endswith(".weight")}
+    adapted = {place.adapts for place in _held(layout)}
+    modules, targets = (
+        [adapter.module_prefix + name.removesuffix(".weight") for name in names] for names in (weights, adapted)
+    )
+    return adapter_config_text(adapter.config, targets, modules)
+
+
+def _below(prefix: str, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    return {f"{prefix}{name}": record for name, record in files.items()}
 
 
 def _export_dtypes(store: HostStore, source: Path, wanted: ExportDtype) -> dict[str, str]:
@@ -184,16 +275,21 @@ def _config(source: Path, store: HostStore, dtypes: Mapping[str, str]) -> dict[s
     return config | {"dtype": _CONFIG_NAMES[sizes.most_common(1)[0][0]]}
 
 
-def _tensor_bytes(store: HostStore, stem: str, dtypes: Mapping[str, str]) -> list[TensorBytes]:
+def _tensor_bytes(
+    store: HostStore, stem: str, dtypes: Mapping[str, str], adapter: AdapterExport | None
+) -> list[TensorBytes]:
     """The tensors of the files of a stem, which may be none."""
     tensors = []
-    for _, place in store.layout.tensors():
+    for place in _held(store.layout):
         if (form := _form(stem, place, dtypes[place.name])) is None:
             continue
         dtype, shape = form
         size_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
         pieces = partial(_pieces, store, place.name, stem, dtype)
-        tensors.append(TensorBytes(name=place.name, dtype=dtype, shape=shape, size_bytes=size_bytes, pieces=pieces))
+        name = place.name
+        if stem == _MODEL and adapter is not None:
+            name = f"{PEFT_PREFIX}{adapter.module_prefix}{name}"
+        tensors.append(TensorBytes(name=name, dtype=dtype, shape=shape, size_bytes=size_bytes, pieces=pieces))
     return tensors
 
 
@@ -244,15 +340,19 @@ def _plan_reads(store: HostStore, folder: Path, manifest: Manifest) -> dict[str,
     """For every safetensors file: its stem and its tensors in file order."""
     contents: dict[str, tuple[str, list[TensorHeader]]] = {}
     dtypes: dict[str, str] = {}
+    held, of_adapter = _held(store.layout), adapter_part(manifest.files)
     for stem in _STEMS:
         prefix = "" if stem == _MODEL else f"{TRAINER_FOLDER}/"
         is_there = any(name.startswith(f"{prefix}{stem}") and name.endswith(".safetensors") for name in manifest.files)
         if stem == _ROUNDING and not is_there:
             continue  # Format 1 exported `hi` itself.
-        wanted = {t.name: form for _, t in store.layout.tensors() if (form := _form(stem, t, dtypes.get(t.name, "")))}
+        wanted = {t.name: form for t in held if (form := _form(stem, t, dtypes.get(t.name, "")))}
         if not wanted:
             continue
-        headers = read_safetensors_headers(folder / prefix, stem=stem)
+        if stem == _MODEL and of_adapter is not None:
+            headers = read_adapter_folder(folder / of_adapter).tensors(wanted)
+        else:
+            headers = read_safetensors_headers(folder / prefix, stem=stem)
         if differing := sorted(set(wanted) ^ set(headers)):
             raise InvalidModel(f"{folder} is a checkpoint of another model: {differing[0]} is in only one of the two")
         for name, (dtype, shape) in wanted.items():

@@ -15,17 +15,27 @@ import torch
 
 from horizon_server.errors import InvalidModel
 from horizon_server.store import generations as generations_plane
-from horizon_server.store import native, planes, reference
+from horizon_server.store import native, packing, planes, reference
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.generations import Generations
 from horizon_server.store.layout import StoreLayout, UnitLayout, plane_sizes
 
-_PLANE_DTYPES = {"hi": torch.bfloat16, "lo": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-_COMPONENTS = {"hi": "weights", "lo": "weights", "exp_avg": "moments", "exp_avg_sq": "moments", "grad": "gradients"}
+_PLANE_DTYPES = {
+    "hi": torch.bfloat16, "lo": torch.int16, "packed": torch.uint8, "exp_avg": torch.float32, "exp_avg_sq": torch.float32,
+}  # fmt: skip
+_COMPONENTS = {
+    "hi": "weights",
+    "lo": "weights",
+    "packed": "weights",
+    "exp_avg": "moments",
+    "exp_avg_sq": "moments",
+    "grad": "gradients",
+}
 
 
 class HostStore:
-    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), and `grad` where updates are deferred.
+    """Planes `hi` (bf16), `lo` (int16), `exp_avg` and `exp_avg_sq` (fp32), `grad` where updates are deferred, and `packed` (uint8) where
+    frozen weights are kept in fewer bits.
 
     `fds` are the planes' descriptors, to attach another store to the same memory; `blank` names the planes that hold zeros only.
     `generations` says which updates the units have.
@@ -95,7 +105,7 @@ class HostStore:
         return cls(layout, fds, grad_dtype=grad_dtype, owns_fds=False, num_threads=0)
 
     def plane(self, name: str) -> torch.Tensor:
-        """A whole plane. Shapes: [layout.num_elements] for `hi`, less for a plane that holds no frozen tensors."""
+        """A whole plane. Shapes: [layout.num_elements] for `hi` where nothing is packed, less for a plane that holds no frozen tensors."""
         # The caller may write to the view.
         self.blank.discard(name)
         return self._planes[name]
@@ -108,7 +118,8 @@ class HostStore:
     def flat(self, name: str, plane: str) -> torch.Tensor:
         """One parameter in a plane that holds it. Shapes: [parameter.num_elements]."""
         unit, place = self.layout.find(name)
-        assert plane == "hi" or (place.exact if plane == "lo" else place.trained), f"{plane} does not hold {name}"
+        holds = {"hi": place.packing == "none", "lo": place.exact}.get(plane, place.trained)
+        assert holds, f"{plane} does not hold {name}"
         return self.plane(plane).narrow(0, self._offset(unit, plane) + place.offset, place.num_elements)
 
     def tensor(self, name: str, plane: str) -> torch.Tensor:
@@ -123,10 +134,29 @@ class HostStore:
 
     def merge_master(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
         """Write the exact fp32 master of one unit, padding included, into `out`. Shapes: [unit.num_elements]."""
-        hi, lo = self.unit(index, "hi"), self.unit(index, "lo")
+        self.merge_unpacked(index, out, num_threads=num_threads)
+        if self.layout.units[index].packed_bytes:
+            self.unpack(index, self.unit(index, "packed"), out)
+
+    def merge_unpacked(self, index: int, out: torch.Tensor, *, num_threads: int = 1) -> None:
+        """Like `merge_master`, for the unit's first part alone: what is not packed of it, or as much of that as `out` is long."""
+        hi, lo = (self.unit(index, plane)[: len(out)] for plane in ("hi", "lo"))
         num_exact = len(lo)
         merge_master(hi[:num_exact], lo, out[:num_exact], num_threads=num_threads)
-        out[num_exact:].copy_(hi[num_exact:])
+        out[num_exact : len(hi)].copy_(hi[num_exact:])
+
+    def unpack(self, index: int, block: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the values of a unit's packed tensors to their places in `out`, in its dtype. `block` is the unit's part of the `packed`
+        plane, or a copy of it where `out` is.
+
+        Shapes: [unit.packed_bytes] and [unit.num_elements]. CUDA: launches on the current stream.
+        """
+        unit = self.layout.units[index]
+        for place in unit.tensors:
+            if place.packing != "none":
+                packing.unpack(
+                    place, block, unit.packed_parts[place.name], out[place.offset : place.offset + place.num_elements]
+                )
 
     def exact(self, index: int, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The exact fp32 master of a part of a unit, contiguous; `read` cuts the part out of a plane of the unit."""
@@ -148,13 +178,21 @@ class HostStore:
 
     def write_master(self, name: str, tensor: torch.Tensor) -> None:
         """Set one parameter from any floating dtype, exactly where fp32 holds it (`reference` has the guards), or where bf16 does if it
-        has no `lo` half.
+        has no `lo` half; a packed one as near as its bits allow.
         """
         _, place = self.layout.find(name)
         assert tuple(tensor.shape) == place.shape, f"{name}: {tuple(tensor.shape)} given, {place.shape} stored"
         master = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().view(-1)
+        if place.packing != "none":
+            self.write_packed(name, master)
+            return
         hi = self.flat(name, "hi")
         split_master(master, hi, self.flat(name, "lo") if place.exact else torch.empty(len(hi), dtype=torch.int16))
+
+    def write_packed(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
+        """Pack elements of one parameter from `start` on, as `packing.pack` does. Shapes: flat, fp32."""
+        unit, place = self.layout.find(name)
+        packing.pack(values, place, self.unit(unit.index, "packed"), unit.packed_parts[name], start=start)
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory by component: weights, moments, gradients."""

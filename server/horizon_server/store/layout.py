@@ -2,8 +2,9 @@
 
 It reads parameter names and shapes only, and knows no architecture by name.
 
-A unit's tensors come in three groups: those that are trained, frozen ones whose exact value takes both halves, and frozen ones that
-bfloat16 holds exactly. So what a plane holds of a unit is always its first part, and one offset of a tensor serves all planes.
+A unit's tensors come in four groups: those that are trained, frozen ones whose exact value takes both halves, frozen ones that
+bfloat16 holds exactly, and packed ones. So what a plane holds of a unit is always its first part, and one offset of a tensor serves all
+planes and the device; but packed tensors have a plane of their own.
 
 Units: offsets and sizes are elements unless a name says bytes.
 Source: Horizon-LM (arXiv 2602.04816) for the flat layer-contiguous store.
@@ -22,7 +23,7 @@ from typing import Literal
 from horizon_server.errors import InvalidModel
 from horizon_server.store.safetensors_files import TensorHeader, list_number
 
-# Bytes per parameter of the planes every store has; the transient `grad` plane comes on top.
+# Bytes per parameter of the planes every store has; `grad` and `packed` come on top where they are wanted.
 PLANE_BYTES: Mapping[str, int] = {"hi": 2, "lo": 2, "exp_avg": 4, "exp_avg_sq": 4}
 
 # 64 bytes in bf16: one cache line and one AVX-512 register.
@@ -31,6 +32,13 @@ TENSOR_ALIGN_ELEMENTS = 32
 UNIT_ALIGN_ELEMENTS = 2048
 
 UnitKind = Literal["embedding", "layer", "head"]
+# How a frozen tensor is kept: as it is computed with, or in fewer bits (`store.packing`).
+Packing = Literal["none", "int8", "nf4"]
+NF4_BLOCK, BLOCKS_PER_GROUP = 64, 256
+PACKED_PIECE_ELEMENTS = 1 << 22
+"""Of a tensor, packed or unpacked at once: a multiple of a group's."""
+# Packed codes and scales begin at multiples of this.
+_PACKED_ALIGN_BYTES = 64
 # What weight decay applies to: what the Hugging Face Trainer decays; the matrices of layers and head; every parameter.
 DecayRule = Literal["trainer", "matrices", "all"]
 
@@ -61,7 +69,8 @@ _TRAINABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
 class TensorLayout:
     """One parameter. `offset` counts from its unit's first element; `decay` says whether weight decay applies to it, and `lr_scale`
     multiplies its learning rate. A tensor that is not `trained` has no moments and no gradient; one that is not `exact` has no `lo` half
-    either, because `hi` holds its value.
+    either, because `hi` holds its value; and one that is packed is in the `packed` plane alone. A tensor of an adapter `adapts` the weight
+    of that name, and is in no model folder.
     """
 
     name: str
@@ -72,11 +81,22 @@ class TensorLayout:
     trained: bool = True
     exact: bool = True
     lr_scale: float = 1.0
+    adapts: str = ""
+    packing: Packing = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPart:
+    """Where a packed tensor is in its unit's block of the `packed` plane, in bytes. Only nf4 has `group_scales`."""
+
+    codes: slice
+    scales: slice
+    group_scales: slice
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitLayout:
-    """The streaming grain: one block of each plane. `offset` counts from the start of the `hi` plane; sizes are padded."""
+    """The streaming grain: one block of each plane. `num_elements` is the unit's padded size where it is computed with."""
 
     name: str
     kind: UnitKind
@@ -95,9 +115,47 @@ class UnitLayout:
         """Of the part whose values take both halves."""
         return self._end_of([tensor for tensor in self.tensors if tensor.exact])
 
+    @cached_property
+    def unpacked_elements(self) -> int:
+        """Of the part whose values are in `hi`."""
+        return self._end_of([tensor for tensor in self.tensors if tensor.packing == "none"])
+
+    @cached_property
+    def packed_parts(self) -> dict[str, PackedPart]:
+        """Where each packed tensor is in the unit's block of the `packed` plane, by name."""
+        parts: dict[str, PackedPart] = {}
+        end = 0
+
+        def taken(num_bytes: int) -> slice:
+            nonlocal end
+            found = slice(end, end + num_bytes)
+            end += -(-num_bytes // _PACKED_ALIGN_BYTES) * _PACKED_ALIGN_BYTES
+            return found
+
+        for tensor in self.tensors:
+            if tensor.packing == "int8":
+                num_rows = tensor.num_elements // tensor.shape[-1]
+                parts[tensor.name] = PackedPart(
+                    codes=taken(tensor.num_elements), scales=taken(2 * num_rows), group_scales=slice(0)
+                )
+            elif tensor.packing == "nf4":
+                num_blocks = -(-tensor.num_elements // NF4_BLOCK)
+                parts[tensor.name] = PackedPart(
+                    codes=taken(-(-tensor.num_elements // 2)),
+                    scales=taken(num_blocks),
+                    group_scales=taken(4 * -(-num_blocks // BLOCKS_PER_GROUP)),
+                )
+        return parts
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Of the unit's block of the `packed` plane, padded."""
+        return _padded(max((max(p.scales.stop, p.group_scales.stop) for p in self.packed_parts.values()), default=0))
+
     def elements_in(self, plane: str) -> int:
         """How much of the unit a plane holds, from its beginning."""
-        return {"hi": self.num_elements, "lo": self.exact_elements}.get(plane, self.trained_elements)
+        found = {"hi": self.unpacked_elements, "lo": self.exact_elements, "packed": self.packed_bytes}
+        return found.get(plane, self.trained_elements)
 
     def _end_of(self, tensors: Sequence[TensorLayout]) -> int:
         end = max((tensor.offset + tensor.num_elements for tensor in tensors), default=0)
@@ -106,7 +164,7 @@ class UnitLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLayout:
-    """The whole store: embedding, layers in order, head. `num_elements` is the length of the `hi` plane with padding."""
+    """The whole store: embedding, layers in order, head. `num_elements` is that of all units, with padding."""
 
     units: tuple[UnitLayout, ...]
     num_elements: int
@@ -153,7 +211,7 @@ class StoreLayout:
     def offset_in(self, plane: str, unit: UnitLayout) -> int:
         """Where a unit starts in a plane. A `grad` plane has no room for an embedding whose gradient is kept as rows."""
         left_out = self.units[0].trained_elements if plane == "grad" and self.has_row_gradients else 0
-        return self._offsets[plane if plane in ("hi", "lo") else "trained"][unit.index] - left_out
+        return self._offsets[plane if plane in ("hi", "lo", "packed") else "trained"][unit.index] - left_out
 
     def find(self, name: str) -> tuple[UnitLayout, TensorLayout]:
         """The unit and the tensor of a parameter name; KeyError where the store has none."""
@@ -167,7 +225,7 @@ class StoreLayout:
 
     @cached_property
     def _offsets(self) -> dict[str, list[int]]:
-        sizes = {plane: [unit.elements_in(plane) for unit in self.units] for plane in ("hi", "lo", "trained")}
+        sizes = {plane: [unit.elements_in(plane) for unit in self.units] for plane in ("hi", "lo", "packed", "trained")}
         return {plane: list(accumulate(found, initial=0)) for plane, found in sizes.items()}
 
     @cached_property
@@ -215,21 +273,26 @@ def build_layout(shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, tied
 def with_decay(layout: StoreLayout, rule: DecayRule) -> StoreLayout:
     """The same layout with weight decay on other parameters."""
     units = (
-        replace(unit, tensors=tuple(replace(t, decay=_decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
+        replace(unit, tensors=tuple(replace(t, decay=decays(t.name, t.shape, unit.kind, rule)) for t in unit.tensors))
         for unit in layout.units
     )
     return replace(layout, units=tuple(units))
 
 
 def with_trained(
-    layout: StoreLayout, is_trained: Callable[[str], bool], *, is_bfloat16: Callable[[str], bool]
+    layout: StoreLayout,
+    is_trained: Callable[[str], bool],
+    *,
+    is_bfloat16: Callable[[str], bool],
+    packing_of: Callable[[str], Packing] = lambda _: "none",
 ) -> StoreLayout:
-    """The layout where only some tensors are trained, by their names; `is_bfloat16` tells which of the others bfloat16 holds exactly.
+    """The layout where only some tensors are trained, by their names; `is_bfloat16` tells which of the others bfloat16 holds exactly, and
+    `packing_of` how they are packed.
 
     Raises:
         ValueError: nothing is trained.
     """
-    found = _grouped(layout, is_trained, is_bfloat16=is_bfloat16)
+    found = _grouped(layout, is_trained, is_bfloat16=is_bfloat16, packing_of=packing_of)
     if not any(unit.trained_elements for unit in found.units):
         raise ValueError("nothing is trained")
     return found
@@ -237,23 +300,34 @@ def with_trained(
 
 def weights_only(layout: StoreLayout, *, is_bfloat16: Callable[[str], bool]) -> StoreLayout:
     """The layout for weights that are read and never trained: without moments, and without a second half where bfloat16 is exact."""
-    return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16)
+    return _grouped(layout, lambda _: False, is_bfloat16=is_bfloat16, packing_of=lambda _: "none")
 
 
 def _grouped(
-    layout: StoreLayout, is_trained: Callable[[str], bool], *, is_bfloat16: Callable[[str], bool]
+    layout: StoreLayout,
+    is_trained: Callable[[str], bool],
+    *,
+    is_bfloat16: Callable[[str], bool],
+    packing_of: Callable[[str], Packing],
 ) -> StoreLayout:
     units: list[UnitLayout] = []
     offset = 0
     for unit in layout.units:
-        groups: dict[tuple[bool, bool], list[TensorLayout]] = {(True, True): [], (False, True): [], (False, False): []}
+        found: list[TensorLayout] = []
         for tensor in unit.tensors:
             trained = is_trained(tensor.name)
-            exact = trained or not is_bfloat16(tensor.name)
-            groups[trained, exact].append(replace(tensor, trained=trained, exact=exact))
+            packing = "none" if trained else packing_of(tensor.name)
+            exact = trained or (packing == "none" and not is_bfloat16(tensor.name))
+            found.append(replace(tensor, trained=trained, exact=exact, packing=packing))
         tensors: list[TensorLayout] = []
         size = 0
-        for group in groups.values():
+        for trained, exact, packed in (
+            (True, True, False),
+            (False, True, False),
+            (False, False, False),
+            (False, False, True),
+        ):
+            group = [t for t in found if (t.trained, t.exact, t.packing != "none") == (trained, exact, packed)]
             placed, end = _placed(group, size)
             tensors += placed
             size = end
@@ -272,8 +346,11 @@ def with_lr_scales(layout: StoreLayout, scales: Mapping[str, float]) -> StoreLay
 
 
 def plane_sizes(layout: StoreLayout, *, grad_dtype_bytes: int) -> dict[str, int]:
-    """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0."""
-    bytes_per_element, last = {**PLANE_BYTES, "grad": grad_dtype_bytes}, layout.units[-1]
+    """Bytes of every plane by name, to size its memory file; without a `grad` plane where `grad_dtype_bytes` is 0, and without a
+    `packed` one where nothing is packed.
+    """
+    is_packed = any(unit.packed_bytes for unit in layout.units)
+    bytes_per_element, last = {**PLANE_BYTES, "packed": int(is_packed), "grad": grad_dtype_bytes}, layout.units[-1]
     # No memory file is empty, also where only the table is trained, whose gradient is not in the plane.
     return {
         plane: max(UNIT_ALIGN_ELEMENTS, layout.offset_in(plane, last) + last.elements_in(plane)) * size
@@ -325,7 +402,8 @@ def _order_in_unit(name: str, shape: tuple[int, ...], prefix: str) -> tuple[str,
     return (match[1], int(match[2]), shape, match[3]) if match else (inner, -1, (), "")
 
 
-def _decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+def decays(name: str, shape: tuple[int, ...], kind: UnitKind, rule: DecayRule) -> bool:
+    """Whether weight decay applies to a parameter of a unit of this kind."""
     spared_by_name = _TRAINER_SPARES.search(name.lower()) is not None
     if rule == "matrices":
         return len(shape) > 1 and kind != "embedding" and not spared_by_name
@@ -371,7 +449,7 @@ def _place(
             shape=tuple(shapes[name]),
             offset=0,
             num_elements=math.prod(shapes[name]),
-            decay=_decays(name, tuple(shapes[name]), kind, "trainer"),
+            decay=decays(name, tuple(shapes[name]), kind, "trainer"),
         )
         for name in names
     ]

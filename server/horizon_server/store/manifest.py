@@ -18,8 +18,9 @@ from horizon_server.errors import InvalidModel
 
 TRAINER_FOLDER = "trainer"
 MANIFEST_FILE = f"{TRAINER_FOLDER}/manifest.json"
-# Format 1 stored `hi` itself in the model's own files; it is still read.
-FORMAT_VERSION = 2
+# Format 1 stored `hi` itself in the model's own files; it is still read. Format 3 is that of checkpoints that name a base.
+FORMAT_VERSION = 3
+_WITHOUT_BASE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,23 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The frozen model that a checkpoint of adapters belongs to: its name in the job, and its `base_digest.model_digest`."""
+
+    model: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Files by their path relative to the checkpoint, and the versions of the software that wrote them."""
+    """Files by their path relative to the checkpoint, and the versions of the software that wrote them.
+
+    `base` is set where the checkpoint holds adapters and not the model that they are for.
+    """
 
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
+    base: BaseModel | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +59,9 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint folder; it comes last, after every file it names."""
     files = {name: asdict(record) for name, record in manifest.files.items()}
-    document = {"format_version": FORMAT_VERSION, "versions": dict(manifest.versions), "files": files}
+    document: dict[str, Any] = {"format_version": _WITHOUT_BASE, "versions": dict(manifest.versions), "files": files}
+    if manifest.base is not None:
+        document |= {"format_version": FORMAT_VERSION, "base": asdict(manifest.base)}
     replace_file(folder / MANIFEST_FILE, json.dumps(document, indent=2) + "\n")
 
 
@@ -71,6 +86,8 @@ def read_manifest(folder: Path) -> Manifest:
             for name, entry in document["files"].items()
         }
         versions = {str(name): str(version) for name, version in document["versions"].items()}
+        named = document.get("base")
+        base = None if named is None else BaseModel(model=str(named["model"]), sha256=str(named["sha256"]))
     except InvalidModel:
         raise  # the one of above, which is a ValueError too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -78,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     # Names are joined to the folder, and what they name is read.
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise InvalidModel(f"{file} names {outside[0]}, which is outside the checkpoint; use another checkpoint")
-    return Manifest(files=files, versions=versions)
+    return Manifest(files=files, versions=versions, base=base)
 
 
 def is_complete(folder: Path) -> bool:

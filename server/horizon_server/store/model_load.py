@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import torch
 from horizon_server import progress
 from horizon_server.errors import InvalidModel
 from horizon_server.store.adamw import sum_squares
+from horizon_server.store.adapters import LORA_A
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore, split_master
-from horizon_server.store.layout import StoreLayout, is_output_projection, parameter_shapes
+from horizon_server.store.layout import StoreLayout, TensorLayout, is_output_projection, parameter_shapes
 from horizon_server.store.model_files import is_prediction_head, read_config
+from horizon_server.store.packing import piece_elements
 from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
 
 # Elements converted at once by each loading thread: 16 MiB of staging for fp32 files.
@@ -29,18 +33,27 @@ _ZEROED_ELEMENTS = 1 << 26
 _DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def load_model(store: HostStore, folder: Path) -> None:
+def load_model(
+    store: HostStore, folder: Path, *, seed: int = 0, adapters: Mapping[str, TensorHeader] | None = None
+) -> None:
     """Fill the store from a folder's safetensors (bf16, fp16 or fp32; one file or shards) and zero the moments.
 
     Every master is the exact value in the file. All names and shapes are checked before the first byte is written;
-    needs no memory beyond the store and a small staging buffer per thread.
+    needs no memory beyond the store and a small staging buffer per thread. Adapters, which no model folder holds, are read from
+    `adapters`, headers by stored name; without them A is random by `seed` and B zero.
 
     Raises:
         InvalidModel: a tensor is missing, left over, misshapen, of a dtype that cannot be trained, or not finite; it is named.
     """
     headers = read_safetensors_headers(folder)
-    _check(store.layout, headers, folder)
-    tensors = [headers[place.name] for _, place in store.layout.tensors()]
+    own = [place for _, place in store.layout.tensors() if not place.adapts]
+    added = [place for _, place in store.layout.tensors() if place.adapts]
+    _check(store.layout, own, headers, folder)
+    tensors = [headers[place.name] for place in own]
+    if adapters is not None:
+        _check_tensors(added, adapters, next((header.file.parent for header in adapters.values()), folder))
+        tensors += [adapters[place.name] for place in added]
+        added = []
     staging = _Staging()
     # A plane that was never touched is zero already: each byte of the store is written once.
     to_zero = [plane for plane in ("lo", "exp_avg", "exp_avg_sq") if plane not in store.blank]
@@ -52,6 +65,7 @@ def load_model(store: HostStore, folder: Path) -> None:
     with ThreadPoolExecutor(max_workers=min(MAX_THREADS, available_cpus())) as pool:
         list(pool.map(_zero, parts))
         list(pool.map(lambda header: _load_tensor(store, header, staging), tensors))
+        list(pool.map(lambda place: _start_adapter(store, place, seed), added))
 
 
 class _Staging(threading.local):
@@ -62,19 +76,9 @@ class _Staging(threading.local):
         self.master = torch.empty(STAGING_ELEMENTS, dtype=torch.float32)
 
 
-def _check(layout: StoreLayout, headers: Mapping[str, TensorHeader], folder: Path) -> None:
-    wanted = {place.name: place.shape for _, place in layout.tensors()}
-    if missing := sorted(set(wanted) - set(headers)):
-        raise InvalidModel(
-            f"{folder} lacks {_some(missing)}, which the model in its config.json has; config and weights must belong together"
-        )
-    for name, shape in wanted.items():
-        header = headers[name]
-        if header.shape != shape:
-            raise InvalidModel(f"{header.file}: {name} has shape {list(header.shape)}, the model needs {list(shape)}")
-        if header.dtype not in _DTYPES:
-            raise InvalidModel(f"{header.file}: {name} is {header.dtype}; weights must be bfloat16, float16 or float32")
-    left_over = set(headers) - set(wanted)
+def _check(layout: StoreLayout, own: Sequence[TensorLayout], headers: Mapping[str, TensorHeader], folder: Path) -> None:
+    _check_tensors(own, headers, folder)
+    left_over = set(headers) - {place.name for place in own}
     parameters, config = parameter_shapes(headers), read_config(folder) if left_over else {}
     # What the model class leaves out as well: buffers that it computes, a projection that is the embedding, heads for further tokens.
     unknown = [
@@ -89,36 +93,81 @@ def _check(layout: StoreLayout, headers: Mapping[str, TensorHeader], folder: Pat
         )
 
 
+def _check_tensors(places: Sequence[TensorLayout], headers: Mapping[str, TensorHeader], folder: Path) -> None:
+    wanted = {place.name: place.shape for place in places}
+    if missing := sorted(set(wanted) - set(headers)):
+        raise InvalidModel(
+            f"{folder} lacks {_some(missing)}, which the model in its config.json has; config and weights must belong together"
+        )
+    for name, shape in wanted.items():
+        header = headers[name]
+        if header.shape != shape:
+            raise InvalidModel(f"{header.file}: {name} has shape {list(header.shape)}, the model needs {list(shape)}")
+        if header.dtype not in _DTYPES:
+            raise InvalidModel(f"{header.file}: {name} is {header.dtype}; weights must be bfloat16, float16 or float32")
+
+
 def _zero(part: torch.Tensor) -> None:
     part.zero_()
     progress.advance()
 
 
+def _start_adapter(store: HostStore, place: TensorLayout, seed: int) -> None:
+    """The values that a new adapter begins with: A as PEFT has it, B zero, so that the model begins as it is.
+
+    Each tensor has random numbers of its own, so they depend neither on threads nor on which other adapters there are.
+    """
+    hi, lo = store.flat(place.name, "hi"), store.flat(place.name, "lo")
+    if not place.name.endswith(LORA_A):
+        hi.zero_()
+        lo.zero_()
+        return
+    digest = hashlib.blake2b(f"{seed}/{place.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    # kaiming_uniform_(a=sqrt(5)) for [rank, inputs].
+    bound = 1 / math.sqrt(place.shape[1])
+    for start in range(0, place.num_elements, STAGING_ELEMENTS):
+        part = slice(start, start + STAGING_ELEMENTS)
+        values = torch.empty(len(hi[part]), dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        split_master(values, hi[part], lo[part])
+    progress.advance()
+
+
 def _load_tensor(store: HostStore, header: TensorHeader, staging: _Staging) -> None:
-    hi = store.flat(header.name, "hi")
+    place = store.layout.find(header.name)[1]
     dtype = _DTYPES[header.dtype]
+    if dtype is torch.bfloat16 and place.packing == "none":
+        _load_in_place(store.flat(header.name, "hi"), header)
+        return
+    at_once = STAGING_ELEMENTS if place.packing == "none" else piece_elements(place, STAGING_ELEMENTS)
     with header.file.open("rb", buffering=0) as stream:
-        if dtype is torch.bfloat16:
-            # From the file straight into the plane; `lo` stays zero: the file holds no more than `hi` does.
-            memory = memoryview(hi.view(torch.uint8).numpy().data)
-            for start in range(0, len(memory), _IN_PLACE_BYTES):
-                piece = memory[start : start + _IN_PLACE_BYTES]
-                _read_fully(stream.fileno(), piece, header.start + start, header.file)
-                _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
-            return
-        lo = store.flat(header.name, "lo")
-        for offset in range(0, len(hi), STAGING_ELEMENTS):
-            part = slice(offset, offset + STAGING_ELEMENTS)
-            num_elements = len(hi[part])
+        for offset in range(0, place.num_elements, at_once):
+            num_elements = min(at_once, place.num_elements - offset)
             view = memoryview(staging.raw)[: num_elements * dtype.itemsize]
             _read_fully(stream.fileno(), view, header.start + offset * dtype.itemsize, header.file)
             values = torch.frombuffer(staging.raw, dtype=dtype, count=num_elements)
-            split_master(staging.master[:num_elements].copy_(values), hi[part], lo[part])
-            _require_finite(hi[part], header)
+            master = staging.master[:num_elements].copy_(values)
+            if place.packing != "none":
+                _require_finite(master, header)
+                store.write_packed(header.name, master, start=offset)
+                continue
+            hi, lo = (store.flat(header.name, plane)[offset : offset + num_elements] for plane in ("hi", "lo"))
+            split_master(master, hi, lo)
+            _require_finite(hi, header)
 
 
-def _require_finite(hi: torch.Tensor, header: TensorHeader) -> None:
-    if hi.numel() and not sum_squares(hi).is_finite:
+def _load_in_place(hi: torch.Tensor, header: TensorHeader) -> None:
+    """From the file straight into the plane; `lo` stays zero: the file holds no more than `hi` does."""
+    memory = memoryview(hi.view(torch.uint8).numpy().data)
+    with header.file.open("rb", buffering=0) as stream:
+        for start in range(0, len(memory), _IN_PLACE_BYTES):
+            piece = memory[start : start + _IN_PLACE_BYTES]
+            _read_fully(stream.fileno(), piece, header.start + start, header.file)
+            _require_finite(hi[start // 2 : (start + len(piece)) // 2], header)
+
+
+def _require_finite(values: torch.Tensor, header: TensorHeader) -> None:
+    if values.numel() and not sum_squares(values).is_finite:
         raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the weights are broken")
 
 

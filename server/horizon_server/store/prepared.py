@@ -1,7 +1,7 @@
 """A prepared dataset on disk: the planes of its tokens, for the writer and the reader.
 
-A folder holds `tokens.safetensors` with three planes and `report.json` with the counts; rows held out for evaluation are in a folder of
-the same kind inside it.
+A folder holds `tokens.safetensors`, with three planes and those that the kind of the data adds, and `report.json` with the kind and the
+counts; rows held out for evaluation are in a folder of the same layout inside it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from horizon_formats.formats import DataKind
 from horizon_server.durable import is_out_of_space, replace_file, sync_folder
 from horizon_server.errors import DiskFull, InvalidData
 from horizon_server.store.safetensors_files import file_header
@@ -29,26 +30,67 @@ REPORT_FILE = "report.json"
 EVALUATION_FOLDER = "evaluation"
 
 # Names and safetensors dtypes. Document d has the tokens from `document_starts[d]` to `document_starts[d + 1]`;
-# `trained[t]` is 1 where token t is a target. Wide elements come first, so that each plane stays aligned in the file.
+# `trained[t]` is 1 where token t is a target.
 PLANES = {"document_starts": "I64", "input_ids": "I32", "trained": "U8"}
+# What a kind adds: a label for each document, numbers for each target in the order of the documents.
+_MORE_PLANES: Mapping[DataKind, Mapping[str, str]] = {
+    DataKind.KTO: {"labels": "I8"},
+    DataKind.SAMPLES: {"old_logprobs": "F32", "advantages": "F32"},
+}
+_WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "U8": 1, "I8": 1}
+
+# Values of the plane `labels`; the objective of KTO has the same. A mismatched document is a prompt with another row's completion.
+DESIRABLE, UNDESIRABLE, MISMATCHED = 1, 0, -1
 
 _COPY_BYTES = 16 * 1024 * 1024
 # Between the name of the folder and a random end: what a killed writer left can be found by its target.
 _PARTIAL = ".tmp-"
 
 
+def planes_of(kind: DataKind) -> dict[str, str]:
+    """Return the names and dtypes of the planes of a kind, in the order of the file: wide elements first, so that each is aligned."""
+    planes = PLANES | dict(_MORE_PLANES.get(kind, {}))
+    return dict(sorted(planes.items(), key=lambda plane: -_WIDTHS[plane[1]]))
+
+
+def group_size_of(kind: DataKind) -> int:
+    """Return how many documents belong together and must be in one step.
+
+    2 for `preference`, chosen before rejected, and for `kto`, a row before the document that joins its prompt with another completion.
+    """
+    return 2 if kind in (DataKind.PREFERENCE, DataKind.KTO) else 1
+
+
 @dataclass(kw_only=True)
 class DocumentColumns:
-    """Documents laid end to end: their tokens, their masks and their lengths."""
+    """Documents laid end to end: their tokens, their masks and their lengths, and what their kind adds (empty for the others)."""
 
     ids: array.array[int] = field(default_factory=lambda: array.array("i"))
     trained: bytearray = field(default_factory=bytearray)
     lengths: array.array[int] = field(default_factory=lambda: array.array("q"))
     num_targets: int = 0
+    labels: array.array[int] = field(default_factory=lambda: array.array("b"))
+    old_logprobs: array.array[float] = field(default_factory=lambda: array.array("f"))
+    advantages: array.array[float] = field(default_factory=lambda: array.array("f"))
 
-    def add(self, ids: array.array[int], trained: bytes, num_targets: int) -> None:
-        """Append one document."""
+    def add(
+        self,
+        ids: array.array[int],
+        trained: bytes,
+        num_targets: int,
+        *,
+        label: int | None = None,
+        old_logprobs: array.array[float] | None = None,
+        advantages: array.array[float] | None = None,
+    ) -> None:
+        """Append one document; `label` of kind `kto`, the numbers, one for each target, of kind `samples`."""
         assert num_targets, "every document has something to train on"
+        if label is not None:
+            self.labels.append(label)
+        if old_logprobs is not None and advantages is not None:
+            assert len(old_logprobs) == len(advantages) == num_targets, "one number for each target"
+            self.old_logprobs += old_logprobs
+            self.advantages += advantages
         self.ids += ids
         # Nothing precedes a document's first token, so it is never a target.
         self.trained += b"\0" + trained[1:]
@@ -59,10 +101,10 @@ class DocumentColumns:
 class DocumentPlanes:
     """The documents of one folder being written, and how many there are."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, kind: DataKind) -> None:
+        self._folder, self._kind = folder, kind
         # Planes grow side by side as raw files and are joined in the end: memory does not follow the size of the dataset.
-        self._raw = {name: (folder / f"{name}.raw").open("wb") for name in PLANES}
+        self._raw = {name: (folder / f"{name}.raw").open("wb") for name in planes_of(kind)}
         self.num_documents = 0
         self.num_tokens = 0
         self.num_targets = 0
@@ -77,6 +119,8 @@ class DocumentPlanes:
         self._raw["document_starts"].write(starts)
         self._raw["input_ids"].write(documents.ids)
         self._raw["trained"].write(documents.trained)
+        for name in _MORE_PLANES.get(self._kind, {}):
+            self._raw[name].write(getattr(documents, name))
         self.num_documents += len(documents.lengths)
         self.num_tokens = starts[-1]
         self.num_targets += documents.num_targets
@@ -85,9 +129,11 @@ class DocumentPlanes:
     def finish(self, report: Mapping[str, object], on_bytes: Callable[[], None]) -> None:
         """Join the planes to one file and sync it; calls `on_bytes` now and then."""
         self.close()
+        planes = planes_of(self._kind)
         lengths = {"input_ids": self.num_tokens, "trained": self.num_tokens, "document_starts": self.num_documents + 1}
-        raw = {name: self._folder / f"{name}.raw" for name in PLANES}
-        header = [(name, PLANES[name], (lengths[name],), raw[name].stat().st_size) for name in PLANES]
+        lengths |= {"labels": self.num_documents, "old_logprobs": self.num_targets, "advantages": self.num_targets}
+        raw = {name: self._folder / f"{name}.raw" for name in planes}
+        header = [(name, planes[name], (lengths[name],), raw[name].stat().st_size) for name in planes]
         with (self._folder / TOKENS_FILE).open("wb") as whole:
             whole.write(file_header(header))
             for plane in raw.values():
@@ -113,15 +159,15 @@ class PreparedFolder:
     Leaving the context without `publish` removes what was written. Raises: DiskFull when there is no space left.
     """
 
-    def __init__(self, target: Path, *, with_evaluation: bool) -> None:
+    def __init__(self, target: Path, *, with_evaluation: bool, kind: DataKind = DataKind.TEXT) -> None:
         self._target = target
         target.parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{target.name}{_PARTIAL}", dir=target.parent))
-        self.train = DocumentPlanes(self._folder)
+        self.train = DocumentPlanes(self._folder, kind)
         self.evaluation: DocumentPlanes | None = None
         if with_evaluation:
             (self._folder / EVALUATION_FOLDER).mkdir()
-            self.evaluation = DocumentPlanes(self._folder / EVALUATION_FOLDER)
+            self.evaluation = DocumentPlanes(self._folder / EVALUATION_FOLDER, kind)
 
     def __enter__(self) -> PreparedFolder:
         return self
@@ -172,6 +218,15 @@ def is_prepared(folder: Path, *, with_evaluation: bool) -> bool:
     return all((place / name).is_file() for place in folders for name in (TOKENS_FILE, REPORT_FILE))
 
 
+def parse_kind(name: str, path: Path) -> DataKind:
+    """Return the kind of that name. Raises: InvalidData for one that this version does not know."""
+    try:
+        return DataKind(name)
+    except ValueError:
+        known = ", ".join(DataKind)
+        raise InvalidData(f"{path} holds data of kind {name!r:.40}; this version knows {known}") from None
+
+
 def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the planes of a folder as NumPy arrays, mapped from disk and never loaded as a whole, and its report.
 
@@ -185,10 +240,12 @@ def open_prepared(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         # Only torch's tensors are views of the mapped file; NumPy's would be copies.
         with safe_open(path, framework="pt") as tensors:
-            for name, dtype in PLANES.items():
+            # Folders from before there were kinds hold text.
+            planes = planes_of(parse_kind(report.get("kind", DataKind.TEXT), path))
+            for name, dtype in planes.items():
                 found = tensors.get_slice(name).get_dtype()
                 if found != dtype:
                     raise InvalidData(f"{path}: {name} is {found}, expected {dtype}; prepare the dataset again")
-            return {name: tensors.get_tensor(name).numpy() for name in PLANES}, report
+            return {name: tensors.get_tensor(name).numpy() for name in planes}, report
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise InvalidData(f"{folder} is not a prepared dataset ({error}); prepare the dataset again") from error

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +30,10 @@ from horizon_server.engine.compiled.library import CodeLibrary, Target
 from horizon_server.engine.template import Template
 from horizon_server.errors import HorizonError, InvalidSpec
 from horizon_server.events import Message
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.settings import child_environment
-from horizon_server.spec import EVERYTHING, TrainSpec
+from horizon_server.spec import EVERYTHING, LoraSpec, TrainSpec
 from horizon_server.worker_link.orders import Order, Orders
 
 Choice = Literal["auto", "on", "off"]
@@ -60,6 +60,8 @@ class CompileRequest:
     num_tokens: int
     trainable: tuple[str, ...] = EVERYTHING
     """As in the job: what is frozen has no gradient to compute."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """The adapters of the job, as its spec has them."""
 
     @property
     def target(self) -> Target:
@@ -204,8 +206,9 @@ def work(request: Any, events: EventWriter) -> list[str]:
 
     wanted = CompileRequest(**request)
     torch.set_num_threads(wanted.num_threads)
-    train = TrainSpec(trainable=tuple(wanted.trainable))
+    train = TrainSpec(trainable=tuple(wanted.trainable), lora=LoraSpec(**wanted.lora))
     template = Template.from_folder(Path(wanted.model), layout=open_for_training(Path(wanted.model), train).layout)
+    template.adapter_scale, template.adapter_dropout = train.lora.scale, train.lora.dropout
     target = wanted.target
     template.place_buffers(lambda tensor: tensor.to(target.device))
     library = CodeLibrary(Path(wanted.library))

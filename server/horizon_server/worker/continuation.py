@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_server.errors import InvalidSpec
-from horizon_server.planning.ledger import ComputeDtype
+from horizon_server.errors import InvalidModel, InvalidSpec
+from horizon_server.planning.compute import ComputeDtype
+from horizon_server.store.adapter_files import BASE_SHA256_FILE, read_adapter_folder
 from horizon_server.store.checkpoint import load_checkpoint
 from horizon_server.store.generations import KeptState
 from horizon_server.store.host_store import HostStore
@@ -56,11 +58,21 @@ class Continuation:
             )
 
 
-def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory: bool) -> Continuation:
-    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk.
+def load(
+    store: HostStore,
+    *,
+    model: Path,
+    resume_from: Path | None,
+    from_memory: bool,
+    seed: int = 0,
+    adapter: Path | None = None,
+    base_sha256: Callable[[], str] | None = None,
+) -> Continuation:
+    """Have the weights in the store: those that are in memory, where that is wanted and they are whole, else from disk. New adapters are
+    those of the folder `adapter`, or begin at random by `seed`; `base_sha256` gives the digest of the model that they are for.
 
     Raises:
-        InvalidModel: the checkpoint or the model's folder cannot be used.
+        InvalidModel: the checkpoint, the adapter or the model's folder cannot be used.
     """
     refusal = ""
     if from_memory:
@@ -73,6 +85,23 @@ def load(store: HostStore, *, model: Path, resume_from: Path | None, from_memory
     # First: a worker that is killed while it loads leaves weights of no step.
     store.generations.reset()
     if resume_from is not None:
-        return Continuation(state=load_checkpoint(store, resume_from), refusal=refusal)
-    load_model(store, model)
+        state = load_checkpoint(store, resume_from, base=model, base_sha256=base_sha256)
+        return Continuation(state=state, refusal=refusal)
+    adapters = None
+    if adapter is not None:
+        assert base_sha256 is not None, "a job that starts with an adapter trains adapters"
+        _check_base(adapter, base_sha256)
+        names = {place.name for _, place in store.layout.tensors() if place.adapts}
+        adapters = read_adapter_folder(adapter).tensors(names)
+    load_model(store, model, seed=seed, adapters=adapters)
     return Continuation(state=None, refusal=refusal)
+
+
+def _check_base(adapter: Path, base_sha256: Callable[[], str]) -> None:
+    """Refuse an adapter of another job that was trained on another model. What was pushed does not say."""
+    file = adapter / BASE_SHA256_FILE
+    if file.is_file() and file.read_text("ascii") != base_sha256():
+        raise InvalidModel(
+            "init_from: the adapter was trained on other weights than those of model; merge it (horizon checkpoint merge) and start from "
+            "the merged model, or give the model that it was trained on"
+        )

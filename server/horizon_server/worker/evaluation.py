@@ -17,19 +17,22 @@ from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import Trainer
 from horizon_server.errors import InvalidSpec
 from horizon_server.events import EvalAnswer, EvalDone
-from horizon_server.extraction import final_answer
+from horizon_server.expressions import final_answer
 from horizon_server.figures import EvalFigures, EvalSetFigures, total_evaluation
 from horizon_server.planning.sampling import cache_limit_bytes
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec.evaluation import EXACT_MATCH, LOSS, GenerateSpec
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker.device_turn import DeviceTurn
+from horizon_server.worker.objective import MethodData
 from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.sampling import stop_tokens
 from horizon_server.worker_link.orders import Order, Orders
 
 MAX_SHOWN_ANSWERS = 8
 MAX_SHOWN_CHARACTERS = 2000
+
+_OF_FIRST_SET = ("eval_loss", "num_targets", "num_correct", "method_figures")
 
 MakePlan = Callable[[PreparedDataset, bool], StepPlan]
 """The plan of one pass over a set in the file's order; packed or not."""
@@ -58,11 +61,13 @@ class Evaluation:
         """
         self._spec, self._orders, self._turn = request.spec, orders, turn
         self._make_plan = make_plan
-        self._sets = {name: PreparedDataset.open(request.evaluations[name]) for name in request.spec.eval_sets}
+        self.sets = {
+            name: MethodData(request.evaluations[name], self._spec, is_evaluated=True) for name in self._spec.eval_sets
+        }
         generate = self._spec.eval.generate
         self._answers = None
         if generate is not None:
-            self._answers = _Answers(request, generate, self._sets[generate.set], store=store, device=device)
+            self._answers = _Answers(request, generate, self.sets[generate.set].dataset, store=store, device=device)
 
     def run(self, trainer: Trainer, step: int) -> EvalDone | None:
         """Evaluate the weights of a step on every set. None: an order or the deadline came before it was complete.
@@ -74,7 +79,7 @@ class Evaluation:
         figures: dict[str, EvalSetFigures] = {}
         answers: Sequence[EvalAnswer] = ()
         try:
-            for name in self._sets:
+            for name in self.sets:
                 measured = self.figures_of(name, trainer)
                 parts.append(measured)
                 figures[name] = EvalSetFigures.of(name, measured)
@@ -85,7 +90,7 @@ class Evaluation:
         except _Interrupted:
             return None
         total = total_evaluation(parts)
-        of_first = {field: getattr(parts[0], field) for field in ("eval_loss", "num_targets", "num_correct")}
+        of_first = {field: getattr(parts[0], field) for field in _OF_FIRST_SET}
         return EvalDone(
             **{**vars(total), **of_first},
             step=step,
@@ -97,7 +102,7 @@ class Evaluation:
     @property
     def is_possible(self) -> bool:
         """Whether there is a set."""
-        return bool(self._sets)
+        return bool(self.sets)
 
     def figures_of(self, name: str, trainer: Trainer) -> EvalFigures:
         """Measure one set with the weights of the last step: the only place where the figures of a set come from.
@@ -107,14 +112,15 @@ class Evaluation:
         """
         packing = self._spec.train.packing != "false" and trainer.supports_packing
         # In the data's order: every evaluation of a job sees the same rows.
-        plan = self._make_plan(self._sets[name], packing)
-        parts = []
+        data, parts = self.sets[name], []
+        plan = self._make_plan(data.dataset, packing)
+        data.forget()
         for i in range(plan.num_steps):
             if self._orders.current is Order.CANCEL or not self._turn.take():
                 raise _Interrupted
-            parts.append(trainer.evaluate(plan.step(i)))
+            parts.append(data.evaluate(trainer, plan, i))
             self._turn.boundary()
-        return total_evaluation(parts)
+        return data.total(parts)
 
     def release_device(self) -> None:
         """Free the device's memory until the next token."""
@@ -165,6 +171,7 @@ class _Answers:
         found = open_for_training(request.model, request.spec.train)
         # A model of its own: with a cache, the layers run with their own attention instead of the engine's.
         self._template = Template.from_folder(request.model, layout=found.layout, own_attention=False)
+        self._template.adapter_scale = request.spec.train.lora.scale
         self._cache_bytes = cache_limit_bytes(request.spec, found)
         codec = TextCodec.from_folder(request.model)
         self._decode = codec.tokenizer.decode

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_server.engine.trainer import TrainConfig
-from horizon_server.planning.ledger import ActivationPlacement, ComputeDtype, DeviceKind
+from horizon_server.planning.compute import ComputeDtype, DeviceKind
+from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.spec import JobSpec, parse_job_spec
 from horizon_server.store.cpus import update_threads
 from horizon_server.worker.ending import RunLimits
@@ -56,6 +57,8 @@ class WorkerRequest:
     """Whether the daemon grants turns on the device; without, it is this worker's all the time."""
     device_lock: Path | None = None
     """Locked by the worker that uses the device."""
+    adapter: Path | None = None
+    """The folder of the adapter that a job with `init_from` starts with."""
     limits: RunLimits = RunLimits()
     min_free_bytes: int | None = None
     """Bytes that checkpoints leave free on their disk; None takes the default for the disk."""
@@ -63,7 +66,7 @@ class WorkerRequest:
     @classmethod
     def from_mapping(cls, plain: Mapping[str, Any]) -> WorkerRequest:
         """Return the request that the daemon wrote; both are of one version, so a malformed one is a defect."""
-        paths = ("model", "prepared", "checkpoints", "resume_from", "compiled", "trace", "device_lock")
+        paths = ("model", "prepared", "checkpoints", "resume_from", "compiled", "trace", "device_lock", "adapter")
         return cls(
             **{
                 **plain,
@@ -102,4 +105,6 @@ def train_config(request: WorkerRequest, num_steps: int) -> TrainConfig:
         resident_layers=request.resident_layers,
         product_layers=request.product_layers,
         max_product_bytes=request.max_product_bytes,
+        adapter_scale=train.lora.scale,
+        adapter_dropout=train.lora.dropout,
     )

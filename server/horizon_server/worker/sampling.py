@@ -26,7 +26,10 @@ from horizon_server.events import SampledText
 from horizon_server.planning.model_folder import open_model_folder
 from horizon_server.planning.sampling import sample_layout
 from horizon_server.records.plan import size_text
-from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleFigures, SamplePrompt, SampleRequest
+from horizon_server.records.sample import MAX_PROMPT_TOKENS, SampleAdapter, SampleFigures, SamplePrompt, SampleRequest
+from horizon_server.store.adapter_files import AdapterFolder, read_adapter_folder
+from horizon_server.store.adapter_load import merge_into
+from horizon_server.store.base_digest import model_digest
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.model_load import load_model
 from horizon_server.worker import let_launchers_run
@@ -50,7 +53,11 @@ def work(plain: Any, events: EventWriter) -> dict[str, Any]:
         return dataclasses.asdict(answer(request, events))
     except HorizonError as error:
         # Where the daemon keeps checkpoints is not the user's concern.
-        message = error.message.replace(str(request.folder), "the checkpoint")
+        message = error.message.replace(
+            str(request.folder), "the checkpoint" if request.adapter is None else "the base model"
+        )
+        if request.adapter is not None:
+            message = message.replace(str(request.adapter.folder), "the checkpoint")
         raise type(error)(message, violations=error.violations) from error
 
 
@@ -71,10 +78,13 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
     )
     with processor_time_limit(RENDER_S, endless):
         prompts = [encoded(codec, index, prompt) for index, prompt in enumerate(request.prompts)]
-    layout = sample_layout(open_model_folder(folder))
+    adapter = None if request.adapter is None else _adapter(request.folder, request.adapter)
+    layout = sample_layout(open_model_folder(folder), adapter)
     template = Template.from_folder(folder, layout=layout, own_attention=False)
     store = HostStore.allocate(layout, grad_dtype=None, num_threads=request.num_threads)
     load_model(store, folder)
+    if adapter is not None:
+        merge_into(store, adapter)
     device = HostDevice(num_threads=request.num_threads)
     generator = TokenGenerator(template, store, device)
     needed_bytes = sum(generator.cache_bytes(len(prompt) + options.max_tokens) for prompt in prompts)
@@ -104,6 +114,15 @@ def answer(request: SampleRequest, events: EventWriter) -> SampleFigures:
         duration_s=duration_s,
         tokens_per_second=num_tokens / duration_s,
     )
+
+
+def _adapter(base: Path, asked: SampleAdapter) -> AdapterFolder:
+    if (found := model_digest(base, kept=asked.kept)) != asked.base_sha256:
+        raise InvalidModel(
+            f"the model is not the one that the checkpoint's adapter was trained on: its digest is {found[:12]}, not "
+            f"{asked.base_sha256[:12]}; restore the model's files on the node"
+        )
+    return read_adapter_folder(asked.folder)
 
 
 def encoded(codec: TextCodec, index: int, prompt: SamplePrompt) -> list[int]:

@@ -13,7 +13,7 @@ from horizon_server.errors import DiskFull
 from horizon_server.events import CheckpointWritten, Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.spec import CheckpointSpec
-from horizon_server.store.checkpoint import save_checkpoint
+from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker_link.orders import Order, Orders
 
@@ -41,12 +41,13 @@ class CheckpointWriter:
         events: EventWriter,
         orders: Orders,
         min_free_bytes: int | None = None,
+        adapter: AdapterExport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved = 0
         self._folder, self._spec, self._source = folder, spec, source
         self._events, self._orders, self._clock = events, orders, clock
-        self._min_free_bytes, self._retry_s = min_free_bytes, RETRY_S
+        self._min_free_bytes, self._retry_s, self._adapter = min_free_bytes, RETRY_S, adapter
         self._not_before_s = float("-inf")
         self._ended_s, self._duration_s = clock(), 0.0
 
@@ -103,6 +104,7 @@ class CheckpointWriter:
             trainer_state=state,
             dtype=self._spec.dtype,
             min_free_bytes=self._min_free_bytes,
+            adapter=self._adapter,
         )
         self._ended_s = self._clock()
         self._duration_s = self._ended_s - started_s

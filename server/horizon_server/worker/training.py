@@ -5,9 +5,11 @@ Every number it reports comes from the engine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +26,21 @@ from horizon_server.errors import FieldViolation, InvalidSpec
 from horizon_server.events import AttemptReady, Message, StepDone
 from horizon_server.figures import StepFigures
 from horizon_server.jobs.folders import CheckpointFolder
+from horizon_server.planning.compute import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.flops import FlopsCount
-from horizon_server.planning.ledger import DEFAULT_COMPUTE_DTYPE
 from horizon_server.planning.trainable import open_for_training
 from horizon_server.spec.evaluation import LOSS
 from horizon_server.store import numa
 from horizon_server.store.host_store import HostStore
 from horizon_server.worker import continuation
+from horizon_server.worker.adapter_export import adapter_export
 from horizon_server.worker.compilation import Compilation, CompileRequest
 from horizon_server.worker.device_turn import DeviceTurn
 from horizon_server.worker.ending import Ending, Outcome
 from horizon_server.worker.evaluation import Evaluation
 from horizon_server.worker.host_use import host_components, process_bytes
+from horizon_server.worker.objective import MethodData
+from horizon_server.worker.reference_pass import ReferencePass
 from horizon_server.worker.request import WorkerRequest, train_config
 from horizon_server.worker.saving import CheckpointWriter
 from horizon_server.worker_link.orders import Order, Orders
@@ -67,14 +72,6 @@ class Training:
         )
         self._made_trainer: Trainer | None = None
         self._checkpoints = CheckpointFolder(request.checkpoints, request.job_id)
-        self._writer = CheckpointWriter(
-            self._checkpoints,
-            self._spec.checkpoint,
-            source=request.model,
-            events=events,
-            orders=orders,
-            min_free_bytes=request.min_free_bytes,
-        )
         # An attempt that was killed may have left a partial checkpoint.
         if self._checkpoints.path.is_dir():
             remove_unfinished(self._checkpoints.path)
@@ -85,6 +82,18 @@ class Training:
         # The layout of the folder, which the daemon sized the planes by: where the model class differs, the tensor is named.
         layout = open_for_training(request.model, self._spec.train).layout
         template = self._template = Template.from_folder(request.model, layout=layout)
+        # Now, because compiled layers have the scale in their code.
+        template.adapter_scale, template.adapter_dropout = self._spec.train.lora.scale, self._spec.train.lora.dropout
+        adapter = adapter_export(request, template)
+        self._writer = CheckpointWriter(
+            self._checkpoints,
+            self._spec.checkpoint,
+            source=request.model,
+            events=events,
+            orders=orders,
+            min_free_bytes=request.min_free_bytes,
+            adapter=adapter,
+        )
         # The daemon checks what config.json says; the model's class may bring a limit that config.json leaves out.
         length, longest = self._spec.train.sequence_length, template.max_document_tokens
         if longest is not None and length > longest:
@@ -97,12 +106,15 @@ class Training:
             self._events.send(Message(level="warning", text=refusal))
         grad_dtype = {0: None, 2: torch.bfloat16, 4: torch.float32}[request.grad_dtype_bytes]
         self._store = HostStore.attach(template.layout, request.planes, grad_dtype=grad_dtype)
-        self._continued = continuation.load(
+        self._load = partial(
+            continuation.load,
             self._store,
             model=request.model,
-            resume_from=request.resume_from,
-            from_memory=request.resume_from_memory,
+            seed=self._spec.train.seed,
+            adapter=request.adapter,
+            base_sha256=None if adapter is None else adapter.base_sha256,
         )
+        self._continued = self._load(resume_from=request.resume_from, from_memory=request.resume_from_memory)
         if self._continued.refusal:
             text = f"the weights in memory cannot be continued, so they are loaded again: {self._continued.refusal}"
             self._events.send(Message(level="warning", text=text))
@@ -118,10 +130,10 @@ class Training:
             trace=self._trace,
             gpu=request.gpu,
         )
-        self._dataset, train = PreparedDataset.open(request.prepared), self._spec.train
+        self._data, train = MethodData(request.prepared, self._spec), self._spec.train
         # Before the trainer, whose schedule needs the number of steps; rows that turn out not to pack are split by the trainer.
         self._plan = self._step_plan(
-            self._dataset,
+            self._data.dataset,
             packing=train.packing != "false",
             seed=train.seed,
             epochs=train.epochs,
@@ -140,7 +152,7 @@ class Training:
 
     def run(self) -> Outcome:
         """Train until the job is at its end, or an order stops it before."""
-        if not self._set_up():
+        if not self._set_up() or not self._have_references():
             return self._stop_before_the_first_turn()
         step = self._restore()
         last_step, num_rows = self._ending.last_step, self._plan.num_rows
@@ -163,11 +175,11 @@ class Training:
                 self._give_back_device()
                 self._writer.try_to_write(step, self._store, self._state(), self._eval_loss_of(step))
             # Before the turn: the device waits for none of it.
-            rows = self._plan.step(step)
+            rows, objective = self._data.step(self._plan, step)
             # At once where it has kept its turn.
             if not self._turn.take():
                 continue
-            figures = self._trainer.train_step(rows)
+            figures = self._trainer.train_step(rows, objective)
             # Before anything is reported: the next job's first kernel must not wait for a pipe.
             self._turn.boundary()
             step = figures.step
@@ -233,7 +245,30 @@ class Training:
         self._made_trainer = Trainer(self._template, store, device, config, self._compiled)
         for refusal in device.refusals:
             self._events.send(Message(level="warning", text=refusal))
-        self._report_data(self._dataset)
+        self._report_data(self._data.dataset)
+        return True
+
+    def _have_references(self) -> bool:
+        """Have what the method compares with, before anything is trained. False: an order or the deadline came first."""
+        request, before = self._request, self._continued
+        data = [self._data, *self._evaluation.sets.values()]
+        references = ReferencePass(
+            request, data, compiled=self._compiled.keys, events=self._events, orders=self._orders, turn=self._turn
+        )
+        if references.find():
+            return True
+        if before.state is not None:
+            # They were deleted meanwhile. The weights in the store are trained ones: those that the job began with take their place.
+            text = "the reference log-probabilities are gone, so they are computed again from the weights that the job started with"
+            self._events.send(Message(level="warning", text=text))
+            self._load(resume_from=None, from_memory=False)
+            self._trainer.forget_weights()
+            self._continued = dataclasses.replace(before, from_memory=False, unreported=None)
+        if not references.compute(self._trainer):
+            return False
+        if before.state is not None:
+            self._continued = self._load(resume_from=request.resume_from, from_memory=False)
+            self._trainer.forget_weights()
         return True
 
     def _release_device(self) -> None:
@@ -253,6 +288,7 @@ class Training:
             num_threads=request.num_threads,
             num_tokens=min(max(train.sequence_length, request.micro_batch_tokens), train.tokens_per_step),
             trainable=train.trainable,
+            lora=train.lora.model_dump(mode="json"),
         )
         # Products in FP8 are made of casts that no compiled layer has yet.
         choice = "off" if train.matmul == "fp8" else train.compile
@@ -382,6 +418,7 @@ class Training:
     def _step_plan(self, dataset: PreparedDataset, **how: Any) -> StepPlan:
         train, limit = self._spec.train, self._packing_limit
         length, tokens = train.sequence_length, train.tokens_per_step
+        how["group_size"] = dataset.group_size
         return StepPlan(dataset, sequence_length=length, tokens_per_step=tokens, packing_limit=limit, **how)
 
     def _data_identity(self) -> dict[str, Any]:

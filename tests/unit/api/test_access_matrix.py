@@ -227,6 +227,14 @@ CASES: Mapping[str, tuple[Case, ...]] = {
             instead="INVALID_ARGUMENT",
         ),
     ),
+    # This checkpoint holds no adapter.
+    "CheckpointService/MergeCheckpoint": (
+        Case(
+            CHANGE_JOB,
+            _of(lambda job_id: checkpoint_pb2.MergeCheckpointRequest(job_id=job_id, step=3), job_id=_known),
+            instead="INVALID_ARGUMENT",
+        ),
+    ),
     "CheckpointService/DeleteCheckpoint": (Case(CHANGE_JOB, _checkpoint_to_delete),),
     "BlobService/FindMissingBlobs": (Case(CREATE, _is(blob_pb2.FindMissingBlobsRequest(blobs=[_REF]))),),
     "BlobService/WriteBlob": (

@@ -65,7 +65,8 @@ _specs = st.fixed_dictionaries(
         "project": _names,
         "init_from": _names,
         "eval_dataset": _names,
-        "method": st.sampled_from(["sft", "pretrain"]),
+        "method": st.sampled_from(["sft", "pretrain", "dpo", "ipo", "orpo", "simpo", "kto", "policy"]),
+        "dpo": st.fixed_dictionaries({"beta": _doubles}, optional={"loss": st.sampled_from(["sigmoid", "hinge"])}),
         "train": _train,
         "eval_every_steps": _int64,
         "checkpoint": _checkpoint,
@@ -124,6 +125,12 @@ def test_property_covers_every_field_of_the_contract() -> None:
         "eval_fraction": 0.25,
         "eval": {"patience": 3, "min_delta": 0.5},
         "limits": {"max_hours": 1.5, "max_steps": 7},
+        "dpo": {"beta": 0.2, "loss": "hinge", "label_smoothing": 0.1, "length_normalised": True},
+        "ipo": {"beta": 0.3, "length_normalised": False},
+        "orpo": {"penalty": 0.4},
+        "simpo": {"beta": 2.5, "gamma": 0.6, "label_smoothing": 0.2},
+        "kto": {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 2.0},
+        "policy": {"clip": False, "clip_low": 0.1, "clip_high": 0.3, "kl_coefficient": 0.04, "mean": "documents"},
     }
     wire = spec_to_proto(full)
     assert {f.name for f, _ in wire.ListFields()} == {f.name for f in job_pb2.JobSpec.DESCRIPTOR.fields}

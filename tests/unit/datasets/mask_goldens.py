@@ -95,7 +95,7 @@ def masks_of(codec: TextCodec, train_on: str) -> dict[str, Any]:
     options = PrepareOptions(train_on=train_on, sequence_length=4096)
     tokenizer = RowTokenizer(codec, options, DatasetFormat.MESSAGES)
     row = Row(file="d.jsonl", number=1, columns={"messages": CHAT})
-    shown, tokenized = tokenizer.show(row), next(tokenizer.tokenize([row]))
+    shown, tokenized = tokenizer.show(row)[0], next(tokenizer.tokenize([row]))
     assert not tokenized.violations, tokenized.violations
     (document,) = tokenized.documents
     at, spans = 0, []

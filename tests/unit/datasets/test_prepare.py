@@ -294,7 +294,8 @@ def test_a_terminated_child_removes_what_it_wrote(demo_model: Path, tmp_path: Pa
     fifo = tmp_path / "endless.txt"
     os.mkfifo(fifo)
     (tmp_path / "work").mkdir()
-    request = request_for(demo_model, fifo, output=tmp_path / "work" / "out")
+    # With its format, as jobs have it: what is not decided yet is looked for before the folder is made.
+    request = request_for(demo_model, fifo, output=tmp_path / "work" / "out", format=DatasetFormat.TEXT)
     place = write_request(request, tmp_path)
     command = [sys.executable, "-m", "horizon_server.datasets.preparing", place]
     # Opening the pipe waits until the child reads from it; by then its folder exists.

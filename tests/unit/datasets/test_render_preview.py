@@ -211,3 +211,31 @@ def test_rows_of_every_container_are_found_by_their_number(ask: Any, tmp_path: P
     shown = render(dataclasses.replace(request, dataset_files=(StoredFile.at(tmp_path / name),)))
     assert [(row.number, trained_text(row)) for row in shown] == [(8, ["7<|im_end|>"]), (9, ["8<|im_end|>"])]
     assert {row.unit for row in shown} == {"row" if container in ("array", "parquet") else "line"}
+
+
+def test_answers_are_shown_one_after_the_other_and_count_as_one_row(ask: Any) -> None:
+    pairs = lines(*({"prompt": f"{n}?", "chosen": f"{n}.", "rejected": f"Not {n}."} for n in range(5)))
+    rows = render(ask({"p.jsonl": pairs}, num_rows=2, offset=1))
+    assert [(row.number, row.part) for row in rows] == [(2, "chosen"), (2, "rejected"), (3, "chosen"), (3, "rejected")]
+    assert text_of(rows[1]) == "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\nNot 1.<|im_end|>\n"
+    assert trained_text(rows[1]) == ["Not 1.<|im_end|>\n"]
+    assert rows_from_answer([dataclasses.asdict(row) for row in rows]) == rows
+
+
+def test_answers_and_samples_say_what_they_are_worth(ask: Any) -> None:
+    labelled = lines(*({"prompt": "a", "completion": "b", "label": label} for label in (True, False)))
+    assert [row.part for row in render(ask({"k.jsonl": labelled}))] == ["desirable", "undesirable"]
+    sample = {"tokens": [5, 6, 7, 8], "logprobs": [-1, -2], "prompt_length": 2}
+    samples = lines(sample | {"advantage": 0.5}, sample | {"advantages": [-1, 2]})
+    shown = render(ask({"s.jsonl": samples}))
+    assert [row.part for row in shown] == ["advantage 0.5", "advantages -1 to 2"]
+    assert [(row.num_tokens, row.num_trained_tokens) for row in shown] == [(4, 2), (4, 2)]
+
+
+def test_a_pair_of_which_one_answer_cannot_be_used_has_its_reason_on_both(ask: Any) -> None:
+    pairs = lines({"prompt": "word " * 99, "chosen": "a", "rejected": "b"})
+    for row in render(ask({"p.jsonl": pairs}, sequence_length=16)):
+        assert (row.num_documents, row.num_trained_tokens) == (0, 0)
+        assert "tokens before the first that is trained, so within sequence_length 16 none is" in row.problems[0]
+    (refused,) = render(ask({"p.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "b"})}))
+    assert refused.problems == ("p.jsonl:1: rejected is the same as chosen; there is nothing to prefer",)

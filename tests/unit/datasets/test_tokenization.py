@@ -49,7 +49,7 @@ def row_of(**columns: Any) -> Row:
 
 
 def test_a_shown_row_is_its_text_with_the_trained_part_apart(codec: TextCodec) -> None:
-    shown = tokenizer_of(codec).show(row_of(messages=CHAT))
+    shown = tokenizer_of(codec).show(row_of(messages=CHAT))[0]
     assert [span.text for span in shown.spans if span.trained] == [
         "Yes, one.<|im_end|>",
         "No \u00e9\U0001f642.<|im_end|>",
@@ -60,35 +60,35 @@ def test_a_shown_row_is_its_text_with_the_trained_part_apart(codec: TextCodec) -
 
 
 def test_a_shown_row_ends_where_it_is_cut(codec: TextCodec) -> None:
-    whole = tokenizer_of(codec).show(row_of(messages=CHAT))
-    cut = tokenizer_of(codec, sequence_length=40).show(row_of(messages=CHAT))
+    whole = tokenizer_of(codec).show(row_of(messages=CHAT))[0]
+    cut = tokenizer_of(codec, sequence_length=40).show(row_of(messages=CHAT))[0]
     assert (cut.num_tokens, cut.num_cut_tokens) == (40, whole.num_tokens - 40)
     assert "".join(s.text for s in whole.spans).startswith("".join(s.text for s in cut.spans))
-    lost = tokenizer_of(codec, sequence_length=8).show(row_of(messages=CHAT))
+    lost = tokenizer_of(codec, sequence_length=8).show(row_of(messages=CHAT))[0]
     assert lost.problems[0].startswith("d.jsonl:7 has ")
     assert (lost.num_trained_tokens, lost.num_documents) == (0, 0)
     assert [span.trained for span in lost.spans] == [False]
 
 
 def test_a_text_shows_the_tokens_around_it(bare_codec: TextCodec) -> None:
-    text = tokenizer_of(bare_codec, DatasetFormat.TEXT).show(row_of(text="abc " * 9))
+    text = tokenizer_of(bare_codec, DatasetFormat.TEXT).show(row_of(text="abc " * 9))[0]
     assert "".join(span.text for span in text.spans) == "abc " * 9 + "<|im_end|>"
     assert [span.trained for span in text.spans] == [False, True]  # nothing precedes the first token
     ids = tokenizer_of(bare_codec, DatasetFormat.TOKENS).show(
         row_of(input_ids=bare_codec.encode_ids("abc def"), labels=None)
-    )
+    )[0]
     assert "".join(span.text for span in ids.spans) == "abc def"
 
 
 def test_weights_decide_whatever_is_trained_on(codec: TextCodec) -> None:
     muted = [message | {"weight": 0} if message["content"] in ("Two?", "Yes, one.") else message for message in CHAT]
-    shown = tokenizer_of(codec, train_on="all").show(row_of(messages=muted))
+    shown = tokenizer_of(codec, train_on="all").show(row_of(messages=muted))[0]
     left_out = "".join(span.text for span in shown.spans if not span.trained)
     assert left_out.endswith("<|im_start|>assistant\nYes, one.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n")
     trained = "".join(span.text for span in shown.spans if span.trained)
     assert "Be kind." in trained
     assert trained.endswith("assistant\nNo \u00e9\U0001f642.<|im_end|>\n")
-    pretrain = tokenizer_of(codec, method="pretrain").show(row_of(messages=muted))
+    pretrain = tokenizer_of(codec, method="pretrain").show(row_of(messages=muted))[0]
     assert pretrain == shown
 
 
@@ -127,7 +127,7 @@ def test_what_is_shown_is_what_is_trained(
     ]
     tokenizer = tokenizer_of(codec, train_on=train_on, sequence_length=limit)
     row = row_of(messages=chat)
-    fitted, shown = next(tokenizer.tokenize([row])), tokenizer.show(row)
+    fitted, shown = next(tokenizer.tokenize([row])), tokenizer.show(row)[0]
     assert shown.num_documents == len(fitted.documents) == (0 if shown.problems else 1)
     assert shown.num_trained_tokens == sum(document.num_targets for document in fitted.documents)
     for document in fitted.documents:
@@ -161,5 +161,5 @@ def test_a_template_without_end_is_refused_by_the_row_that_it_does_not_end_for(
     with pytest.raises(InvalidModel, match=words):
         list(tokenizer.tokenize([row_of(messages=CHAT)] * 2))
     with pytest.raises(InvalidModel, match="it may never end"):
-        tokenizer.show(row_of(messages=CHAT))
+        tokenizer.show(row_of(messages=CHAT))[0]
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

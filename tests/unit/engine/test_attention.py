@@ -18,7 +18,7 @@ from horizon_server.engine.attention import blocks, kernels, trial
 from horizon_server.engine.attention.function import attend
 from horizon_server.engine.attention.kernels import attention, attention_backward
 from horizon_server.engine.template import Template
-from horizon_server.planning import ledger
+from horizon_server.planning import working_memory
 from horizon_server.planning.model_folder import ModelShape
 
 SHAPES = {
@@ -203,8 +203,8 @@ def test_a_window_that_is_off_by_one_is_found_out(
 
 def test_the_plan_counts_the_blocks_that_are_computed() -> None:
     # Not the fixture's, but the module's own.
-    assert ledger._BLOCK_SCORES == 1 << 22 == SCORES_ON_CPU
-    assert ledger._BLOCK_QUERIES == blocks._MIN_BLOCK
+    assert working_memory.BLOCK_SCORES == 1 << 22 == SCORES_ON_CPU
+    assert working_memory.BLOCK_QUERIES == blocks._MIN_BLOCK
 
 
 def test_attention_with_dropout_keeps_its_implementation() -> None:

@@ -17,8 +17,10 @@ from horizon_server.engine.micro_batch import MicroBatch
 from horizon_server.engine.template import Template
 from horizon_server.engine.trainer import TrainConfig, Trainer
 from horizon_server.planning import ledger
-from horizon_server.planning.ledger import DeviceKind, MemoryPlan, logits_chunk_tokens, max_parameters, plan_memory
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import MemoryPlan, max_parameters, plan_memory
 from horizon_server.planning.model_folder import POSITION_MASKS, ModelFolder, ModelShape, open_model_folder
+from horizon_server.planning.working_memory import logits_chunk_tokens
 from horizon_server.store import checkpoint
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import build_layout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.rates import RATES
 
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.rates import DeviceRates
 from horizon_server.planning.step_time import Seconds, Visit, play, predict_step

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from horizon_server.planning.ledger import ActivationPlacement, DeviceKind
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import ActivationPlacement
 from horizon_server.planning.model_folder import ModelFolder, open_model_folder
 from horizon_server.planning.step_work import EngineFacts, StepWork, elementwise_bytes, work_of_step
 

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from horizon_server.durable import durable_folder, remove_unfinished
 from horizon_server.errors import AlreadyExists, DiskFull, InvalidModel
 from horizon_server.planning.model_folder import open_model_folder
-from horizon_server.store.checkpoint import ExportDtype, load_checkpoint, save_checkpoint
+from horizon_server.store.checkpoint import load_checkpoint, save_checkpoint
 from horizon_server.store.host_store import HostStore, merge_master
 from horizon_server.store.manifest import is_complete, read_manifest, record_file
+from horizon_server.store.merging import ExportDtype
 from horizon_server.store.model_load import load_model
 
 MakeModel = Callable[..., Path]
@@ -236,7 +237,7 @@ def test_a_torn_folder_is_never_complete(saved: Path, name: str, damage: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 3, "files": {}, "versions": {}}']
+    "text", ["", "{", "[]", '{"format_version": 1}', '{"format_version": 4, "files": {}, "versions": {}}']
 )
 def test_a_broken_manifest_makes_no_checkpoint(saved: Path, text: str) -> None:
     (saved / "trainer" / "manifest.json").write_text(text)

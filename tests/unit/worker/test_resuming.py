@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from safetensors.torch import load_file
 from tests.support.worker_attempts import worker_request, write_inputs
 
 from horizon_server.children.entry import EventWriter, decode_line
-from horizon_server.errors import InvalidSpec
+from horizon_server.errors import InvalidModel, InvalidSpec
 from horizon_server.events import Message
 from horizon_server.jobs.folders import CheckpointFolder
 from horizon_server.records.plan import KeptMemory
 from horizon_server.spec import parse_job_spec
+from horizon_server.store.checkpoint_parts import adapter_part
 from horizon_server.store.manifest import Manifest, read_manifest, record_file, write_manifest
 from horizon_server.worker.request import WorkerRequest
 from horizon_server.worker.training import Training
@@ -33,12 +35,13 @@ def train(
     num_threads: int = 1,
     dtype: str = "source",
     kept: KeptMemory | None = None,
+    export: str = "adapter",
     **changes: object,
 ) -> list[Message]:
     """Run one attempt to its end, and return what it had to say. `changes` are of the spec's `train`."""
     spec = parse_job_spec(
         {
-            "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2, "dtype": dtype},
+            "name": "job", "model": "m", "dataset": "d", "checkpoint": {"every_steps": 1, "keep_last": 2, "dtype": dtype, "export": export},
             "train": {"max_steps": 2, "sequence_length": 32, "tokens_per_step": 32, **changes},
         }
     )  # fmt: skip
@@ -46,7 +49,9 @@ def train(
     lines = folder / "events"
     events = EventWriter(os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
     resume_from = folder / "checkpoints/step-00000001" if resume else None
+    start = folder / "start"
     with worker_request(folder, spec, resume_from=resume_from, num_threads=num_threads, kept=kept) as request:
+        request["adapter"] = str(start) if start.is_dir() else None
         training = Training(WorkerRequest.from_mapping(request), events=events, orders=Orders())
         try:
             assert training.run().outcome == "succeeded"
@@ -121,6 +126,60 @@ def test_a_job_of_frozen_parameters_continues_bit_by_bit_and_leaves_them_as_they
     assert weights.read_bytes() == straight
 
 
+LORA: dict[str, Any] = {
+    "trainable": ["lora"],
+    "lora": {"rank": 4, "dropout": 0.2},
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+}
+
+
+@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
+def test_a_job_of_adapters_continues_bit_by_bit_from_a_checkpoint_of_them_alone(tmp_path: Path, export: str) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path, export=export, **LORA)
+    last = tmp_path / "checkpoints/step-00000002"
+    straight = {path: path.read_bytes() for path in last.rglob("*.safetensors")}
+    assert {path.name for path in straight} >= {"adapter_model.safetensors", "exp_avg.safetensors"}
+    adapter = load_file(next(path for path in straight if path.name == "adapter_model.safetensors"))
+    assert all(tensor.abs().max() > 0 for tensor in adapter.values())
+    train(tmp_path, resume=True, export=export, **LORA)
+    assert {path: path.read_bytes() for path in last.rglob("*.safetensors")} == straight
+
+
+def test_a_job_of_adapters_is_not_continued_on_another_base(tmp_path: Path) -> None:
+    write_inputs(tmp_path, "llama")
+    train(tmp_path, **LORA)
+    file = tmp_path / "model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InvalidModel, match="the model m is not the one that the checkpoint's adapters were trained on"):
+        train(tmp_path, resume=True, **LORA)
+
+
+@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
+def test_a_job_starts_with_the_adapter_of_a_linked_checkpoint(tmp_path: Path, export: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        write_inputs(folder, "llama")
+    train(first, export=export, **LORA)
+    checkpoints = CheckpointFolder(first / "checkpoints", "job")
+    part = adapter_part(checkpoints.manifest(2).files)
+    assert part is not None
+    checkpoints.link_part(2, part, second / "start")
+    trained = load_file(checkpoints.of_step(2) / part / "adapter_model.safetensors")
+
+    # At a rate of 0 nothing moves: what is saved is what was loaded.
+    train(second, **LORA | {"learning_rate": 0.0, "seed": 1})
+    found = load_file(second / "checkpoints/step-00000001/adapter_model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    (second / "start" / "base.sha256").write_text("0" * 64)
+    with pytest.raises(InvalidModel, match="the adapter was trained on other weights than those of model"):
+        train(second, **LORA)
+
+
 def test_a_job_starts_with_the_weights_of_a_linked_checkpoint_and_a_new_optimizer(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -128,7 +187,7 @@ def test_a_job_starts_with_the_weights_of_a_linked_checkpoint_and_a_new_optimize
         write_inputs(folder, "llama")
     train(first, learning_rate=1e-2, warmup_steps=0)
     shutil.rmtree(second / "model")
-    CheckpointFolder(first / "checkpoints", "job").link_model(2, second / "model")
+    CheckpointFolder(first / "checkpoints", "job").link_part(2, "", second / "model")
     trained = load_file(first / "checkpoints/step-00000002/model.safetensors")
 
     # At a rate of 0 nothing moves: what is saved is what was loaded.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.adapters import write_adapter_checkpoint
 
 from horizon_server.datasets.tokens.codec import TextCodec
 from horizon_server.demo.recipe import write_demo_model
@@ -15,11 +17,13 @@ from horizon_server.errors import DoesNotFit, HorizonError, InvalidData, Invalid
 from horizon_server.events import SampledText
 from horizon_server.records.sample import (
     MAX_PROMPT_TOKENS,
+    SampleAdapter,
     SampleMessage,
     SampleOptions,
     SamplePrompt,
     SampleRequest,
 )
+from horizon_server.store.manifest import read_manifest
 from horizon_server.worker import sampling
 from horizon_server.worker.sampling import _AnswerWriter, answer, encoded, stop_tokens, work
 
@@ -135,3 +139,20 @@ def test_an_error_does_not_say_where_checkpoints_are(folder: Path, tmp_path: Pat
         work(request(broken).to_mapping(), Sent())  # type: ignore[arg-type]
     assert str(tmp_path) not in caught.value.message
     assert isinstance(caught.value, InvalidModel)
+
+
+def test_an_adapter_answers_as_its_merged_model_does(folder: Path, tmp_path: Path) -> None:
+    checkpoint = write_adapter_checkpoint(tmp_path / "checkpoint", folder, export="both")
+    base = read_manifest(checkpoint).base
+    assert base is not None
+    adapter = SampleAdapter(folder=checkpoint, base_sha256=base.sha256, kept=tmp_path / "base.json")
+    alone, adapted, merged = Sent(), Sent(), Sent()
+    answer(request(folder, CHAT), alone)  # type: ignore[arg-type]
+    with_adapter = replace(request(folder, CHAT), adapter=adapter)
+    answer(SampleRequest.from_mapping(with_adapter.to_mapping()), adapted)  # type: ignore[arg-type]
+    answer(request(checkpoint / "merged", CHAT), merged)  # type: ignore[arg-type]
+
+    assert text_of(adapted) == text_of(merged) != text_of(alone)
+    other = replace(with_adapter, adapter=replace(adapter, base_sha256="0" * 64))
+    with pytest.raises(InvalidModel, match="the model is not the one that the checkpoint's adapter was trained on"):
+        answer(other, Sent())  # type: ignore[arg-type]

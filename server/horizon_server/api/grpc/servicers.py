@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
@@ -35,7 +36,7 @@ from horizon_server.api.services import Services
 from horizon_server.api.sharing import USAGE_OF_S, AllowanceUse, QueueEntry
 from horizon_server.datasets.preview import PreviewOptions
 from horizon_server.errors import FieldViolation, InvalidSpec, InvalidUpload, NotFound
-from horizon_server.events import SampledText
+from horizon_server.events import MergeProgress, SampledText
 from horizon_server.records.blob import BlobFile, BlobRef
 from horizon_server.records.housekeeping import Selection
 from horizon_server.records.job import JobState
@@ -132,7 +133,7 @@ def _require_natural(request: Any, *fields: str) -> None:
 
 
 class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceServicer):
-    """Lists, reads, samples and deletes checkpoints."""
+    """Lists, reads, samples, merges and deletes checkpoints."""
 
     async def ListCheckpoints(
         self, request: checkpoint_pb2.ListCheckpointsRequest, context: Any
@@ -160,6 +161,18 @@ class CheckpointServicer(_Servicer, checkpoint_pb2_grpc.CheckpointServiceService
             async for piece in pieces:
                 field = "text" if isinstance(piece, SampledText) else "figures"
                 yield response(checkpoint_pb2.SampleCheckpointResponse, **{field: piece})
+
+    async def MergeCheckpoint(
+        self, request: checkpoint_pb2.MergeCheckpointRequest, context: Any
+    ) -> AsyncIterator[checkpoint_pb2.MergeCheckpointResponse]:
+        dtype = enum_text(job_pb2.CheckpointDtype.DESCRIPTOR, request.dtype) if request.dtype else ""
+        lines = self._services.merges.merge(caller(), request.job_id, request.step, dtype=dtype, remove=request.remove)
+        async with aclosing(lines):
+            async for line in lines:
+                if isinstance(line, MergeProgress):
+                    yield checkpoint_pb2.MergeCheckpointResponse(**dataclasses.asdict(line))
+                else:
+                    yield response(checkpoint_pb2.MergeCheckpointResponse, checkpoint=line)
 
     async def DeleteCheckpoint(
         self, request: checkpoint_pb2.DeleteCheckpointRequest, context: Any

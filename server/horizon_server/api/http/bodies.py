@@ -40,7 +40,7 @@ COMPUTED: Mapping[type[Any], tuple[str, ...]] = {
     JobRecord: ("spec.name", "progress", "eta_s"),
     JobPlan: ("host_total_bytes", "device_total_bytes", "fits"),
     CheckpointRecord: ("size_bytes",),
-    DatasetRecord: ("state", "size_bytes"),
+    DatasetRecord: ("state", "size_bytes", "data_kind"),
     ModelRecord: ("state", "size_bytes"),
     DatasetPreview: ("options.method", "options.train_on", "options.sequence_length", "options.offset"),
 }

@@ -125,6 +125,23 @@ class ChatTemplate:
             )
         return start, end
 
+    def answers(
+        self, prompt: Sequence[Message], answers: Sequence[Sequence[Message]], tools: Tools | None = None
+    ) -> tuple[str, list[str]]:
+        """Return the text of a prompt with the assistant's cue, and that of the prompt with each of the answers to it.
+
+        A whole text begins with that of the prompt, not always with the cue: templates may write it differently once the answer follows.
+        """
+        alone = self.render(prompt, tools=tools)
+        wholes = [self.render([*prompt, *answer], tools=tools) for answer in answers]
+        for whole in wholes:
+            if self._beginning(whole, alone) is None:
+                raise InvalidData(
+                    "the model's chat template renders the prompt differently once an answer follows it, so where the answer begins "
+                    "cannot be found; leave out the turns that it rewrites, or correct the template"
+                )
+        return self.render(prompt, tools=tools, add_generation_prompt=True), wholes
+
     def _beginning(self, text: str, rendered: str) -> int | None:
         """Return how much of the text the beginning of its chat renders to, or None where it does not begin so."""
         if text.startswith(rendered):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from horizon_formats.answers import compared, of_targets
 from horizon_formats.formats import FUNCTION_CALL, OPENAI, DatasetFormat, parse_calls, sharegpt_spelling, text_of
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import ChatTemplate, Span
@@ -54,7 +55,33 @@ class Tokens:
     labels: Sequence[int]
 
 
-NormalRow = Chat | Pair | Text | Tokens
+Turns = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """A prompt with two answers, chosen and rejected, or with one that has a label: 1 desirable, 0 undesirable.
+
+    Messages are as in `Chat`. Texts are turns for a model with a chat template, as in `Pair`.
+    """
+
+    prompt: Turns
+    answers: list[Turns]
+    label: int | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Recorded token ids, of which those with mask 1 were sampled; one log-probability and one advantage for each of them."""
+
+    input_ids: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float]
+    advantages: Sequence[float]
+
+
+NormalRow = Chat | Pair | Text | Tokens | Answers | Sample
 
 
 def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_map: Mapping[str, str]) -> NormalRow:
@@ -72,6 +99,17 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
             return Text(text=value("text"))
         case DatasetFormat.TOKENS:
             return Tokens(input_ids=value("input_ids"), labels=value("labels") or value("input_ids"))
+        case DatasetFormat.PREFERENCE:
+            comparison = compared(value("prompt"), value("chosen"), value("rejected"))
+            assert not isinstance(comparison, str), "the check has found nothing wrong with the row"
+            prompt, *answers = map(_turns, comparison)
+            return Answers(prompt=prompt, answers=answers, tools=_tools(value("tools")))
+        case DatasetFormat.KTO:
+            answers = [_turns(value("completion"))]
+            label = int(value("label"))
+            return Answers(prompt=_turns(value("prompt")), answers=answers, label=label, tools=_tools(value("tools")))
+        case DatasetFormat.SAMPLES:
+            return _sample(value("tokens"), value)
         case DatasetFormat.SHAREGPT:
             turns = [_sharegpt_message(message) for message in value("conversations")]
             system, tools = value("system"), value("tools")
@@ -81,7 +119,25 @@ def normalise(columns: Mapping[str, Any], dataset_format: DatasetFormat, field_m
             turns = [turn for question, answer in pairs for turn in _exchange(question, answer)]
             system, tools = value("system"), None
     head = [{"role": "system", "content": system, "weight": 1}] if system else []
-    return Chat(messages=head + turns, tools=(json.loads(tools) if isinstance(tools, str) else tools) or None)
+    return Chat(messages=head + turns, tools=_tools(tools))
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    return (json.loads(tools) if isinstance(tools, str) else tools) or None
+
+
+def _turns(turns: Any) -> Turns:
+    return turns if isinstance(turns, str) else [_message(message) for message in turns]
+
+
+def _sample(tokens: Sequence[int], value: Callable[[str], Any]) -> Sample:
+    prompt_length, mask, advantage = value("prompt_length"), value("mask"), value("advantage")
+    if mask is None:
+        mask = [0] * prompt_length + [1] * (len(tokens) - prompt_length)
+    mask = list(map(int, mask))
+    numbers = [value("logprobs"), [advantage] * sum(mask) if advantage is not None else value("advantages")]
+    logprobs, advantages = ([float(number) for number in of_targets(values, mask) or ()] for values in numbers)
+    return Sample(input_ids=tokens, mask=mask, logprobs=logprobs, advantages=advantages)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +203,14 @@ class RenderedRow(NamedTuple):
     bare: bool
 
 
+class RenderedAnswers(NamedTuple):
+    """The text of a prompt, with the assistant's cue where a template has one, and the whole text with each answer; `bare` as above."""
+
+    prompt: str
+    wholes: tuple[str, ...]
+    bare: bool
+
+
 class RowRenderer:
     """Renders rows for one model and one choice of what is trained. `template` is None for a model without one."""
 
@@ -171,6 +235,26 @@ class RowRenderer:
         assert self._template is not None, "chats need a chat template"
         text, spans = self._everything(self._template, row) if self._train_all else self._replies(self._template, row)
         return RenderedRow(texts=(RenderedText(text=text, spans=tuple(spans)),), bare=False)
+
+    def render_answers(self, row: Answers) -> RenderedAnswers:
+        """Return the texts of a row, each whole. Raises: InvalidData where the template refuses them, or there is none for messages."""
+        turns = [row.prompt, *row.answers]
+        if self._template is None:
+            if not all(isinstance(turn, str) for turn in turns):
+                raise InvalidData(
+                    "the row holds messages, but the model has no chat template; add chat_template.jinja to the model or write the "
+                    "prompt and the answers as texts"
+                )
+            prompt, *answers = map(str, turns)
+            return RenderedAnswers(prompt=prompt, wholes=tuple(prompt + answer for answer in answers), bare=True)
+        asked, *replies = (
+            [{"role": "assistant" if index else "user", "content": turn, "weight": 1}]
+            if isinstance(turn, str)
+            else turn
+            for index, turn in enumerate(turns)
+        )
+        cue, wholes = self._template.answers(asked, replies, row.tools)
+        return RenderedAnswers(prompt=cue, wholes=tuple(wholes), bare=False)
 
     def _everything(self, template: ChatTemplate, row: Chat) -> tuple[str, list[Span]]:
         text = template.render(row.messages, tools=row.tools)

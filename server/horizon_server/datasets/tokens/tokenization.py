@@ -16,10 +16,14 @@ from horizon_server.datasets.preview import PreviewRow, PreviewSpan
 from horizon_server.datasets.recipe import PrepareOptions
 from horizon_server.datasets.tokens.chat_template import processor_time_limit
 from horizon_server.datasets.tokens.codec import TextCodec
+from horizon_server.datasets.tokens.documents import Document, Ids, LabelledAnswer, common_beginning
 from horizon_server.datasets.tokens.rendering import (
+    Answers,
     NormalRow,
+    RenderedAnswers,
     RenderedRow,
     RowRenderer,
+    Sample,
     Tokens,
     is_held_out,
     normalise,
@@ -28,28 +32,14 @@ from horizon_server.datasets.tokens.rendering import (
 )
 from horizon_server.errors import InvalidData, InvalidModel
 
-# Token ids, 4 bytes each: `array.array("i")`.
-Ids = array.array
-
 # Processor time of the chat template for one batch of rows. Templates take about a tenth of a millisecond for a row.
 _MAX_TEMPLATE_S = 30
 
+# Kinds of which a part cannot stand for the whole, whatever the method.
+_ANSWERED = (DatasetFormat.PREFERENCE, DatasetFormat.KTO, DatasetFormat.SAMPLES)
 _CHATS = (DatasetFormat.MESSAGES, DatasetFormat.SHAREGPT, DatasetFormat.ALPACA)
 # Characters of a block in which a long text is encoded.
 _BLOCK_CHARACTERS = 64 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """Tokens that are trained together; `trained[t]` is 1 where token t is a target."""
-
-    ids: Ids[int]
-    trained: bytes
-
-    @property
-    def num_targets(self) -> int:
-        """Targets; the first token is never one, as nothing precedes it."""
-        return self.trained.count(1, 1)
 
 
 def split(whole: Document, length: int) -> list[Document]:
@@ -119,6 +109,7 @@ class TokenizedRow:
 
     `violations` are defects of the row. `left_out` is set where the row is fine but has nothing trained within the job's
     `sequence_length`. `num_cut_tokens` were beyond it. `held_out` rows are on the evaluation side of `eval_fraction`.
+    The documents of a `preference` are chosen and rejected. A row of `kto` has its `answer` too, for the document that is joined of two.
     """
 
     documents: Sequence[Document] = ()
@@ -126,6 +117,7 @@ class TokenizedRow:
     violations: Sequence[FieldViolation] = ()
     left_out: FieldViolation | None = None
     held_out: bool = False
+    answer: LabelledAnswer | None = None
 
 
 class _Part(NamedTuple):
@@ -141,12 +133,14 @@ class _ReadRow(NamedTuple):
     """A row that was checked and rendered (tokens are not), or what is wrong with it."""
 
     normal: NormalRow | None
-    rendered: RenderedRow | None
+    rendered: RenderedRow | RenderedAnswers | None
     violations: Sequence[FieldViolation]
 
     @property
     def masked_texts(self) -> list[str]:
         """The texts of which some characters are not trained."""
+        if isinstance(self.rendered, RenderedAnswers):
+            return [self.rendered.prompt, *self.rendered.wholes]
         return [text.text for text in self.rendered.texts if not text.trained_throughout] if self.rendered else []
 
 
@@ -180,42 +174,48 @@ class RowTokenizer:
                 yield TokenizedRow(violations=item.violations)
                 continue
             try:
-                whole = _joined(self._parts(item, own))
+                wholes = [self._whole(item, parts) for parts in self._documents(item, own)]
             except InvalidData as error:
                 yield TokenizedRow(violations=[_unusable(row, error)])
                 continue
-            fitted = self._fit(row, whole)
+            fitted = self._fit_all(row, item, wholes)
             if self._options.eval_fraction:
                 fitted = replace(fitted, held_out=is_held_out(row_content(item.normal), self._options.eval_fraction))
             yield fitted
 
-    def show(self, row: Row) -> PreviewRow:
-        """Return the row as `tokenize` hands it to training, for people to read.
+    def show(self, row: Row) -> list[PreviewRow]:
+        """Return the documents of a row as `tokenize` hands them to training, for people to read: one, or chosen and rejected.
 
-        The texts of its spans laid end to end are what the model reads, up to where the row is cut. A row that cannot be used has
-        problems and, where it could be rendered, spans all the same.
+        The texts of the spans of a document laid end to end are what the model reads, up to where it is cut. A row that cannot be used
+        has problems and, where it could be rendered, spans all the same.
         """
         shown = PreviewRow(file=row.file, unit=row.unit, number=row.number)
         (item,) = self._read([row])
         if item.normal is None:
-            return replace(shown, problems=tuple(violation.description for violation in item.violations))
+            return [replace(shown, problems=tuple(violation.description for violation in item.violations))]
         try:
-            parts = self._parts(item, map(self._codec.encode, item.masked_texts), shown=True)
+            documents = self._documents(item, map(self._codec.encode, item.masked_texts), shown=True)
         except InvalidData as error:
-            return replace(shown, problems=(_unusable(row, error).description,))
-        whole = _joined(parts)
-        fitted = self._fit(row, whole)
+            return [replace(shown, problems=(_unusable(row, error).description,))]
+        wholes = [self._whole(item, parts) for parts in documents]
+        fitted = self._fit_all(row, item, wholes)
         problems = [*fitted.violations, *([fitted.left_out] if fitted.left_out else [])]
-        mask = b"".join(b"\0" + piece.trained[1:] for piece in self._pieces(whole))
-        return replace(
-            shown,
-            spans=tuple(self._spans(parts, mask)),
-            num_tokens=len(mask),
-            num_trained_tokens=mask.count(1),
-            num_cut_tokens=len(whole.ids) - len(mask),
-            num_documents=len(fitted.documents),
-            problems=tuple(problem.description for problem in problems),
-        )
+        rows = []
+        for part, parts, whole in zip(_part_names(item.normal), documents, wholes, strict=True):
+            mask = b"".join(b"\0" + piece.trained[1:] for piece in self._pieces(whole))
+            rows.append(
+                replace(
+                    shown,
+                    part=part,
+                    spans=tuple(self._spans(parts, mask)),
+                    num_tokens=len(mask),
+                    num_trained_tokens=mask.count(1),
+                    num_cut_tokens=len(whole.ids) - len(mask),
+                    num_documents=len(fitted.documents) // len(wholes),
+                    problems=tuple(problem.description for problem in problems),
+                )
+            )
+        return rows
 
     def _read(self, rows: Sequence[Row]) -> list[_ReadRow]:
         read: list[_ReadRow] = []
@@ -231,24 +231,66 @@ class RowTokenizer:
                 if not violations:
                     normal = normalise(row.columns, self._format, self._options.field_map)
                     try:
-                        rendered = None if isinstance(normal, Tokens) else self._renderer.render(normal)
+                        rendered = self._render(normal)
                     except InvalidData as error:
                         normal, violations = None, [_unusable(row, error)]
                 read.append(_ReadRow(normal, rendered, violations))
         return read
 
+    def _render(self, normal: NormalRow) -> RenderedRow | RenderedAnswers | None:
+        if isinstance(normal, Tokens | Sample):
+            return None
+        return self._renderer.render_answers(normal) if isinstance(normal, Answers) else self._renderer.render(normal)
+
+    def _documents(self, item: _ReadRow, encodings: Iterator[Any], *, shown: bool = False) -> list[list[_Part]]:
+        """Return the parts of each of a row's documents, whole; `encodings` are those of its masked texts."""
+        if isinstance(item.rendered, RenderedAnswers):
+            return self._answers(item.rendered, encodings)
+        return [self._parts(item, encodings, shown=shown)]
+
+    def _answers(self, rendered: RenderedAnswers, encodings: Iterator[Any]) -> list[list[_Part]]:
+        """Return the parts of each answer with its prompt; the answer alone is trained, from where its tokens leave the prompt's.
+
+        As TRL does it: the tokens are those of the whole text, and where a token joins the end of the prompt with the beginning of an
+        answer, both answers begin with it.
+        """
+        leading = array.array("i", self._codec.leading_ids if rendered.bare else ())
+        prompt = array.array("i", next(encodings).ids)
+        encoded = [
+            (text, encoding, array.array("i", encoding.ids))
+            for text, encoding in zip(rendered.wholes, encodings, strict=True)
+        ]
+        length = common_beginning(prompt, [ids for _, _, ids in encoded])
+        documents = []
+        for text, encoding, ids in encoded:
+            self._codec.check_ids(ids)
+            # An answer that spells out the end-of-text token has it already.
+            is_closed = not rendered.bare or ids[-1:].tolist() == self._codec.trailing_ids
+            trailing = array.array("i", () if is_closed else self._codec.trailing_ids)
+            documents.append(
+                [
+                    _Part(ids=leading, trained=bytes(len(leading))),
+                    _Part(ids, bytes(length) + b"\1" * (len(ids) - length), text, encoding),
+                    _Part(ids=trailing, trained=b"\1" * len(trailing)),
+                ]
+            )
+        return documents
+
     def _parts(self, item: _ReadRow, encodings: Iterator[Any], *, shown: bool = False) -> list[_Part]:
         """Return the tokens of a row in parts that are laid end to end; `encodings` are those of its masked texts."""
-        if isinstance(item.normal, Tokens):
+        if isinstance(item.normal, Tokens | Sample):
             size = self._codec.vocab_size
             highest = max(item.normal.input_ids, default=0)
             if size is not None and highest >= size:
+                field = "tokens" if isinstance(item.normal, Sample) else "input_ids"
                 raise InvalidData(
-                    f"input_ids holds {highest}, but the model's vocab_size is {size}; use the tokenizer of this model"
+                    f"{field} holds {highest}, but the model's vocab_size is {size}; use the tokenizer of this model"
                 )
+            if isinstance(item.normal, Sample):
+                return [_Part(ids=array.array("i", item.normal.input_ids), trained=bytes(item.normal.mask))]
             trained = bytes(label != UNTRAINED for label in item.normal.labels)
             return [_Part(ids=array.array("i", item.normal.input_ids), trained=trained)]
-        assert item.rendered is not None, "everything but tokens is rendered"
+        assert isinstance(item.rendered, RenderedRow), "everything but tokens is rendered"
         parts: list[_Part] = []
         for text in item.rendered.texts:
             if not text.trained_throughout:
@@ -272,6 +314,40 @@ class RowTokenizer:
             _Part(ids=trailing, trained=b"\1" * len(trailing)),
         ]
 
+    def _whole(self, item: _ReadRow, parts: Sequence[_Part]) -> Document:
+        """Return a document before it is cut."""
+        document = _joined(parts)
+        if not isinstance(item.normal, Sample):
+            return document
+        logprobs, advantages = (array.array("f", values) for values in (item.normal.logprobs, item.normal.advantages))
+        return replace(document, old_logprobs=logprobs, advantages=advantages)
+
+    def _fit_all(self, row: Row, item: _ReadRow, wholes: Sequence[Document]) -> TokenizedRow:
+        """Cut the documents of a row. Those that belong together are cut alike: they are all kept, or all left out."""
+        if not isinstance(item.normal, Answers | Sample):
+            (whole,) = wholes
+            return self._fit(row, whole)
+        if not all(whole.num_targets for whole in wholes):
+            return TokenizedRow(violations=[row.refusal("has an answer without a token to learn; check its text")])
+        limit = self._options.sequence_length
+        kept = [whole.beginning(limit) for whole in wholes]
+        num_prompt_tokens = wholes[0].trained.index(1)
+        if not all(document.num_targets for document in kept):
+            problem = (
+                f"has {num_prompt_tokens} tokens before the first that is trained, so within sequence_length {limit} none is; raise "
+                "train.sequence_length or shorten the prompt"
+            )
+            return TokenizedRow(left_out=row.refusal(problem))
+        answer = None
+        if isinstance(item.normal, Answers) and item.normal.label is not None:
+            prompt, completion = wholes[0].ids[:num_prompt_tokens], wholes[0].ids[num_prompt_tokens:]
+            if not prompt:
+                return TokenizedRow(violations=[row.refusal("has a prompt without a token; kto needs a prompt")])
+            # Of what is joined with another prompt no more than this can fit either.
+            answer = LabelledAnswer(prompt, completion[:limit], item.normal.label)
+        num_cut_tokens = sum(len(whole.ids) - len(document.ids) for whole, document in zip(wholes, kept, strict=True))
+        return TokenizedRow(documents=kept, num_cut_tokens=num_cut_tokens, answer=answer)
+
     def _fit(self, row: Row, whole: Document) -> TokenizedRow:
         if not whole.num_targets:
             problem = "has no trained token; check its text, roles and weights, and train.train_on"
@@ -293,9 +369,10 @@ class RowTokenizer:
         if len(whole.ids) <= limit:
             return [whole]
         # What follows the cut of a chat has lost the turns that it answers; a text can be read from anywhere.
-        if self._options.method == "pretrain" or self._format is DatasetFormat.TEXT:
-            return split(whole, limit)
-        return [Document(ids=whole.ids[:limit], trained=whole.trained[:limit])]
+        is_cut = self._format in _ANSWERED or (
+            self._options.method != "pretrain" and self._format is not DatasetFormat.TEXT
+        )
+        return [whole.beginning(limit)] if is_cut else split(whole, limit)
 
     def _spans(self, parts: Sequence[_Part], mask: bytes) -> Iterator[PreviewSpan]:
         """Yield the text of the masked tokens, in runs of equal mask."""
@@ -339,3 +416,15 @@ def _joined(parts: Sequence[_Part]) -> Document:
     for part in parts:
         ids += part.ids
     return Document(ids=ids, trained=b"".join(part.trained for part in parts))
+
+
+def _part_names(normal: NormalRow) -> tuple[str, ...]:
+    """Return what the documents of a row are called where people read them; nothing where there is nothing to say."""
+    if isinstance(normal, Answers):
+        if normal.label is None:
+            return "chosen", "rejected"
+        return ("desirable" if normal.label else "undesirable",)
+    if isinstance(normal, Sample):
+        low, high = min(normal.advantages), max(normal.advantages)
+        return (f"advantage {low:g}" if low == high else f"advantages {low:g} to {high:g}",)
+    return ("",)

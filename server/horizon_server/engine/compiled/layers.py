@@ -31,7 +31,7 @@ def call_patterns(template: Template, dtype: torch.dtype) -> dict[int, CallPatte
         try:
             if template.draws_random_numbers:
                 raise NotCompilable(
-                    "the model's config asks for dropout, whose random numbers a compiled layer would draw differently"
+                    "its config or its adapters ask for dropout, whose random numbers a compiled layer would draw differently"
                 )
             found[kind] = CallPattern.through(one[kind], other[kind])
         except NotCompilable as error:

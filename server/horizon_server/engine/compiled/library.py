@@ -145,6 +145,7 @@ def layer_key(template: Template, layer: int, target: Target) -> str:
         config,
         layer,
         places,
+        template.adapter_scale if template.has_adapters else None,
         str(target.dtype),
         target.num_threads,
         target.num_tokens,

@@ -24,7 +24,8 @@ from horizon_server.engine.device.memory import STAGING_BYTES, Arena, HostBuffer
 from horizon_server.engine.device.protocol import Component, HostComponent
 from horizon_server.engine.device.queued_device import QueuedDevice, Switches
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.ledger import CAST_ELEMENTS, DeviceKind
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import CAST_ELEMENTS
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
 from horizon_server.store.layout import UNIT_ALIGN_ELEMENTS
@@ -41,6 +42,7 @@ class CudaDevice(QueuedDevice):
     gradient_dtype = torch.bfloat16
     compute: CudaQueue
     _cast: Tensor | None = None
+    _packed: Tensor | None = None
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class CudaDevice(QueuedDevice):
     def adopt(self, store: HostStore) -> None:
         """The planes that cross the link are registered with the driver, unit by unit."""
         units = store.layout.units
-        for plane in ("hi",) if store.grad_dtype is None else ("hi", "grad"):
+        most_packed = max(unit.packed_bytes for unit in units)
+        wanted_planes = {"hi": True, "packed": most_packed > 0, "grad": store.grad_dtype is not None}
+        for plane in (name for name, is_there in wanted_planes.items() if is_there):
             memory = store.plane(plane)
             # The embedding begins before a `grad` plane that leaves it out, and a frozen unit where the next one does.
             cuts = {max(0, store.layout.offset_in(plane, unit)) for unit in units}
@@ -98,12 +102,12 @@ class CudaDevice(QueuedDevice):
             if self._cast is not None:
                 self.free(self._cast)
             self._cast = self.allocate("gradients", wanted, self.gradient_dtype)
+        if self._packed is None and most_packed:
+            self._packed = self.allocate("weights", most_packed, torch.uint8)
 
     def release_memory(self) -> None:
         """Also what torch's allocator has cached, which no other process could use."""
-        if self._cast is not None:
-            self.free(self._cast)
-        self._cast = None
+        self._free_own()
         self._runtime.release_cached()
 
     def allocate(self, component: Component, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -141,9 +145,19 @@ class CudaDevice(QueuedDevice):
         with memory_refusals():
             return self._runtime.place(tensor)
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """2 bytes a parameter, no cast."""
-        self._upload(store.unit(index, "hi"), out, label=f"unit {index}")
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+        """2 bytes a parameter, no cast; packed tensors cross the link as they are and become bf16 on the device.
+
+        CUDA: h2d runs in order, so one buffer for packed bytes is enough.
+        """
+        unit = store.layout.units[index]
+        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
+        self._upload(store.unit(index, "hi")[: len(first)], first, label=f"unit {index}")
+        if unit.packed_bytes and not only_trained:
+            assert self._packed is not None, "adopt comes first"
+            block = self._packed[: unit.packed_bytes]
+            self._upload(store.unit(index, "packed"), block, label=f"packed weights of unit {index}")
+            self.h2d.submit(partial(store.unpack, index, block, out), label=f"unpacking of unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Through the staging ring: it is small, and both halves of the master are joined on the host."""
@@ -202,9 +216,13 @@ class CudaDevice(QueuedDevice):
         # Before anything is unpinned, or a copy under way could write into memory that is no longer the store's.
         self._synchronize()
         self._pinned.clear()
-        if self._cast is not None:
-            self.free(self._cast)
-        self._cast = None
+        self._free_own()
+
+    def _free_own(self) -> None:
+        for tensor in (self._cast, self._packed):
+            if tensor is not None:
+                self.free(tensor)
+        self._cast = self._packed = None
 
     def _synchronize(self) -> None:
         try:

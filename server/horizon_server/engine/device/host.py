@@ -16,7 +16,7 @@ from torch import Tensor
 
 from horizon_server.engine.device.memory import Arena, HostBuffers
 from horizon_server.engine.device.queued_device import HostQueue, QueuedDevice, Switches
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.store.adamw import sum_squares
 from horizon_server.store.cpus import available_cpus
 from horizon_server.store.host_store import HostStore
@@ -95,17 +95,26 @@ class HostDevice(QueuedDevice):
         """Compute reads host memory."""
         return tensor
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone."""
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+        """In fp32 both halves of the master cross the link, 4 bytes a parameter; in bf16 the high one alone. Packed tensors cross it as
+        they are.
+        """
+        unit = store.layout.units[index]
+        first = out[: unit.trained_elements if only_trained else unit.unpacked_elements]
+        packed = None if only_trained or not unit.packed_bytes else store.unit(index, "packed")
+        num_bytes = first.nbytes + (0 if packed is None else packed.nbytes)
 
         def copy() -> None:
-            with self._link(out.nbytes):
+            with self._link(num_bytes):
                 if out.dtype is torch.float32:
-                    store.merge_master(index, out)
+                    store.merge_unpacked(index, first)
                 else:
-                    out.copy_(store.unit(index, "hi"))
+                    first.copy_(store.unit(index, "hi")[: len(first)])
+            # Off the link's time: a GPU unpacks at the speed of its own memory.
+            if packed is not None:
+                store.unpack(index, packed, out)
 
-        self.h2d.submit(copy, num_bytes=out.nbytes, label=f"unit {index}")
+        self.h2d.submit(copy, num_bytes=num_bytes, label=f"unit {index}")
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         def copy() -> None:

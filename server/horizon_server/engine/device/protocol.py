@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from horizon_server.figures import QueueFigures
-from horizon_server.planning.ledger import DeviceKind
+from horizon_server.planning.compute import DeviceKind
 from horizon_server.store.host_store import HostStore
 
 Component = Literal["weights", "gradients", "activations", "workspace"]
@@ -128,8 +128,8 @@ class Device(Protocol):
     def place(self, tensor: Tensor) -> Tensor:
         """Token ids and indices where compute can read them; small, and not part of the account."""
 
-    def upload_unit(self, store: HostStore, index: int, out: Tensor) -> None:
-        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length."""
+    def upload_unit(self, store: HostStore, index: int, out: Tensor, *, only_trained: bool = False) -> None:
+        """Append the copy of a unit's weights to h2d; `out` has the unit's padded length. With `only_trained` it has the others already."""
 
     def upload_exact(self, store: HostStore, index: int, read: Callable[[Tensor], Tensor], out: Tensor) -> None:
         """Append the copy of a part of a unit's weights to h2d, in fp32; `read` cuts it out of a plane of the unit."""

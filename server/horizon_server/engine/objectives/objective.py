@@ -100,6 +100,16 @@ class Objective(ABC):
     ) -> Tensor:
         """The loss, in a form that autograd differentiates by `logprobs_S`. All are float64. Shapes: []."""
 
+    def figures(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> dict[str, Tensor]:
+        """What to report besides the loss, by the names that TRL has for it, without gradients; all tensors are float64 or absent.
+
+        Shapes: [] each. A figure of nothing, as the mean over no document, is left out.
+        """
+        del logprobs_S, references_S, weights_S, documents
+        return {}
+
     def check(self, step: StepObjective) -> None:  # noqa: B027 - most have nothing to add
         """Check what this objective alone asks of a step, after what all have in common. Raises: InvalidData."""
 
@@ -164,6 +174,12 @@ class StepObjective:
     def __call__(self, logprobs_S: Tensor) -> tuple[Tensor, Tensor]:
         """As `Objective.__call__`, with what this step gives it."""
         return self.objective(logprobs_S, self.references_S, self.weights_S, self.documents)
+
+    def figures(self, logprobs_S: Tensor) -> dict[str, float]:
+        """As `Objective.figures`, of log-probabilities that are where this step's tensors are."""
+        references_S = None if self.references_S is None else self.references_S.double()
+        found = self.objective.figures(logprobs_S.detach().double(), references_S, self.weights_S, self.documents)
+        return {name: float(value) for name, value in found.items()}
 
 
 def _tensors(record: StepObjective | Documents) -> dict[str, Tensor | None]:

@@ -8,6 +8,7 @@ Shapes: P = pairs of the step, K = documents, S = supervised tokens.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -25,6 +26,33 @@ class PairedObjective(Objective):
     """An objective over pairs; both documents of each must have something to compare."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"documents.pairs_P2"})
+    averages: ClassVar[bool] = True
+    """Whether the reported log-probabilities of an answer are averages over its tokens, or sums."""
+
+    def figures(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> dict[str, Tensor]:
+        """Means over the pairs: rewards of chosen and rejected answers, how often and how far the chosen one's is higher, and their
+        log-probabilities."""
+        assert documents.pairs_P2 is not None, "checked before the step"
+        rewards_K = self._rewards(logprobs_S, references_S, weights_S, documents)
+        logps_K = documents.log_probabilities(logprobs_S, weights_S, average=self.averages)
+        chosen_P, rejected_P = rewards_K[documents.pairs_P2].unbind(1)
+        chosen_logps_P, rejected_logps_P = logps_K[documents.pairs_P2].unbind(1)
+        return {
+            "rewards/chosen": chosen_P.mean(),
+            "rewards/rejected": rejected_P.mean(),
+            "rewards/accuracies": (chosen_P > rejected_P).double().mean(),
+            "rewards/margins": (chosen_P - rejected_P).mean(),
+            "logps/chosen": chosen_logps_P.mean(),
+            "logps/rejected": rejected_logps_P.mean(),
+        }
+
+    @abstractmethod
+    def _rewards(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        """The implicit reward of each document. Shapes: [K]."""
 
     def check(self, step: StepObjective) -> None:
         """There are pairs, and both documents of each have something to compare. Raises: InvalidData."""
@@ -60,6 +88,7 @@ class DPO(PairedObjective):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"documents.pairs_P2", "references_S"})
+    averages: ClassVar[bool] = False
 
     beta: float = 0.1
     kind: PreferenceLoss = "sigmoid"
@@ -84,6 +113,13 @@ class DPO(PairedObjective):
         if self.kind == "ipo":
             return (margins_P - 1 / (2 * self.beta)).square().mean()
         return _log_loss(self.beta * margins_P, self.label_smoothing).mean()
+
+    def _rewards(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        assert references_S is not None, "checked before the step"
+        # Of sums also where the loss is of averages, as TRL reports them.
+        return self.beta * documents.log_probabilities(logprobs_S - references_S, weights_S, average=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +148,11 @@ class SimPO(PairedObjective):
         chosen_P, rejected_P = averages_K[documents.pairs_P2].unbind(1)
         return _log_loss(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing).mean()
 
+    def _rewards(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        return self.beta * documents.log_probabilities(logprobs_S, weights_S, average=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ORPO(PairedObjective):
@@ -134,6 +175,11 @@ class ORPO(PairedObjective):
     def _loss(
         self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
     ) -> Tensor:
+        nll, log_odds_P = self._parts(logprobs_S, weights_S, documents)
+        return nll - self.penalty * functional.logsigmoid(log_odds_P).mean()
+
+    def _parts(self, logprobs_S: Tensor, weights_S: Tensor | None, documents: Documents) -> tuple[Tensor, Tensor]:
+        """The chosen answers' loss, and the logarithm of each pair's odds ratio. Shapes: [], [P]."""
         assert documents.pairs_P2 is not None, "checked before the step"
         sums_K, sizes_K = documents.log_probabilities(logprobs_S, weights_S, average=False), documents.sizes(weights_S)
         chosen_P = documents.pairs_P2[:, 0]
@@ -141,7 +187,24 @@ class ORPO(PairedObjective):
         averages_P2 = (sums_K / sizes_K)[documents.pairs_P2]
         # expm1, because 1 - p loses its digits where p is close to 1.
         log_odds_P2 = averages_P2 - torch.log(-torch.expm1(averages_P2))
-        return nll - self.penalty * functional.logsigmoid(log_odds_P2[:, 0] - log_odds_P2[:, 1]).mean()
+        return nll, log_odds_P2[:, 0] - log_odds_P2[:, 1]
+
+    def figures(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> dict[str, Tensor]:
+        """Those of all pairs, and both parts of the loss."""
+        nll, log_odds_P = self._parts(logprobs_S, weights_S, documents)
+        return {
+            **super().figures(logprobs_S, references_S, weights_S, documents),
+            "nll_loss": nll,
+            "log_odds_ratio": functional.logsigmoid(log_odds_P).mean(),
+            "log_odds_chosen": log_odds_P.mean(),
+        }
+
+    def _rewards(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> Tensor:
+        return self.penalty * documents.log_probabilities(logprobs_S, weights_S, average=True)
 
 
 def _log_loss(margins_P: Tensor, label_smoothing: float) -> Tensor:

@@ -68,9 +68,30 @@ class KTO(Objective):
         # Factors of 0 and 1, because selecting by value would wait for the device.
         mismatched_K = (documents.labels_K == MISMATCHED).double()
         desirable_K = documents.labels_K == DESIRABLE
-        kl = ((gains_K.detach() * mismatched_K).sum() / mismatched_K.sum().clamp(min=1)).clamp(min=0)
+        kl = _divergence(gains_K, mismatched_K)
         margins_K = torch.where(desirable_K, gains_K - kl, kl - gains_K)
         counted_K = 1 - mismatched_K
         factors_K = torch.where(desirable_K, self.desirable_weight * counted_K, self.undesirable_weight * counted_K)
         # 1 - sigmoid(x), without the cancellation.
         return (factors_K * torch.sigmoid(-self.beta * margins_K)).sum() / counted_K.sum()
+
+    def figures(
+        self, logprobs_S: Tensor, references_S: Tensor | None, weights_S: Tensor | None, documents: Documents
+    ) -> dict[str, Tensor]:
+        """The estimate of the KL divergence, and the rewards and log-probabilities of the answers by their label."""
+        assert references_S is not None and documents.labels_K is not None, "checked before the step"
+        gains_K = documents.log_probabilities(logprobs_S - references_S, weights_S, average=False)
+        logps_K = documents.log_probabilities(logprobs_S, weights_S, average=False)
+        found = {"kl": _divergence(gains_K, (documents.labels_K == MISMATCHED).double())}
+        for name, label in (("chosen", DESIRABLE), ("rejected", UNDESIRABLE)):
+            if bool((is_it_K := documents.labels_K == label).any()):
+                found[f"rewards/{name}"] = self.beta * gains_K[is_it_K].mean()
+                found[f"logps/{name}"] = logps_K[is_it_K].mean()
+        if "rewards/chosen" in found and "rewards/rejected" in found:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+
+def _divergence(gains_K: Tensor, mismatched_K: Tensor) -> Tensor:
+    """The estimate of the KL divergence, without gradients; `mismatched_K` is 1 for mismatched documents, else 0. Shapes: []."""
+    return ((gains_K.detach() * mismatched_K).sum() / mismatched_K.sum().clamp(min=1)).clamp(min=0)

@@ -28,6 +28,7 @@ from horizon_server.services.jobs import JobService
 from horizon_server.services.pushed import DatasetService, ModelService
 from horizon_server.services.uploads import Uploads
 from horizon_server.settings import Settings
+from horizon_server.spec import LORA
 
 log = structlog.get_logger(__name__)
 
@@ -160,8 +161,11 @@ class Sweep:
         assert job.job_state in ENDED, job.job_id
         journals = await in_thread(lambda: caches.stored_journals(self._folders, job.job_id))
         found = await self._remove("journals", journals, "all of it is in the database", dry_run=dry_run)
-        # A failed job may be resumed, from them where it has no checkpoint.
-        if job.job_state is not JobState.FAILED:
+        # A failed job may be resumed, from them where it has no checkpoint; adapters that are left are for them.
+        has_adapters = job.spec.train.trainable == LORA and await in_thread(
+            lambda: self._folders.checkpoints(job.job_id).newest() is not None
+        )
+        if job.job_state is not JobState.FAILED and not has_adapters:
             start = await in_thread(lambda: _if_there(self._folders.start(job.job_id)))
             found += await self._remove("starting weights", start, "the job has ended", dry_run=dry_run)
         return found + await self._attempts(job, dry_run)

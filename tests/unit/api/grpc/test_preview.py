@@ -24,7 +24,7 @@ class Previews:
         spans = (PreviewSpan(text="hi ", trained=False), PreviewSpan(text="there", trained=True))
         row = PreviewRow(
             file="a.jsonl", unit="line", number=7, spans=spans, num_tokens=5, num_trained_tokens=2, num_cut_tokens=3,
-            num_documents=1, clipped=True, problems=("too long",),
+            num_documents=1, clipped=True, problems=("too long",), part="chosen",
         )  # fmt: skip
         return DatasetPreview(rows=(row,), num_rows=50, format="prompt-completion", options=options)
 
@@ -51,7 +51,7 @@ async def test_every_field_goes_through(world: Any, previews: Previews) -> None:
     spans = [dataset_pb2.PreviewSpan(text="hi "), dataset_pb2.PreviewSpan(text="there", trained=True)]
     row = dataset_pb2.PreviewRow(
         spans=spans, num_tokens=5, num_trained_tokens=2, file="a.jsonl", unit="line", number=7, num_cut_tokens=3,
-        num_documents=1, clipped=True, problems=["too long"],
+        num_documents=1, clipped=True, problems=["too long"], part="chosen",
     )  # fmt: skip
     assert answer == dataset_pb2.PreviewDatasetResponse(
         rows=[row], num_rows=50, format=dataset_pb2.DATASET_FORMAT_PROMPT_COMPLETION, sequence_length=64,

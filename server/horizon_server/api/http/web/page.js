@@ -196,12 +196,16 @@ function drawCurve() {
   el("curve").replaceChildren(...parts);
 }
 
+// Of a method other than cross-entropy, such as rewards/margins of dpo.
+const figuresOf = (data) => Object.entries(data.method_figures || {}).map(([name, value]) => `, ${name} ${short(value)}`).join("");
+
 // Unset numbers are null, as are those that JSON cannot write.
 function evaluationText(data) {
-  const lines = [`evaluation after step ${data.step}: loss ${short(data.eval_loss)}`];
+  const lines = [`evaluation after step ${data.step}: loss ${short(data.eval_loss)}${figuresOf(data)}`];
   for (const set of data.sets || []) {
     const match = set.exact_match === null ? "" : `, exact match ${short(100 * set.exact_match, 2)} % (${set.num_matches} of ${set.num_answers})`;
-    lines.push(`  ${set.name}: loss ${short(set.loss)}, perplexity ${short(set.perplexity)}, accuracy ${short(100 * set.accuracy, 2)} % of ${set.num_targets} tokens${match}`);
+    const ofText = set.accuracy === null ? "" : `, perplexity ${short(set.perplexity)}, accuracy ${short(100 * set.accuracy, 2)} %`;
+    lines.push(`  ${set.name}: loss ${short(set.loss)}${ofText} of ${set.num_targets} tokens${match}`);
   }
   for (const one of (data.answers || []).slice(0, MAX_ANSWERS)) {
     const mark = one.expected === null ? "" : ` [${one.matches ? "right" : "wrong"}, data: ${one.expected}]`;
@@ -212,7 +216,7 @@ function evaluationText(data) {
 
 function textOf(kind, data) {
   if (kind === "state") return [data.job_state, data.reason, data.message].filter(Boolean).join(" - ");
-  if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
+  if (kind === "step") return `step ${data.step}: loss ${short(data.loss)}, gradient norm ${short(data.grad_norm, 3)}${figuresOf(data)}${data.skipped ? `, skipped: ${data.skipped}` : ""}`;
   if (kind === "eval") return evaluationText(data);
   if (kind === "checkpoint") return `checkpoint of step ${data.step}: ${bytes(data.size_bytes)} in ${span(data.duration_s) || "0 s"}`;
   if (kind === "prepare") return `prepared ${data.done_rows}${data.total_rows ? ` of ${data.total_rows}` : ""} rows`;

@@ -1,0 +1,220 @@
+"""Adapters of low rank on the linear maps of a layer, whatever its code looks like.
+
+A model's own code calls `torch.nn.functional.linear`, or `torch.addmm` where it is GPT-2's. Inside `AdaptedMaps` such a call, where the
+weight is one that has an adapter, gives x W' + b + scale * dropout(x) A' B'. The weight is known by identity, so every use of it that is
+not such a call would miss the adapter: `check_uses` runs a layer and refuses the weight by name.
+
+Shapes: T = tokens, I = inputs of a map, O = its outputs, K = rank.
+Thread: a mode belongs to the thread that enters it.
+Source: LoRA (arXiv 2106.09685), as in PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from horizon_server.engine.binding import Place, Strided
+from horizon_server.engine.layer_stubs import NUM_TRIAL_TOKENS, RUN_ERRORS, LayerCall
+from horizon_server.engine.linear import linear_without_value
+from horizon_server.errors import InvalidModel
+from horizon_server.store.adapters import LORA_A, LORA_B
+from horizon_server.store.layout import StoreLayout
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterNames:
+    """The parameters of one adapted map, by their names in the layer."""
+
+    weight: str
+    a: str
+    b: str
+
+
+def adapter_places(layout: StoreLayout, bound: Sequence[Place]) -> list[Place]:
+    """The places of all adapters, each named after its weight's; `bound` are those of the model itself.
+
+    Raises:
+        InvalidModel: the model computes with an adapted weight as a part of another parameter, or in another form.
+    """
+    by_stored_name: dict[str, list[Place]] = {}
+    for place in bound:
+        for name in place.stored_names:
+            by_stored_name.setdefault(name, []).append(place)
+    places = []
+    for unit, tensor in layout.tensors():
+        if not tensor.adapts:
+            continue
+        base = layout.find(tensor.adapts)[1]
+        found = by_stored_name[tensor.adapts]
+        place, is_shared = found[0], len(found) > 1
+        if is_shared or place.piece != Strided.contiguous(base.offset, base.shape) or not place.name.endswith(_WEIGHT):
+            what = f"as {place.name} of shape {list(place.piece.shape)}, which is not one tensor of its own"
+            raise _refused(tensor.adapts, f"the model computes with it {what}")
+        half = LORA_A if tensor.name.endswith(LORA_A) else LORA_B
+        places.append(
+            Place(
+                name=place.name.removesuffix(_WEIGHT) + half,
+                unit_index=unit.index,
+                piece=Strided.contiguous(tensor.offset, tensor.shape),
+                stored_names=(tensor.name,),
+                is_parameter=True,
+                has_gradient=tensor.trained,
+                adapts=tensor.adapts,
+            )
+        )
+    return places
+
+
+def adapters_among(names: Collection[str]) -> list[AdapterNames]:
+    """The adapters among the names of a unit's parameters."""
+    bases = [name.removesuffix(LORA_A) for name in names if name.endswith(LORA_A)]
+    found = [AdapterNames(weight=base + _WEIGHT, a=base + LORA_A, b=base + LORA_B) for base in bases]
+    return [adapter for adapter in found if adapter.weight in names]
+
+
+class AdaptedMaps(TorchFunctionMode):
+    """Inside the block, linear maps with these weights have adapters; `dropout` is the share of an adapter's inputs that is dropped.
+
+    `adapters` are triples of a weight, [O, I] (or [I, O] for `addmm`), its A, [K, I], and its B, [O, K]. The random numbers are those of
+    torch's default generator. Its own products reach the modes around it, such as `AccumulatedProducts`.
+    """
+
+    def __init__(self, adapters: Iterable[tuple[Tensor, Tensor, Tensor]], *, scale: float, dropout: float) -> None:
+        super().__init__()
+        # With the weight itself, so that no other tensor can get its id meanwhile.
+        self._adapters = {id(weight): (weight, a_KI, b_OK) for weight, a_KI, b_OK in adapters}
+        self._scale, self._dropout = scale, dropout
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Add what the adapters put out to that of the maps. The mode itself is off in here."""
+        kwargs = kwargs or {}
+        if (used := _map_of(func, args, kwargs)) is not None and (found := self._adapters.get(id(used[1]))) is not None:
+            inputs, (_, a_KI, b_OK) = used[0], found
+            # As in PEFT: what is computed in fp32 next to adapters in bf16, such as a router, is cast for them.
+            dropped = (
+                functional.dropout(inputs.to(a_KI.dtype), self._dropout) if self._dropout else inputs.to(a_KI.dtype)
+            )
+            # Scaled where it is narrow. Before the map itself, so that the last product of a layer, which a recompute leaves out, stays
+            # the last.
+            change = functional.linear(functional.linear(dropped, a_KI) * self._scale, b_OK)
+            output = func(*args, **kwargs)
+            return output + change.to(output.dtype)
+        return func(*args, **kwargs)
+
+
+class _WatchedUses(TorchFunctionMode):
+    """Notes which of some weights are used as linear maps, and which in any other way."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self.mapped: set[str] = set()
+        self.others: dict[str, str] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        weight = used[1] if (used := _map_of(func, args, kwargs)) is not None else None
+        if (name := self._names.get(id(weight))) is not None:
+            self.mapped.add(name)
+        for value in _tensors((*args, *kwargs.values())):
+            # Asking for its dtype or its size is no use, and neither is a conversion to what it is.
+            is_use = value is not weight and output is not value and any(True for _ in _tensors((output,)))
+            if is_use and (name := self._names.get(id(value))) is not None:
+                self.others.setdefault(name, getattr(func, "__name__", str(func)))
+        return output
+
+
+def check_uses(
+    layer: nn.Module,
+    places: Sequence[Place],
+    adapted: Collection[str],
+    call: LayerCall,
+    *,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """Run a layer without its adapters, and refuse the `adapted` weights that it does not use as linear maps alone.
+
+    Raises:
+        InvalidModel: a weight has another use, or none; it is named.
+    """
+    own = [place for place in places if not place.adapts]
+    stored_names = {place.name: place.stored_names[0] for place in own if place.name in adapted}
+
+    def run(parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _WatchedUses:
+        watched = _WatchedUses({name: parameters[name] for name in stored_names})
+        # On a copy: some layers move what they hold to where they find the hidden state.
+        trial = copy.deepcopy(layer)
+        for module in trial.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                # Grouped products want weights with storage; the loop over experts does not.
+                config._experts_implementation = "eager"
+        with torch.no_grad(), watched:
+            functional_call(trial, dict(parameters), args, kwargs)
+        return watched
+
+    empty = {p.name: torch.empty(p.piece.shape, dtype=p.dtype_in(dtype), device="meta") for p in own}
+    try:
+        watched = run(empty, *call.without_storage(hidden_size=hidden_size, dtype=dtype))
+    except RUN_ERRORS:
+        # Experts are chosen by values. One element that is seen in every shape takes no memory.
+        zeros = {name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in empty.items()}
+        watched = run(zeros, *call.with_hidden(torch.zeros(1, NUM_TRIAL_TOKENS, hidden_size, dtype=dtype)))
+    for name, how in watched.others.items():
+        raise _refused(stored_names[name], f"the model's code gives it to {how}, which is not a linear map")
+    for name, stored_name in stored_names.items():
+        # An expert that no token of the trial visits is used as its class says.
+        is_linear = isinstance(layer.get_submodule(name.removesuffix(_WEIGHT)), nn.Linear)
+        if name not in watched.mapped and not is_linear:
+            raise _refused(stored_name, "the model's code does not use it as a linear map")
+
+
+def _refused(name: str, why: str) -> InvalidModel:
+    last = name.removesuffix(_WEIGHT).rpartition(".")[2]
+    return InvalidModel(
+        f"{name} cannot have an adapter: {why}; name the weights to adapt in train.lora.targets, without it (such as !{last})"
+    )
+
+
+def _map_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The inputs and the weight of a call of a linear map."""
+    if func is functional.linear or func is linear_without_value:
+        inputs, weight = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(("input", "weight")))
+        return (inputs, weight) if isinstance(inputs, Tensor) and isinstance(weight, Tensor) else None
+    # GPT-2's projections: the weight is the second factor.
+    if func is torch.addmm and len(args) == 3 and not kwargs:
+        return args[1], args[2]
+    return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)

@@ -1,0 +1,68 @@
+"""Counts what the layers of a recurrent model keep for their backward, in a child process that loads torch. Loads no torch itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Mapping
+
+import structlog
+
+from horizon_server.children.child import Limits, run_child
+from horizon_server.errors import HorizonError
+from horizon_server.planning.ledger import LayerMemory
+from horizon_server.planning.machine import host_memory
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.store.model_files import CONFIG_FILE
+
+log = structlog.get_logger(__name__)
+
+PROBE_TIMEOUT_S = 120.0
+
+_MAX_REMEMBERED = 256
+_RECURRENT = ("A_log", "conv1d", "conv.conv", "rg_lru", "mlstm_layer", "slope_rate", "time_decay")
+"""Parts of names that tensors of recurrent layers have: state spaces, linear attention, delta rules, gated convolutions."""
+
+
+class LayerProbe:
+    """Counts once per config what the layers of a recurrent model keep, in a child process that loads torch.
+
+    Thread: any but an event loop's; one probe runs at a time.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._found: dict[str, LayerMemory | None] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, folder: ModelFolder) -> LayerMemory | None:
+        """Return the count; None for models that the ledger's formulas cover, and where the child fails. Blocking."""
+        names = (tensor.name for _, tensor in folder.layout.tensors())
+        if not any(part in name for name in names for part in _RECURRENT):
+            return None
+        key = hashlib.sha256((folder.path / CONFIG_FILE).read_bytes()).hexdigest()
+        with self._lock:
+            if key not in self._found:
+                # Pushed models come and go for as long as the daemon runs.
+                if len(self._found) >= _MAX_REMEMBERED:
+                    self._found.clear()
+                self._found[key] = asyncio.run(self._count(folder))
+            return self._found[key]
+
+    async def _count(self, folder: ModelFolder) -> LayerMemory | None:
+        # A model that takes more for one row of one layer is planned by formula: the count must not take memory from running jobs.
+        limits = Limits(wall_s=PROBE_TIMEOUT_S, memory_bytes=host_memory().available_bytes // 2)
+        request = {"layers_of": str(folder.path)}
+        who = "the count of a model's layers"
+        try:
+            answer = await run_child(
+                "horizon_server.worker.measure", request, who=who, environment=self._environment, limits=limits
+            )
+            return LayerMemory(**answer)
+        except (HorizonError, OSError, TypeError) as error:
+            # The worker meets the same failure, and reports it with its reason; the plan uses its formulas.
+            log.warning(
+                "the memory of a model's layers could not be counted", folder=folder.path.name, why=str(error)[:200]
+            )
+            return None

@@ -1,0 +1,137 @@
+"""Which weights of a model get adapters (`train.lora`), by names and shapes. Torch-free.
+
+The weights of a linear map cannot be told from other matrices by their shapes alone. So what all-linear leaves out is known by name:
+experts, which model classes keep in one tensor of three dimensions, routers, and a few matrices that are used in another way. The worker
+tries every layer before it trains, and refuses by name what is not used as a linear map after all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from horizon_server.errors import InvalidSpec
+from horizon_server.expressions import fitting_names
+from horizon_server.planning.model_folder import ModelFolder
+from horizon_server.spec import ALL_LINEAR, NOT, LoraSpec, TrainSpec
+from horizon_server.store.adapters import with_adapters
+from horizon_server.store.layout import Packing, StoreLayout, TensorLayout
+from horizon_server.store.model_files import text_config
+
+_FIELD = "train.lora.targets"
+
+TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+"""Model types whose layers multiply with weights of shape [inputs, outputs], of class Conv1D (a test compares)."""
+
+# One of many networks of a mixture. The one that all tokens visit has a name of its own (shared_experts).
+_EXPERT = re.compile(r"(?:^|\.)experts(?:\.|$)|(?:^|\.)(?:block_sparse_moe|mlp)\.(?:input|output)_linear\.")
+_NOT_LINEAR = re.compile(
+    # Routers: a choice, not a map of what the layer computes.
+    r"(?:^|\.)(?:gate|router|router\.(?:classifier|gate|layer|proj))\.weight$"
+    # The time steps of a state space, whose weight Mamba's code multiplies with by itself.
+    r"|(?:^|\.)dt_proj\.weight$"
+)
+
+_FEWEST_ROW_ELEMENTS = 16
+# A row is packed at once (see store.model_load).
+_MOST_ROW_ELEMENTS = 1 << 20
+
+
+def with_lora(found: ModelFolder, layout: StoreLayout, train: TrainSpec) -> StoreLayout:
+    """The layout of a job that trains adapters: those of `train.lora`, and the model frozen.
+
+    Raises:
+        InvalidSpec: an expression of the targets fits no tensor, or one that no adapter can be made for.
+    """
+    transposed = text_config(found.config).get("model_type") in TRANSPOSED
+    maps = linear_maps(layout, train.lora, transposed=transposed)
+    packing: Packing = "none" if train.lora.base == "source" else train.lora.base
+    packed = {tensor.name for tensor in _matrices(layout) if _can_be_packed(found, tensor)}
+    return with_adapters(
+        layout,
+        maps,
+        rank=train.lora.rank,
+        decay=train.decay,
+        is_bfloat16=found.is_bfloat16,
+        packing_of=lambda name: packing if name in packed else "none",
+    )
+
+
+def linear_maps(layout: StoreLayout, spec: LoraSpec, *, transposed: bool = False) -> dict[str, tuple[int, int]]:
+    """The weights that have adapters by the spec, with the (inputs, outputs) of their maps; raises as `with_lora`.
+
+    `transposed` says that weights are [inputs, outputs], not [outputs, inputs].
+    """
+    maps: dict[str, tuple[int, int]] = {}
+    for tensor in _targets(layout, spec):
+        num_outputs, num_inputs = reversed(tensor.shape) if transposed else tensor.shape
+        maps[tensor.name] = (num_inputs, num_outputs)
+    return maps
+
+
+def left_out(layout: StoreLayout, spec: LoraSpec) -> str:
+    """What all-linear makes no adapters for although it is most of a model: its experts, as a message; empty where there are none."""
+    if spec.targets != ALL_LINEAR:
+        return ""
+    experts = [tensor for tensor in _matrices(layout) if _EXPERT.search(tensor.name)]
+    if not experts:
+        return ""
+    share = sum(tensor.num_elements for tensor in experts) / layout.num_parameters
+    return (
+        f"train.lora.targets is all-linear, which leaves out the experts ({experts[0].name} and {len(experts) - 1} more tensors, "
+        f"{share:.0%} of the parameters): they stay as they are"
+    )
+
+
+def _targets(layout: StoreLayout, spec: LoraSpec) -> list[TensorLayout]:
+    matrices = {tensor.name: tensor for tensor in _matrices(layout)}
+    if spec.targets == ALL_LINEAR:
+        targets = [
+            t
+            for t in matrices.values()
+            if _is_weight(t) and not _EXPERT.search(t.name) and not _NOT_LINEAR.search(t.name)
+        ]
+        if not targets:
+            raise InvalidSpec.of(
+                _FIELD, f"{_FIELD}: all-linear finds no linear map in this model; name the weights in {_FIELD}"
+            )
+        return targets
+    chosen = _chosen(spec.targets, matrices)
+    for name in chosen:
+        if not _is_weight(matrices[name]):
+            raise InvalidSpec.of(
+                _FIELD,
+                f"{_FIELD}: {name} has shape {list(matrices[name].shape)} and is not the weight of a linear map, so it gets no adapter; "
+                f"take it out with an expression after a {NOT}, such as {NOT}{name.split('.')[-2]}",
+            )
+    return [matrices[name] for name in matrices if name in chosen]
+
+
+def _can_be_packed(found: ModelFolder, tensor: TensorLayout) -> bool:
+    """Whether `base: int8` and `nf4` keep a matrix in fewer bits: experts and all that all-linear adapts."""
+    if _NOT_LINEAR.search(tensor.name) or any(re.search(kept, tensor.name) for kept in found.shape.kept_in_fp32):
+        return False
+    # Kernels of convolutions have a few elements in a row: a scale for each would take as much as they do.
+    return _MOST_ROW_ELEMENTS >= tensor.shape[-1] >= _FEWEST_ROW_ELEMENTS
+
+
+def _chosen(expressions: Sequence[str], matrices: Mapping[str, TensorLayout]) -> set[str]:
+    """The names that the expressions leave, each in turn adding names or, after a NOT, taking them away."""
+    names = list(matrices)
+    chosen = set(names) if expressions[0].startswith(NOT) else set[str]()
+    for expression in expressions:
+        found = fitting_names(_FIELD, expression.removeprefix(NOT), names)
+        chosen = chosen.difference(found) if expression.startswith(NOT) else chosen.union(found)
+    if not chosen:
+        raise InvalidSpec.of(_FIELD, f"{_FIELD}: nothing is left to adapt after {expressions[-1]!r}; leave a tensor")
+    return chosen
+
+
+def _matrices(layout: StoreLayout) -> list[TensorLayout]:
+    """What of the layers has two dimensions or more."""
+    layers = [unit for unit in layout.units if unit.kind == "layer"]
+    return [tensor for unit in layers for tensor in unit.tensors if len(tensor.shape) > 1]
+
+
+def _is_weight(tensor: TensorLayout) -> bool:
+    return len(tensor.shape) == 2 and tensor.name.endswith(".weight")

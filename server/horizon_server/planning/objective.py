@@ -1,0 +1,19 @@
+"""What a method besides cross-entropy takes in memory: a few numbers for each token of a step. Torch-free."""
+
+from __future__ import annotations
+
+from horizon_server.planning.compute import DeviceKind
+from horizon_server.planning.ledger import MemoryPlan
+
+# Log-probabilities and references in fp32, and at most seven fp64 vectors of the objective's own: with its leaf, derivative, ratios,
+# advantages and what autograd keeps.
+_TOKEN_BYTES = 2 * 4 + 7 * 8
+
+
+def with_objective(plan: MemoryPlan, *, tokens_per_step: int, device_kind: DeviceKind) -> MemoryPlan:
+    """The ledger of a job whose steps have an objective. The head's logits are as many as before, a chunk at a time."""
+    num_bytes = tokens_per_step * _TOKEN_BYTES
+    device = {**plan.device, "workspace": plan.device["workspace"] + num_bytes}
+    # The figures of a step are computed on the CPU, from a copy of the log-probabilities; on the host its device is host memory too.
+    times = 2 if device_kind == "host" else 1
+    return MemoryPlan(host={**plan.host, "other": plan.host["other"] + times * num_bytes}, device=device)

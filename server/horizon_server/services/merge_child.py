@@ -1,0 +1,70 @@
+"""The child that merges an adapter into its base: `python -m horizon_server.services.merge_child`. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from horizon_server.children.entry import EventWriter, serve
+from horizon_server.durable import durable_folder
+from horizon_server.errors import HorizonError, InvalidModel
+from horizon_server.events import MergeProgress
+from horizon_server.store.adapter_files import read_adapter_folder
+from horizon_server.store.base_digest import model_digest
+from horizon_server.store.merging import merged_bytes, write_merged
+from horizon_server.store.safetensors_files import read_safetensors_headers
+
+# Training on the same node has the processors first.
+_NICENESS = 10
+_REPORT_EVERY_S = 0.5
+
+
+def work(request: Any, events: EventWriter) -> dict[str, Any]:
+    """Write the merged model to `target`, complete or not at all, and return its files with sizes and sha256.
+
+    Raises:
+        InvalidModel: the base is not the one that the adapter was trained on, or a value is not finite.
+        DiskFull: there is not enough space; nothing is left there.
+    """
+    os.nice(_NICENESS)
+    base, adapter, target = Path(request["base"]), Path(request["adapter"]), Path(request["target"])
+    try:
+        return _merged(request, events, base, adapter, target)
+    except HorizonError as error:
+        # Where the daemon keeps its files is not the user's concern.
+        message = error.message
+        for folder, name in ((target.parent, "the checkpoint"), (adapter, "the checkpoint"), (base, "the base model")):
+            message = message.replace(str(folder), name)
+        raise type(error)(message, violations=error.violations) from error
+
+
+def _merged(request: Any, events: EventWriter, base: Path, adapter: Path, target: Path) -> dict[str, Any]:
+    if (found := model_digest(base, kept=Path(request["kept"]))) != request["base_sha256"]:
+        raise InvalidModel(
+            f"the model {request['base_name']} is not the one that the adapter was trained on: its digest is {found[:12]}, not "
+            f"{request['base_sha256'][:12]}; restore the model's files on the node"
+        )
+    total_bytes = sum(header.end - header.start for header in read_safetensors_headers(base).values())
+    done_bytes, reported_s = 0, float("-inf")
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done_bytes, reported_s
+        done_bytes += num_bytes
+        if (now_s := time.monotonic()) - reported_s >= _REPORT_EVERY_S or done_bytes == total_bytes:
+            events.send(MergeProgress(done_bytes=done_bytes, total_bytes=total_bytes))
+            reported_s = now_s
+
+    needed_bytes = merged_bytes(base, request["dtype"])
+    with durable_folder(target, needed_bytes=needed_bytes, min_free_bytes=request["min_free_bytes"]) as folder:
+        files = write_merged(
+            folder, base=base, adapter=read_adapter_folder(adapter), dtype=request["dtype"], advance=advance
+        )
+    return {name: dataclasses.asdict(record) for name, record in files.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(serve(work, who="the child that merges an adapter"))

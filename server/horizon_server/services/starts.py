@@ -1,0 +1,127 @@
+"""What a job with `init_from` starts with: the weights or the adapter of another job's checkpoint, or a pushed adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizon_server.errors import InvalidSpec, NotFound
+from horizon_server.jobs.folders import CheckpointFolder, link_or_copy
+from horizon_server.planning.adapter_start import check_adapter
+from horizon_server.planning.planner import Planner
+from horizon_server.records.job import CheckpointRecord, JobRecord
+from horizon_server.records.plan import JobPlan
+from horizon_server.spec import LORA, JobSpec
+from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from horizon_server.store.checkpoint_parts import adapter_part, model_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedAdapter:
+    """A pushed adapter that a job starts with."""
+
+    name: str
+    folder: Path
+
+    @property
+    def text(self) -> str:
+        """What the job reports of its start."""
+        return f"starts with the adapter {self.name}"
+
+    def plan(self, planner: Planner, spec: JobSpec, model: Path) -> JobPlan:
+        """Return the job's plan, where the adapter is what it asks for. Blocking. Raises InvalidSpec, InvalidModel."""
+        check_adapter(self.folder, model, spec.train)
+        return planner.plan(spec, model)
+
+    def link(self, target: Path) -> None:
+        """Give the job files of its own. Blocking."""
+        target.mkdir(parents=True)
+        for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
+            link_or_copy(self.folder / name, target / name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStart:
+    """A part of another job's checkpoint that a job starts with: its adapter, or its model."""
+
+    source: JobRecord
+    step: int
+    checkpoints: CheckpointFolder
+    part: str
+    is_adapter: bool
+
+    @property
+    def text(self) -> str:
+        """What the job reports of its start."""
+        what = "adapter" if self.is_adapter else "weights"
+        return f"starts with the {what} of the checkpoint of step {self.step} of job {self.source.job_id} ({self.source.spec.name})"
+
+    def plan(self, planner: Planner, spec: JobSpec, model: Path) -> JobPlan:
+        """Return the job's plan, with the numbers of the files that it starts from. Blocking. Raises InvalidSpec, InvalidModel."""
+        with self.checkpoints.reading(self.step):
+            folder = self.checkpoints.of_step(self.step) / self.part
+            if not self.is_adapter:
+                return planner.plan(spec, folder)
+            check_adapter(folder, model, spec.train)
+            return planner.plan(spec, model)
+
+    def link(self, target: Path) -> None:
+        """Give the job files of its own. Blocking. Raises NotFound."""
+        self.checkpoints.link_part(self.step, self.part, target)
+
+
+Start = PushedAdapter | CheckpointStart
+
+
+def require_lora(spec: JobSpec) -> None:
+    """Refuse a pushed adapter for a job that trains no adapters. Raises InvalidSpec."""
+    if spec.train.trainable != LORA:
+        raise InvalidSpec.of(
+            "init_from",
+            f"init_from: {spec.init_from} is without an @, so it names a pushed adapter, and this job trains none; set train.trainable: "
+            "lora, or name a checkpoint: JOB@last",
+        )
+
+
+async def start_at(
+    spec: JobSpec, model_id: str, source: JobRecord, which: str, checkpoints: CheckpointFolder
+) -> CheckpointStart:
+    """Return the checkpoint of `source` that `which` (last, best or a step) means.
+
+    Raises:
+        NotFound: when there is none.
+        InvalidSpec: when it is of another model, or holds an adapter alone and the job trains none.
+    """
+    records: Sequence[CheckpointRecord] = await asyncio.to_thread(checkpoints.all)
+    # Elsewhere the newest counts as the best where there were no evaluations; here the best must be one that was evaluated.
+    found = [
+        record
+        for record in records
+        if (which == "last" and record.last)
+        or (which == "best" and record.best and record.eval_loss is not None)
+        or (which.isdecimal() and record.step == int(which))
+    ]
+    if not found:
+        steps = ", ".join(str(record.step) for record in records) or "none"
+        asked = "evaluated checkpoint" if which == "best" else "checkpoint"
+        at = f" of step {which}" if which.isdecimal() else ""
+        raise NotFound(f"init_from: job {source.job_id} has no {asked}{at}; it has checkpoints of steps: {steps}")
+    if source.model_id != model_id:
+        raise InvalidSpec.of(
+            "init_from",
+            f"init_from: job {source.job_id} has trained the model {source.spec.model}, which is not the model {spec.model} of this "
+            "job; a job starts from a checkpoint of its own model",
+        )
+    step, files = found[0].step, [file.path for file in found[0].files]
+    adapter, model = adapter_part(files), model_part(files)
+    if adapter is not None and spec.train.trainable == LORA:
+        return CheckpointStart(source=source, step=step, checkpoints=checkpoints, part=adapter, is_adapter=True)
+    if adapter is not None and model is None:
+        raise InvalidSpec.of(
+            "init_from",
+            f"init_from: the checkpoint of step {step} of job {source.job_id} holds an adapter, and this job trains the model itself; "
+            f"merge it first (horizon checkpoint merge {source.job_id}@{step}), or set train.trainable: lora",
+        )
+    return CheckpointStart(source=source, step=step, checkpoints=checkpoints, part=model or "", is_adapter=False)

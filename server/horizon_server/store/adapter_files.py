@@ -1,0 +1,271 @@
+"""Adapter folders as PEFT writes and reads them: adapter_model.safetensors and adapter_config.json. Torch-free; no pickle is ever read.
+
+A tensor `X.weight` of the model has the adapter `base_model.model.X.lora_A.weight` [rank, inputs] and `...lora_B.weight` [outputs, rank].
+What a config asks for beyond plain LoRA and rsLoRA is refused by name: leaving it out in silence would train or merge another model.
+
+Source: https://huggingface.co/docs/peft, checkpoint format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from horizon_formats.model_files import ADAPTER_CONFIG_FILE as ADAPTER_CONFIG_FILE
+from horizon_formats.model_files import ADAPTER_WEIGHTS_FILE
+from horizon_server.errors import InvalidModel
+from horizon_server.store.safetensors_files import TensorHeader, read_safetensors_headers
+
+ADAPTER_FILE = ADAPTER_WEIGHTS_FILE
+ADAPTER_STEM = ADAPTER_FILE.removesuffix(".safetensors")
+PEFT_LORA = "peft-lora"
+"""What a pushed adapter has where a pushed model has its architecture."""
+
+BASE_SHA256_FILE = "base.sha256"
+"""In the folder that a job starts from: the digest of the model that the adapter of another job was trained on."""
+
+MAX_ADAPTER_CONFIG_BYTES = 1 << 20
+MAX_ADAPTER_RANK = 4096
+
+PEFT_PREFIX = "base_model.model."
+"""Before the name of every tensor in an adapter's file."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_WEIGHT = ".weight"
+_DTYPES = ("F32", "F16", "BF16")
+
+# Of these, any value says nothing about what the adapter computes.
+_INFORMATION = frozenset({
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "megatron_core",
+    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
+_MERGE_FIRST = "merge the adapter into its base with PEFT (merge_and_unload), and push the merged model instead"
+# Options of PEFT that change what is computed, with what to do about each; any other one that is set is refused too.
+_ADVICE: Mapping[str, str] = {
+    "modules_to_save": "it trains whole modules besides the adapters; save an adapter without it",
+    "rank_pattern": "the ranks of an adapter must all be r; save an adapter without it",
+    "alpha_pattern": "the scales of an adapter must all be lora_alpha's; save an adapter without it",
+    "bias": "only none is supported; save an adapter that trains no biases",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """What adapter_config.json says of plain LoRA. `transposed` is PEFT's fan_in_fan_out: the base's weights are [inputs, outputs]."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    rslora: bool = False
+    transposed: bool = False
+    base: str = ""
+
+    @property
+    def scale(self) -> float:
+        """What the product B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFolder:
+    """A folder that was read and checked; `pairs` are A and B by the module that they adapt, as PEFT names it."""
+
+    path: Path
+    config: AdapterConfig
+    pairs: Mapping[str, tuple[TensorHeader, TensorHeader]]
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all adapters together."""
+        return sum(math.prod(header.shape) for pair in self.pairs.values() for header in pair)
+
+    def tensors(self, names: Container[str]) -> dict[str, TensorHeader]:
+        """All tensors by what they are called in the store, `names`, in the order of the file."""
+        headers = sorted((header for pair in self.pairs.values() for header in pair), key=lambda header: header.start)
+        # A folder of a base class lacks the first parts of the names that PEFT has.
+        stored = [_longest_end(header.name, names) or header.name for header in headers]
+        return {name: replace(header, name=name) for name, header in zip(stored, headers, strict=True)}
+
+    def of_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[TensorHeader, TensorHeader]]:
+        """A and B by the name of the base's tensor that they adapt; `shapes` are the base's.
+
+        Raises:
+            InvalidModel: a tensor that is adapted is not in the base, or has another shape there; it is named.
+        """
+        found: dict[str, tuple[TensorHeader, TensorHeader]] = {}
+        for module, (a, b) in self.pairs.items():
+            name = _base_tensor(module, shapes)
+            if name is None:
+                raise InvalidModel(
+                    f"{self.path}: the adapter is for {module}, which the base model does not have; give the base that it was trained on"
+                )
+            wanted = b.shape[0], a.shape[1]
+            if self.config.transposed:
+                wanted = wanted[::-1]
+            if shapes[name] != wanted:
+                raise InvalidModel(
+                    f"{self.path}: the adapter of {module} is for a weight of shape {list(wanted)}, the base's is {list(shapes[name])}; "
+                    "give the base that it was trained on"
+                )
+            found[name] = a, b
+        return found
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a folder holds an adapter, by the name of its config."""
+    return (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def peft_keys(module: str) -> tuple[str, str]:
+    """The names of A and B in adapter_model.safetensors."""
+    return f"{PEFT_PREFIX}{module}{_A}", f"{PEFT_PREFIX}{module}{_B}"
+
+
+def adapter_config_text(config: AdapterConfig, adapted: Iterable[str], modules: Iterable[str]) -> str:
+    """The content of adapter_config.json for the `adapted` of a model's `modules`, by their names."""
+    alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "fan_in_fan_out": config.transposed,
+        "bias": "none",
+        "target_modules": _targets(set(adapted), set(modules)),
+    }
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def read_adapter_folder(folder: Path) -> AdapterFolder:
+    """Read the config and the header of an adapter, with every check; no weight is read.
+
+    Raises:
+        InvalidModel: a file is missing or malformed, or the config asks for what is not supported; the file and the option are named.
+    """
+    config = _read_config(folder / ADAPTER_CONFIG_FILE)
+    if not (folder / ADAPTER_FILE).is_file():
+        raise InvalidModel(
+            f"{folder} has no {ADAPTER_FILE}; save the adapter as safetensors (save_pretrained writes them, a .bin file is a pickle and "
+            "is never read)"
+        )
+    headers = read_safetensors_headers(folder, stem=ADAPTER_STEM)
+    pairs: dict[str, tuple[TensorHeader, TensorHeader]] = {}
+    for name, header in headers.items():
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(_A).removesuffix(_B)
+        a_name, b_name = peft_keys(module)
+        if name not in (a_name, b_name):
+            raise InvalidModel(
+                f"{header.file}: {name} is not a matrix of plain LoRA ({PEFT_PREFIX}...{_A} or {_B}); {_MERGE_FIRST}"
+            )
+        if a_name not in headers or b_name not in headers:
+            raise InvalidModel(f"{header.file}: {name} has no counterpart; copy or download the adapter again")
+        a, b = headers[a_name], headers[b_name]
+        for header in (a, b):
+            if header.dtype not in _DTYPES:
+                raise InvalidModel(
+                    f"{header.file}: {header.name} is {header.dtype}; adapters must be float32, float16 or bfloat16"
+                )
+        ranks = (a.shape[0], b.shape[1]) if len(a.shape) == len(b.shape) == 2 else ()
+        if ranks != (config.rank, config.rank):
+            raise InvalidModel(
+                f"{a.file}: the adapter of {module} has shapes {list(a.shape)} and {list(b.shape)}; with r {config.rank} they must be "
+                f"[{config.rank}, inputs] and [outputs, {config.rank}]"
+            )
+        pairs[module] = a, b
+    if not pairs:
+        raise InvalidModel(f"{folder / ADAPTER_FILE} holds no adapter")
+    return AdapterFolder(path=folder, config=config, pairs=pairs)
+
+
+def _read_config(file: Path) -> AdapterConfig:
+    if not file.is_file():
+        raise InvalidModel(f"{file.parent} has no {file.name}; give a folder that PEFT's save_pretrained wrote")
+    if file.stat().st_size > MAX_ADAPTER_CONFIG_BYTES:
+        raise InvalidModel(f"{file} is larger than {MAX_ADAPTER_CONFIG_BYTES} bytes, which no adapter's config is")
+    try:
+        plain = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidModel(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise InvalidModel(f"{file} must hold a JSON object, not a {type(plain).__name__}")
+    return parse_adapter_config(plain, str(file))
+
+
+def parse_adapter_config(plain: Mapping[str, Any], file: str = ADAPTER_CONFIG_FILE) -> AdapterConfig:
+    """What the object in an adapter_config.json says; `file` names it in messages. Raises InvalidModel, which names the option."""
+    if (kind := plain.get("peft_type")) != "LORA":
+        raise InvalidModel(f"{file}: peft_type is {_shown(kind)}; only LORA is supported, so {_MERGE_FIRST}")
+    for name, value in plain.items():
+        # PEFT writes every option that it knows, nearly all of them switched off.
+        is_off = value in (None, False, "none") or value == {} or value == []
+        if name not in _INFORMATION and name != "megatron_config" and not is_off:
+            advice = _ADVICE.get(name, f"that is not supported, so {_MERGE_FIRST}")
+            raise InvalidModel(f"{file}: {_shown(name)} is {_shown(value)}; {advice}")
+    # Another way to begin changes the base's own weights; what is written with true or false does not.
+    started = plain.get("init_lora_weights", True)
+    if isinstance(started, str) and started not in ("gaussian", "orthogonal"):
+        raise InvalidModel(
+            f"{file}: init_lora_weights is {_shown(started)}, which changes the base's weights; convert the adapter with PEFT "
+            "(path_initial_model_for_weight_conversion), and push that"
+        )
+    rank = plain.get("r")
+    if type(rank) is not int or not 1 <= rank <= MAX_ADAPTER_RANK:
+        raise InvalidModel(f"{file}: r is {_shown(rank)}; it must be a whole number from 1 to {MAX_ADAPTER_RANK}")
+    base = plain.get("base_model_name_or_path")
+    return AdapterConfig(
+        rank=rank,
+        alpha=_number(plain, "lora_alpha", file, default=8, high=1e6),
+        dropout=_number(plain, "lora_dropout", file, default=0.0, high=1.0),
+        rslora=_switch(plain, "use_rslora", file),
+        transposed=_switch(plain, "fan_in_fan_out", file),
+        base=base if isinstance(base, str) else "",
+    )
+
+
+def _number(plain: Mapping[str, Any], name: str, file: str, *, default: float, high: float) -> float:
+    value = plain.get(name, default)
+    # isinstance takes True for a number, and NaN is in no range.
+    if type(value) not in (int, float) or not 0 <= value <= high:
+        raise InvalidModel(f"{file}: {name} is {_shown(value)}; it must be a number from 0 to {high:g}")
+    return float(value)
+
+
+def _switch(plain: Mapping[str, Any], name: str, file: str) -> bool:
+    value = plain.get(name, False)
+    if value not in (None, True, False):
+        raise InvalidModel(f"{file}: {name} is {_shown(value)}; it must be true or false")
+    return bool(value)
+
+
+def _base_tensor(module: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The tensor of a module. A folder of a base class leaves out the first parts of the name that the module has in the whole model."""
+    return _longest_end(module + _WEIGHT, shapes)
+
+
+def _longest_end(name: str, known: Container[str]) -> str | None:
+    while name:
+        if name in known:
+            return name
+        name = name.partition(".")[2]
+    return None
+
+
+def _targets(adapted: set[str], modules: set[str]) -> list[str]:
+    """Last parts of names where they mean exactly the adapted modules, as people write them; else whole names."""
+    short = {module.rpartition(".")[2] for module in adapted}
+    meant = {module for module in modules if module.rpartition(".")[2] in short}
+    return sorted(short if meant <= adapted else adapted)
+
+
+def _shown(value: object) -> str:
+    """A value of a file for a message; ASCII, because some characters cannot be sent on."""
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."

@@ -1,0 +1,33 @@
+"""An adapter merged into the weights of a store that only reads them."""
+
+from __future__ import annotations
+
+import torch
+
+from horizon_server import progress
+from horizon_server.store.adapter_files import AdapterFolder
+from horizon_server.store.host_store import HostStore, merge_master, split_master
+from horizon_server.store.merging import weight_change
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def merge_into(store: HostStore, adapter: AdapterFolder) -> None:
+    """Add scale * B A to the weights that the adapter is for, in fp32; these must have both halves of the master in the store.
+
+    Raises:
+        InvalidModel: the adapter is of another model, or not finite.
+    """
+    shapes = {place.name: place.shape for _, place in store.layout.tensors()}
+    for name, pair in adapter.of_weights(shapes).items():
+        change = weight_change(*pair, adapter.config.scale, adapter.config.transposed)
+        hi, lo, (num_rows, width) = store.flat(name, "hi"), store.flat(name, "lo"), shapes[name]
+        rows_at_once = max(1, _PIECE_ELEMENTS // width)
+        for start in range(0, num_rows, rows_at_once):
+            end = min(start + rows_at_once, num_rows)
+            part = slice(start * width, end * width)
+            master = torch.empty((end - start) * width)
+            merge_master(hi[part], lo[part], master)
+            master += torch.from_numpy(change(start, end)).reshape(-1)
+            split_master(master, hi[part], lo[part])
+        progress.advance()

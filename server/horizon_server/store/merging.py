@@ -1,0 +1,182 @@
+"""A model folder with an adapter merged into it: W + scale * B A, written tensor by tensor with bounded memory. Torch-free.
+
+Each number is computed in fp32 from the exact values of base and adapter, and rounded once to the format it is written in.
+
+Source: LoRA (arXiv 2106.09685), section 4.2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from horizon_formats.model_files import companion_files
+from horizon_server.errors import InvalidModel
+from horizon_server.store.adapter_files import AdapterFolder
+from horizon_server.store.manifest import FileRecord, record_file
+from horizon_server.store.model_files import CONFIG_FILE, read_config
+from horizon_server.store.safetensors_files import (
+    DEFAULT_SHARD_BYTES,
+    DTYPE_BYTES,
+    TensorBytes,
+    TensorHeader,
+    read_safetensors_headers,
+    write_sharded,
+    write_text,
+)
+
+ExportDtype = Literal["source", "bf16", "fp16", "fp32"]
+DTYPE_OF_EXPORT: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+CONFIG_DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+# Of a tensor, converted at once.
+_PIECE_ELEMENTS = 1 << 20
+# A header's entry, and config and index together.
+_ENTRY_BYTES = 200
+_SMALL_FILES_BYTES = 1 << 20
+
+Floats = npt.NDArray[np.float32]
+
+
+def merged_bytes(base: Path, dtype: ExportDtype) -> int:
+    """The disk space that a merged model takes at most."""
+    headers = read_safetensors_headers(base)
+    sizes = (
+        math.prod(h.shape) * DTYPE_BYTES[_written_as(h, dtype)] + _ENTRY_BYTES + len(h.name) for h in headers.values()
+    )
+    return sum(sizes) + _SMALL_FILES_BYTES + sum((base / name).stat().st_size for name in companion_files(base))
+
+
+def write_merged(
+    folder: Path,
+    *,
+    base: Path,
+    adapter: AdapterFolder,
+    dtype: ExportDtype = "source",
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, FileRecord]:
+    """Fill `folder`, which is empty, with the model of `base` and `adapter`; returns its files. `advance` is given bytes as they are read.
+
+    Tensors, config and companions are those of `base`; with dtype "source" each tensor keeps its format.
+
+    Raises:
+        InvalidModel: the adapter is for another model, or a tensor is not finite in the format; it is named.
+    """
+    headers = read_safetensors_headers(base)
+    pairs = adapter.of_weights({name: header.shape for name, header in headers.items()})
+    tensors = []
+    for name, header in headers.items():
+        written_as = _written_as(header, dtype)
+        pair = pairs.get(name)
+        delta = None if pair is None else partial(weight_change, *pair, adapter.config.scale, adapter.config.transposed)
+        pieces = partial(_pieces, header, written_as, delta, advance)
+        size_bytes = math.prod(header.shape) * DTYPE_BYTES[written_as]
+        tensors.append(
+            TensorBytes(name=name, dtype=written_as, shape=header.shape, size_bytes=size_bytes, pieces=pieces)
+        )
+    files = write_sharded(folder, "model", tensors, shard_bytes=shard_bytes)
+    sizes = Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.size_bytes // DTYPE_BYTES[tensor.dtype]
+    # torch_dtype is the older name of dtype; both in one file could contradict each other.
+    config: dict[str, Any] = {key: value for key, value in read_config(base).items() if key != "torch_dtype"}
+    if (most := sizes.most_common(1)[0][0]) in CONFIG_DTYPES:
+        config["dtype"] = CONFIG_DTYPES[most]
+    files[CONFIG_FILE] = write_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in companion_files(base):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(base / name, folder / name)
+        files[name] = record_file(folder / name)
+    return files
+
+
+def weight_change(a: TensorHeader, b: TensorHeader, scale: float, transposed: bool) -> Callable[[int, int], Floats]:
+    """Returns what gives rows `start` to `end` of scale * B A, in the orientation of the adapted weight.
+
+    Shapes: [end - start, inputs], or [end - start, outputs] of a transposed weight.
+    """
+    a_RI, b_OR = read_floats(a), read_floats(b)
+    left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
+    return lambda start, end: np.float32(scale) * (left[start:end] @ right)
+
+
+def read_floats(header: TensorHeader) -> Floats:
+    """A whole small tensor, exactly, in fp32. Raises InvalidModel where a value is not finite."""
+    with header.file.open("rb") as stream:
+        stream.seek(header.start)
+        values = _as_floats(stream.read(header.end - header.start), header.dtype)
+    if not np.isfinite(values).all():
+        raise InvalidModel(f"{header.file}: {header.name} holds NaN or infinite values; the adapter is broken")
+    return values.reshape(header.shape)
+
+
+def _written_as(header: TensorHeader, dtype: ExportDtype) -> str:
+    """The format of a tensor in the merged model: buffers of whole numbers stay as they are."""
+    return header.dtype if dtype == "source" or header.dtype not in CONFIG_DTYPES else DTYPE_OF_EXPORT[dtype]
+
+
+def _pieces(
+    header: TensorHeader,
+    written_as: str,
+    delta: Callable[[], Callable[[int, int], Floats]] | None,
+    advance: Callable[[int], None],
+) -> Iterator[memoryview]:
+    width = header.shape[-1] if len(header.shape) > 1 else 1
+    num_rows = math.prod(header.shape) // width if width else 0
+    rows_at_once, row_bytes = max(1, _PIECE_ELEMENTS // max(1, width)), width * DTYPE_BYTES[header.dtype]
+    change = None if delta is None else delta()
+    with header.file.open("rb", buffering=0) as stream:
+        stream.seek(header.start)
+        for start in range(0, num_rows, rows_at_once):
+            end = min(start + rows_at_once, num_rows)
+            raw = bytearray((end - start) * row_bytes)
+            done = 0
+            while done < len(raw):
+                count = stream.readinto(memoryview(raw)[done:])
+                if not count:
+                    raise InvalidModel(f"{header.file} became shorter while it was read; copy or download it again")
+                done += count
+            advance(len(raw))
+            if change is None and written_as == header.dtype:
+                yield memoryview(raw)
+                continue
+            values = _as_floats(raw, header.dtype)
+            if change is not None:
+                values = values + change(start, end).reshape(-1)
+            yield _encoded(values, written_as, header.name).view(np.uint8).data
+
+
+def _as_floats(raw: bytes | bytearray, dtype: str) -> Floats:
+    if dtype == "BF16":
+        return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.frombuffer(raw, dtype="<f2" if dtype == "F16" else "<f4").astype(np.float32)
+
+
+def _encoded(values: Floats, dtype: str, name: str) -> npt.NDArray[Any]:
+    if dtype == "F32":
+        encoded: npt.NDArray[Any] = values
+    elif dtype == "F16":
+        with np.errstate(over="ignore"):
+            encoded = values.astype(np.float16)
+    else:
+        bits = values.view(np.uint32)
+        # Half to even, as torch rounds.
+        encoded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+            np.uint16
+        )
+    finite = np.isfinite(values).all() and (dtype != "F16" or np.isfinite(encoded).all())
+    if not finite:
+        raise InvalidModel(
+            f"{name} holds values that are not finite in {CONFIG_DTYPES[dtype]}; export with dtype bf16 or fp32"
+        )
+    return encoded

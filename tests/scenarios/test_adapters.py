@@ -1,0 +1,97 @@
+"""The life of an adapter, against the real daemon: trained, pulled, sampled, merged by command, pushed, and started from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tests.support.both_daemons import demo_spec
+from tests.support.daemon_process import DaemonProcess, wait_for_state
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from horizon_client import Client
+from horizon_client.resources import Job, SampledText
+from horizon_server.demo.recipe import write_demo_dataset, write_demo_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+
+NUM_TOKENS = 12
+LORA: dict[str, Any] = {
+    "trainable": ["lora"],
+    "lora": {"rank": 4, "alpha": 8},
+    "learning_rate": 0.01,
+    "warmup_steps": 0,
+}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    running = DaemonProcess(tmp_path / "state")
+    running.start()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def succeeded(client: Client, spec: dict[str, Any]) -> Job:
+    done = wait_for_state(client, client.jobs.submit(spec).job_id, "SUCCEEDED", "FAILED")
+    assert done.state == "SUCCEEDED", done.message
+    return done
+
+
+def answer_of(client: Client, job: str) -> str:
+    pieces = client.checkpoints.sample(job, ["The lab box"], max_tokens=NUM_TOKENS)
+    return "".join(piece.text for piece in pieces if isinstance(piece, SampledText))
+
+
+def test_an_adapter_is_trained_sampled_merged_and_started_from(daemon: DaemonProcess, tmp_path: Path) -> None:
+    token, base = daemon.user("ada"), write_demo_model(tmp_path / "model")
+    with daemon.client(token) as client:
+        client.models.push(base, name="demo-model")
+        client.datasets.push([write_demo_dataset(tmp_path)], name="demo-chats")
+        first = succeeded(client, demo_spec("first", **LORA))
+        (checkpoint,) = client.checkpoints.list(first.job_id)
+        assert checkpoint.size_bytes < (base / "model.safetensors").stat().st_size
+
+        pulled = client.checkpoints.pull(first.job_id, tmp_path / "adapter")
+        plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model: Any = PeftModel.from_pretrained(plain, pulled.folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(base)
+        ids = tokenizer("The lab box", return_tensors="pt")["input_ids"]
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+        )
+        wanted = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer_of(client, first.job_id) == wanted
+
+        command = [
+            *(sys.executable, "-m", "horizon_client", "checkpoint", "merge", f"{first.job_id}@last"),
+            *("--out", str(tmp_path / "merged"), "--dtype", "fp32", "--server", daemon.endpoints["grpc"]),
+        ]
+        environment = {"HORIZON_TOKEN": token, "PYTHONPATH": ":".join(sys.path)}
+        for received in ("MiB received", "0 B received"):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+            assert f"merged, is in {tmp_path / 'merged'}" in done.stdout and received in done.stdout
+        merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        with torch.no_grad():
+            assert (merged(ids).logits - model(input_ids=ids).logits).abs().max() <= 1e-5
+        assert answer_of(client, first.job_id) == wanted, "now of the merged model"
+        again = client.checkpoints.pull(first.job_id, tmp_path / "again")
+        assert set(again.files) == set(pulled.files)
+        removed = client.checkpoints.merge(first.job_id, remove=True)
+        assert removed.checkpoint.size_bytes == checkpoint.size_bytes
+
+        pushed = client.models.push(pulled.folder, name="first-adapter")
+        assert pushed.model.architecture == "peft-lora"
+        for start in ("first-adapter", f"{first.job_id}@last"):
+            job = succeeded(client, {**demo_spec("second", **{**LORA, "learning_rate": 0.0}), "init_from": start})
+            found = client.checkpoints.pull(job.job_id, tmp_path / job.job_id)
+            name = "adapter_model.safetensors"
+            assert (Path(found.folder) / name).read_bytes() == (Path(pulled.folder) / name).read_bytes()

@@ -1,0 +1,62 @@
+"""Checkpoints of adapters, as a job's worker writes them, and adapter folders, as PEFT does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from horizon_server.planning.trainable import open_for_training
+from horizon_server.spec import TrainSpec
+from horizon_server.store.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, AdapterConfig
+from horizon_server.store.base_digest import model_digest
+from horizon_server.store.checkpoint import AdapterExport, save_checkpoint
+from horizon_server.store.checkpoint_parts import Export
+from horizon_server.store.host_store import HostStore
+from horizon_server.store.model_load import load_model
+
+RANK, ALPHA = 4, 12.0
+LORA: dict[str, Any] = {"trainable": "lora", "lora": {"rank": RANK, "alpha": ALPHA, "targets": ["q_proj", "down_proj"]}}
+"""`train` of a job with adapters as they are written here."""
+
+
+def store_of_adapters(model: Path) -> HostStore:
+    """A store of a model with adapters whose lo halves and moments are not zero, as after training."""
+    store = HostStore.allocate(open_for_training(model, TrainSpec.model_validate(LORA)).layout, num_threads=1)
+    load_model(store, model)
+    generator = torch.Generator().manual_seed(5)
+    for _, place in store.layout.tensors():
+        if place.adapts:
+            store.write_master(place.name, torch.randn(place.shape, generator=generator) * 0.3)
+            store.tensor(place.name, "exp_avg").normal_(generator=generator)
+            store.tensor(place.name, "exp_avg_sq").uniform_(generator=generator)
+    return store
+
+
+def write_adapter_checkpoint(target: Path, model: Path, *, export: Export = "adapter") -> Path:
+    """Write a checkpoint of adapters for a model folder."""
+    config = AdapterConfig(rank=RANK, alpha=ALPHA, base="tiny")
+    adapter = AdapterExport(config=config, base_sha256=lambda: model_digest(model), export=export)
+    store = store_of_adapters(model)
+    save_checkpoint(store, target, source=model, trainer_state={"last_eval": None}, adapter=adapter)
+    store.close()
+    return target
+
+
+def write_adapter(folder: Path, model: Path, **options: Any) -> Path:
+    """Write a folder with an adapter as PEFT does; `options` are of its config."""
+    folder.mkdir()
+    store = store_of_adapters(model)
+    tensors = {
+        f"base_model.model.{place.name}": torch.full(place.shape, 0.01)
+        for _, place in store.layout.tensors()
+        if place.adapts
+    }
+    store.close()
+    save_file(tensors, folder / ADAPTER_FILE)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config | options))
+    return folder

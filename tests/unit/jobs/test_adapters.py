@@ -1,0 +1,226 @@
+"""Adapters on the node: pushed, started from, merged, and what is refused of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.conftest import MakeDaemon
+from tests.daemon_parts import DaemonParts
+from tests.support.adapters import LORA, write_adapter, write_adapter_checkpoint
+from transformers import AutoModelForCausalLM
+
+from horizon_server.errors import InvalidModel, InvalidSpec, NotAllowed, NotFound
+from horizon_server.events import MergeProgress, Message
+from horizon_server.jobs.worker_request import worker_request
+from horizon_server.main import sweep
+from horizon_server.records.account import Principal
+from horizon_server.records.job import CheckpointRecord, JobRecord, JobState
+from horizon_server.store.adapter_files import read_adapter_folder
+from horizon_server.store.checkpoint_parts import Export
+from horizon_server.store.manifest import is_complete
+
+
+@pytest.fixture
+async def daemon(make_daemon: MakeDaemon, state_dir: Path) -> AsyncIterator[DaemonParts]:
+    """Without a queue: jobs stay as they are put."""
+    async with make_daemon(state_dir, queue=False) as made:
+        yield made
+
+
+async def source_of(daemon: DaemonParts, owner: Principal, export: Export = "adapter") -> JobRecord:
+    """An ended job named `first` with a checkpoint of adapters at step 3."""
+    job = await daemon.job_in(JobState.SUCCEEDED, owner, name="first", train=LORA)
+    folder = daemon.services.jobs.folders.checkpoints(job.job_id).of_step(3)
+    write_adapter_checkpoint(folder, daemon.model_folder, export=export)
+    return job
+
+
+async def merged(daemon: DaemonParts, owner: Principal, job: JobRecord, **options: Any) -> list[MergeProgress]:
+    lines = [line async for line in daemon.services.merges.merge(owner, job.job_id, 3, **options)]
+    assert isinstance(lines[-1], CheckpointRecord)
+    return [line for line in lines if isinstance(line, MergeProgress)]
+
+
+async def test_a_pushed_adapter_is_checked_and_named(daemon: DaemonParts, ada: Principal, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", daemon.model_folder)
+    record = await daemon.model(ada, "mine", folder)
+    assert (record.architecture, record.ready) == ("peft-lora", True)
+    assert record.num_parameters == read_adapter_folder(folder).num_parameters
+    broken = write_adapter(tmp_path / "broken", daemon.model_folder, modules_to_save=["lm_head"])
+    with pytest.raises(InvalidModel, match=r"'modules_to_save' is .*; it trains whole modules") as refused:
+        await daemon.model(ada, "broken", broken)
+    assert str(daemon.state_dir) not in refused.value.message
+
+
+async def test_a_job_starts_from_a_pushed_adapter(daemon: DaemonParts, ada: Principal, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", daemon.model_folder)
+    record = await daemon.model(ada, "mine", folder)
+    job = await daemon.submit(ada, "second", init_from="mine", train=LORA)
+    await daemon.services.models.delete(ada, record.model_id)
+
+    services = daemon.services.jobs
+    assert await services.resources.model_of(job) == daemon.model_folder, "the base is the job's model"
+    start = services.folders.start(job.job_id)
+    assert (start / "adapter_model.safetensors").read_bytes() == (folder / "adapter_model.safetensors").read_bytes()
+    event = await anext(daemon.parts.journal.follow(job.job_id, 1))
+    assert event.payload == Message(level="info", text="starts with the adapter mine")
+    memory = services.planner.worker_memory(job.spec, daemon.model_folder)
+    request = worker_request(
+        job, memory, services.folders, model=daemon.model_folder, prepared=tmp_path, evaluations={}, num_threads=1,
+        numa_interleave=False, device="host", gpu=None, trace=None,
+    )  # fmt: skip
+    assert request["adapter"] == str(start)
+
+
+@pytest.mark.parametrize(
+    ("options", "lora", "words"),
+    [
+        ({}, {"rank": 8}, r"train\.lora\.rank is 8, and the adapter has 4; write rank: 4"),
+        ({}, {"alpha": 3}, r"train\.lora\.alpha is 3, and the adapter has 12; write alpha: 12"),
+        ({"use_rslora": True}, {}, r"train\.lora\.rslora is false, and the adapter has true; write rslora: true"),
+        (
+            {}, {"targets": ["q_proj"]},
+            r"train\.lora\.targets differ: the adapter also has .*down_proj.*; write targets: \[down_proj, q_proj\]",
+        ),
+        (
+            {}, {"rank": 8, "targets": "all-linear"},
+            r"rank is 8, and the adapter has 4; write rank: 4; train\.lora\.targets differ: the adapter lacks .* and \d+ more; write",
+        ),
+        ({"fan_in_fan_out": True}, {}, "init_from: the adapter of .* is for a weight of shape|fan_in_fan_out .* must be false"),
+    ],
+)  # fmt: skip
+async def test_what_differs_from_the_adapter_is_named_with_the_value_to_write(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path, options: dict[str, Any], lora: dict[str, Any], words: str
+) -> None:
+    await daemon.model(ada, "mine", write_adapter(tmp_path / "adapter", daemon.model_folder, **options))
+    train = {**LORA, "lora": {**LORA["lora"], **lora}}
+    with pytest.raises(InvalidSpec, match=words):
+        await daemon.submit(ada, "second", init_from="mine", train=train)
+    with pytest.raises(InvalidSpec, match=words):
+        await daemon.services.jobs.plan(ada, daemon.spec("second", init_from="mine", train=train))
+
+
+async def test_adapters_and_models_are_not_taken_for_each_other(
+    daemon: DaemonParts, ada: Principal, tmp_path: Path
+) -> None:
+    await daemon.model(ada, "mine", write_adapter(tmp_path / "adapter", daemon.model_folder))
+    await daemon.model(ada, "tiny")
+    with pytest.raises(InvalidSpec, match=r"model: mine is an adapter; give its base as model"):
+        await daemon.submit(ada, model="mine")
+    with pytest.raises(InvalidSpec, match=r"init_from: tiny is a model, not an adapter"):
+        await daemon.submit(ada, init_from="tiny", train=LORA)
+    with pytest.raises(InvalidSpec, match=r"init_from: mine is without an @, .* this job trains none"):
+        await daemon.submit(ada, init_from="mine")
+    with pytest.raises(NotFound):
+        await daemon.submit(ada, init_from="yours", train=LORA)
+
+
+@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
+async def test_a_job_of_adapters_starts_from_another_ones_checkpoint(
+    daemon: DaemonParts, ada: Principal, export: Export
+) -> None:
+    await source_of(daemon, ada, export)
+    job = await daemon.submit(ada, "second", init_from="first@last", train=LORA)
+    start = daemon.services.jobs.folders.start(job.job_id)
+    assert await daemon.services.jobs.resources.model_of(job) == daemon.model_folder
+    assert read_adapter_folder(start).config.rank == 4
+    assert len((start / "base.sha256").read_text()) == 64
+    assert not (start / "config.json").exists() and not (start / "merged").exists()
+
+
+async def test_a_job_of_the_whole_model_starts_from_what_is_merged(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    with pytest.raises(InvalidSpec, match=rf"merge it first \(horizon checkpoint merge {source.job_id}@3\)"):
+        await daemon.submit(ada, "second", init_from="first@last")
+    await merged(daemon, ada, source)
+    job = await daemon.submit(ada, "second", init_from="first@last")
+    model = await daemon.services.jobs.resources.model_of(job)
+    assert model == daemon.services.jobs.folders.start(job.job_id) and (model / "model.safetensors").is_file()
+    assert not (model / "adapter_config.json").exists()
+
+
+async def test_the_node_merges_once_and_undoes_it(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    checkpoints = daemon.services.jobs.folders.checkpoints(source.job_id)
+    before = checkpoints.manifest(3)
+    progress = await merged(daemon, ada, source, dtype="fp32")
+
+    assert progress[-1].done_bytes == progress[-1].total_bytes > 0
+    folder = checkpoints.of_step(3)
+    assert is_complete(folder) and checkpoints.manifest(3).base == before.base
+    assert {name for name in checkpoints.manifest(3).files if name not in before.files} >= {
+        "merged/model.safetensors", "merged/config.json"
+    }  # fmt: skip
+    assert daemon.services.jobs.folders.checkpoint_bytes()[source.job_id] == checkpoints.manifest(3).size_bytes
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert model.dtype == torch.float32
+    assert await merged(daemon, ada, source) == [], "it is there already"
+
+    assert await merged(daemon, ada, source, remove=True) == []
+    assert checkpoints.manifest(3) == before and not (folder / "merged").exists()
+
+
+async def test_a_merge_that_was_cut_is_done_again(daemon: DaemonParts, ada: Principal) -> None:
+    source = await source_of(daemon, ada)
+    folder = daemon.services.jobs.folders.checkpoints(source.job_id).of_step(3)
+    (folder / "merged").mkdir()
+    (folder / ".merged.partial").mkdir()
+    assert await merged(daemon, ada, source)
+    assert is_complete(folder) and not (folder / ".merged.partial").exists()
+    tensors = load_file(folder / "merged/model.safetensors")
+    base = load_file(daemon.model_folder / "model.safetensors")
+    changed = {name for name in base if not torch.equal(base[name], tensors[name])}
+    assert changed == {name for name in base if "q_proj" in name or "down_proj" in name}
+
+
+async def test_what_cannot_be_merged_is_refused(daemon: DaemonParts, ada: Principal, tmp_path: Path) -> None:
+    source = await source_of(daemon, ada, "merged")
+    with pytest.raises(InvalidSpec, match=r"was written merged \(checkpoint\.export\)"):
+        await merged(daemon, ada, source, remove=True)
+    with pytest.raises(InvalidSpec, match="dtype is int3; it must be one of source, bf16, fp16, fp32"):
+        await merged(daemon, ada, source, dtype="int3")
+    full = await daemon.job_in(JobState.SUCCEEDED, ada, name="full")
+    daemon.write_checkpoint(full, 3, {"config.json": b"{}"})
+    with pytest.raises(InvalidSpec, match="holds a whole model, not an adapter; pull it as it is"):
+        await merged(daemon, ada, full)
+    eve = await daemon.user("eve")
+    with pytest.raises(NotFound):
+        await merged(daemon, eve, source)
+    viewer = Principal(name=ada.name, role="viewer", project=ada.project)
+    with pytest.raises(NotAllowed):
+        await merged(daemon, viewer, source)
+
+
+async def test_another_base_is_not_merged(daemon: DaemonParts, ada: Principal, tmp_path: Path) -> None:
+    record = await daemon.model(ada, "tiny")
+    job = await daemon.job_in(JobState.SUCCEEDED, ada, name="first", model="tiny", train=LORA)
+    checkpoints = daemon.services.jobs.folders.checkpoints(job.job_id)
+    write_adapter_checkpoint(checkpoints.of_step(3), daemon.model_folder)
+    base = daemon.services.models.folder(record.model_id) / "config.json"
+    content = base.read_text()
+    base.unlink()
+    base.write_text(content + " ")
+    with pytest.raises(InvalidModel, match="the model tiny is not the one that the adapter was trained on"):
+        await merged(daemon, ada, job)
+    assert not (checkpoints.of_step(3) / "merged").exists()
+    await daemon.services.models.delete(ada, record.model_id)
+    with pytest.raises(NotFound, match=r"the model tiny that the adapter of job .* is for is not on the node any more"):
+        await merged(daemon, ada, job)
+
+
+async def test_the_base_of_adapters_that_are_kept_is_not_swept(daemon: DaemonParts, ada: Principal) -> None:
+    source = await daemon.job_in(JobState.SUCCEEDED, ada, name="full")
+    files = {path.name: path.read_bytes() for path in daemon.model_folder.iterdir()}
+    daemon.write_checkpoint(source, 3, files)
+    job = await daemon.job_in(JobState.SUCCEEDED, ada, name="first", init_from="full@last", train=LORA)
+    folders = daemon.services.jobs.folders
+    base = folders.start(job.job_id)
+    write_adapter_checkpoint(folders.checkpoints(job.job_id).of_step(3), base)
+    await sweep(daemon.parts)
+    assert base.is_dir()
+    assert await merged(daemon, ada, job)

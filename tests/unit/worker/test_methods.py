@@ -1,0 +1,242 @@
+"""Whole attempts of jobs that learn from preferences, labels and samples: what they report, and that they continue bit by bit."""
+
+from __future__ import annotations
+
+import array
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.worker_attempts import Daemon, always, assert_same, attempt, result, spec_of, write_inputs
+from transformers import AutoModelForCausalLM
+
+from horizon_formats.formats import DataKind
+from horizon_server.children.entry import Line
+from horizon_server.engine.data import PreparedDataset
+from horizon_server.errors import InvalidSpec
+from horizon_server.events import EvalDone, Message, StepDone, TurnEnded
+from horizon_server.store.prepared import DocumentColumns, PreparedFolder
+from horizon_server.worker_link.orders import CANCEL, YIELD
+
+KIND_OF = {
+    "dpo": DataKind.PREFERENCE,
+    "ipo": DataKind.PREFERENCE,
+    "orpo": DataKind.PREFERENCE,
+    "simpo": DataKind.PREFERENCE,
+    "kto": DataKind.KTO,
+    "policy": DataKind.SAMPLES,
+}
+PAIR_FIGURES = {
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected",
+}  # fmt: skip
+KTO_FIGURES = {
+    "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected",
+}  # fmt: skip
+POLICY_FIGURES = {
+    "ratio", "kl_recorded", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+}  # fmt: skip
+FIGURES = {
+    "dpo": PAIR_FIGURES,
+    "ipo": PAIR_FIGURES,
+    "orpo": PAIR_FIGURES | {"nll_loss", "log_odds_ratio", "log_odds_chosen"},
+    "simpo": PAIR_FIGURES,
+    "kto": KTO_FIGURES,
+    "policy": POLICY_FIGURES,
+}
+
+
+def write_data(folder: Path, kind: DataKind) -> None:
+    """Sixteen documents of 6 to 9 tokens, the last half of each trained."""
+    shutil.rmtree(folder, ignore_errors=True)
+    draw = np.random.default_rng(0)
+    columns = DocumentColumns()
+    for number in range(16):
+        length = int(draw.integers(6, 10))
+        num_targets = length - 4
+        numbers = array.array("f", draw.normal(size=num_targets).tolist())
+        columns.add(
+            array.array("i", draw.integers(1, 32, length).tolist()),
+            b"\0" * 4 + b"\1" * num_targets,
+            num_targets,
+            label=(-1 if number % 2 else number // 2 % 2) if kind is DataKind.KTO else None,
+            old_logprobs=array.array("f", [-3.0] * num_targets) if kind is DataKind.SAMPLES else None,
+            advantages=numbers if kind is DataKind.SAMPLES else None,
+        )
+    with PreparedFolder(folder, with_evaluation=False, kind=kind) as target:
+        target.train.add(columns)
+        target.publish({"kind": kind})
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Any:
+    def make(name: str, method: str) -> Path:
+        (tmp_path / name).mkdir()
+        write_inputs(tmp_path / name, "llama")
+        write_data(tmp_path / name / "prepared", KIND_OF[method])
+        return tmp_path / name
+
+    return make
+
+
+def spec(method: str, **changes: Any) -> Any:
+    options = {"policy": {"kl_coefficient": 0.1}} if method == "policy" else {}
+    train = {"learning_rate": 1e-2, "warmup_steps": 0, "tokens_per_step": 64, **changes.pop("train", {})}
+    more = {"eval_dataset": "e", "eval_every_steps": 2, "checkpoint": {"every_steps": 2}, **options}
+    return spec_of(method=method, train=train, **{**more, **changes})
+
+
+@pytest.mark.parametrize("method", KIND_OF)
+def test_a_job_learns_by_its_method_reports_its_figures_and_continues_bit_by_bit(inputs: Any, method: str) -> None:
+    folder, daemon = inputs("job", method), Daemon(always)
+    assert attempt(folder, spec(method), daemon).outcome == "succeeded"
+    straight = result(folder, 4)
+
+    steps, evaluations = daemon.said(StepDone), daemon.said(EvalDone)
+    assert [set(step.method_figures) for step in steps] == [FIGURES[method]] * 4
+    assert [set(done.method_figures) for done in evaluations] == [FIGURES[method]] * 3
+    assert evaluations[-1].eval_loss < evaluations[0].eval_loss
+    assert all(math.isfinite(value) for done in evaluations for value in done.method_figures.values())
+
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    again = Daemon(always)
+    attempt(folder, spec(method), again, resume_at=2)
+    assert_same(result(folder, 4), straight)
+    assert again.said(EvalDone)[-1].method_figures == evaluations[-1].method_figures
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_figures_of_an_evaluation_are_those_of_the_formula(inputs: Any, method: str) -> None:
+    folder, daemon = inputs("job", method), Daemon(always)
+    attempt(folder, spec(method), daemon)
+    data = PreparedDataset.open(folder / "prepared")
+    sums: list[list[float]] = []
+    for weights in (folder / "model", folder / "checkpoints/step-00000004"):
+        model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+        sums.append([])
+        for number in range(16):
+            row = data.micro_batch([number])
+            logits = model(row.input_ids_T[None]).logits[0].detach()
+            is_target = row.labels_T >= 0
+            picked = torch.log_softmax(logits.double(), -1).gather(1, row.labels_T.clamp(min=0)[:, None])[:, 0]
+            sums[-1].append(float(picked[is_target].sum()))
+    gains = torch.tensor(sums[1]) - torch.tensor(sums[0])
+    found = daemon.said(EvalDone)[-1]
+    if method == "dpo":
+        margins = 0.1 * (gains[::2] - gains[1::2])
+        expected = {
+            "rewards/chosen": 0.1 * gains[::2].mean(),
+            "rewards/margins": margins.mean(),
+            "rewards/accuracies": (margins > 0).float().mean(),
+            "logps/rejected": torch.tensor(sums[1][1::2]).mean(),
+        }
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+    else:
+        kl, labels = gains[1::2].mean().clamp(min=0), torch.arange(8) % 2
+        good, bad = gains[::2][labels == 1], gains[::2][labels == 0]
+        expected = {"kl": kl, "rewards/chosen": 0.1 * good.mean(), "rewards/rejected": 0.1 * bad.mean()}
+        loss = torch.cat([torch.sigmoid(-0.1 * (good - kl)), torch.sigmoid(-0.1 * (kl - bad))]).mean()
+    assert found.eval_loss == pytest.approx(float(loss), rel=1e-5)
+    for name, value in expected.items():
+        assert found.method_figures[name] == pytest.approx(float(value), rel=2e-5, abs=1e-6), name
+
+
+def reference_files(folder: Path) -> list[Path]:
+    return sorted((folder / "prepared").glob("references-*"))
+
+
+def texts(daemon: Daemon) -> list[str]:
+    return [line.text for line in daemon.said(Message)]
+
+
+def test_reference_log_probabilities_are_computed_once_and_again_where_they_were_deleted(inputs: Any) -> None:
+    folder, daemon = inputs("job", "dpo"), Daemon(always)
+    attempt(folder, spec("dpo"), daemon)
+    straight, (file,) = result(folder, 4), reference_files(folder)
+    numbers = file.read_bytes()
+    assert any(text.startswith("reference log-probabilities: 100 %") for text in texts(daemon))
+
+    # Another job on the same data and weights finds them.
+    shutil.rmtree(folder / "checkpoints")
+    other = Daemon(always)
+    attempt(folder, spec("dpo", train={"seed": 5}, checkpoint={"every_steps": 0}), other)
+    assert not any("reference" in text for text in texts(other))
+
+    # A resumed one whose file is gone computes the numbers of the starting weights, not of the trained ones.
+    shutil.rmtree(folder / "checkpoints")
+    attempt(folder, spec("dpo"), Daemon(always))
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    file.unlink()
+    again = Daemon(always)
+    attempt(folder, spec("dpo"), again, resume_at=2)
+    assert any("computed again from the weights that the job started with" in text for text in texts(again))
+    assert [path.read_bytes() for path in reference_files(folder)] == [numbers]
+    assert_same(result(folder, 4), straight)
+
+
+def test_an_order_during_the_computation_ends_it_and_the_next_attempt_starts_it_again(inputs: Any) -> None:
+    folder = inputs("job", "dpo")
+
+    def cancel(line: Line) -> bytes:
+        return CANCEL if isinstance(line, Message) and "reference" in line.text else always(line)
+
+    daemon = Daemon(cancel)
+    assert attempt(folder, spec("dpo"), daemon).outcome == "stopped"
+    assert isinstance(daemon.lines[-1], TurnEnded)
+    assert not reference_files(folder) and not list((folder / "prepared").glob(".references*"))
+    assert not daemon.said(StepDone)
+    assert attempt(folder, spec("dpo"), Daemon(always)).outcome == "succeeded"
+
+
+def test_turns_are_given_back_between_groups_of_documents(inputs: Any) -> None:
+    folder = inputs("job", "dpo")
+
+    def share(line: Line) -> bytes:
+        # Wanted back as soon as it is used.
+        return YIELD if isinstance(line, Message) and "reference" in line.text else always(line)
+
+    daemon = Daemon(share)
+    assert attempt(folder, spec("dpo"), daemon).outcome == "succeeded"
+    reports = [i for i, line in enumerate(daemon.lines) if isinstance(line, Message) and "reference" in line.text]
+    first = daemon.lines[reports[0] : reports[1]]
+    assert any(isinstance(line, TurnEnded) for line in first)
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "wanted"),
+    [
+        ("dpo", "kto", "preference"),
+        ("kto", "preference", "kto"),
+        ("sft", "preference", "text"),
+        ("policy", "text", "samples"),
+    ],
+)
+def test_data_of_another_kind_than_the_method_learns_from_is_refused(
+    inputs: Any, method: str, data: str, wanted: str
+) -> None:
+    folder = inputs("job", "dpo")
+    write_data(folder / "prepared", DataKind(data))
+    with pytest.raises(
+        InvalidSpec, match=f"{method}, which learns from data of kind {wanted}, and the dataset is of kind {data}"
+    ):
+        attempt(folder, spec(method), Daemon(always))
+
+
+def test_adapters_are_compared_with_their_base_and_continue_bit_by_bit(inputs: Any) -> None:
+    folder, daemon = inputs("job", "dpo"), Daemon(always)
+    lora = spec("dpo", train={"trainable": "lora", "lora": {"rank": 4}})
+    attempt(folder, lora, daemon)
+    straight, evaluations = result(folder, 4), daemon.said(EvalDone)
+    # New adapters add nothing, so that the job begins where the reference is.
+    assert evaluations[0].method_figures["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert evaluations[0].eval_loss == pytest.approx(math.log(2), rel=1e-6)
+    assert evaluations[-1].eval_loss < evaluations[0].eval_loss
+
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    for file in reference_files(folder):
+        file.unlink()
+    attempt(folder, lora, Daemon(always), resume_at=2)
+    assert_same(result(folder, 4), straight)
