@@ -639,7 +639,7 @@ class Checkpoint:
     last: bool
     """Whether it is the newest of its job."""
     best: bool
-    """Whether it has the lowest eval loss of its job."""
+    """Whether it is the best of its job: by eval loss, or by the figure that eval.best_by of the spec names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def figures_of(evaluation: EvalEvent) -> tuple[Any, ...]:
 
 
 def ended(client: Client, job: Job) -> Job:
-    done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED")
+    done = wait_for_state(client, job.job_id, "SUCCEEDED", "FAILED", timeout_s=400)
     assert done.state == "SUCCEEDED", done.message
     return done
 
@@ -84,12 +84,10 @@ def runs(daemon: DaemonProcess, token: str, tmp_path_factory: pytest.TempPathFac
             "generate": {"set": "asked", "prompts": 4, "max_new_tokens": NUM_TOKENS, "answer": r"(\w+)\W*$"},
             "best_by": "asked.accuracy",
         },
-        "checkpoint": {"every_steps": 3, "keep_last": 3},
+        "checkpoint": {"every_steps": 3, "keep_last": 3, "dtype": "fp32"},
     }
     with daemon.client(token) as opened:
-        jobs = []
-        for _ in range(2):
-            jobs.append(ended(opened, opened.jobs.submit(spec)))
+        jobs = [ended(opened, opened.jobs.submit(spec)) for _ in range(2)]
     return jobs, folder / "asked.jsonl"
 
 
@@ -114,10 +112,10 @@ def test_loss_accuracy_and_answers_are_those_of_transformers(
     client: Client, runs: tuple[list[Job], Path], tmp_path: Path
 ) -> None:
     jobs, file = runs
-    client.checkpoints.pull(jobs[0].job_id, to=tmp_path / "tuned", step=6)
+    client.checkpoints.pull(jobs[0].job_id, to=tmp_path / "tuned", at=6)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "tuned")
-    total = num_targets = num_correct = 0
+    total, num_targets, num_correct = 0.0, 0, 0
     last = evaluations_of(client, jobs[0])[-1]
     rows = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
     for chat in rows:
@@ -125,7 +123,7 @@ def test_loss_accuracy_and_answers_are_those_of_transformers(
             chat, return_tensors="pt", return_dict=True, return_assistant_tokens_mask=True
         )
         ids = encoded["input_ids"]
-        trained = torch.tensor(encoded["assistant_masks"]).reshape(1, -1).bool()[0, 1:]
+        trained = torch.as_tensor(encoded["assistant_masks"]).reshape(-1).bool()[1:]
         with torch.no_grad():
             logits = model(ids).logits[0, :-1][trained]
         targets = ids[0, 1:][trained]
@@ -198,15 +196,15 @@ def test_exact_match_on_gsm8k_before_and_after_is_reproducible_to_the_digit(
         "model": str(TINY_BASE),
         "dataset": str(written(tmp_path / "train.jsonl", chats[16:])),
         "train": {
-            "max_steps": 20,
-            "tokens_per_step": 2048,
+            "max_steps": 12,
+            "tokens_per_step": 1024,
             "sequence_length": 256,
             "learning_rate": 5e-4,
             "compile": "off",
         },
         "eval": {
             "sets": {"gsm8k": str(written(tmp_path / "held_out.jsonl", chats[:16]))},
-            "generate": {"set": "gsm8k", "prompts": 16, "max_new_tokens": 96, "answer": "#### (-?[0-9.,]+)"},
+            "generate": {"set": "gsm8k", "prompts": 16, "max_new_tokens": 80, "answer": "#### (-?[0-9.,]+)"},
             "best_by": "gsm8k.exact_match",
         },
         "checkpoint": {"every_steps": 0},

@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused_by_its_field(evaluation: dict[str, Any], fiel
 
 @pytest.mark.parametrize("more", [{"method": "pretrain"}, {"train": {"train_on": "all"}}])
 def test_without_a_prompt_nothing_can_be_answered(more: dict[str, Any]) -> None:
-    with pytest.raises(InvalidSpec, match="eval.generate needs rows with a prompt and an answer"):
+    with pytest.raises(InvalidSpec, match=r"eval\.generate needs rows with a prompt and an answer"):
         spec_of({"sets": SETS, "generate": {"set": "gsm8k"}}, **more)
 
 

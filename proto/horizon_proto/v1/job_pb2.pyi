@@ -545,7 +545,7 @@ class JobSpec(google.protobuf.message.Message):
     dataset: builtins.str
     """A pushed dataset's name; required."""
     eval_dataset: builtins.str
-    """A pushed dataset to evaluate on; optional."""
+    """A pushed dataset to evaluate on, the set named eval; optional. eval.sets has more of them."""
     method: global___Method.ValueType
     """How the model is tuned; default sft."""
     eval_every_steps: builtins.int
@@ -572,7 +572,7 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def eval(self) -> global___EvalSpec:
-        """When evaluations end the job early."""
+        """What evaluations measure, and when they end the job early."""
 
     @property
     def limits(self) -> global___LimitsSpec:
@@ -1211,7 +1211,7 @@ class CheckpointSpec(google.protobuf.message.Message):
     keep_last: builtins.int
     """How many of the newest are kept; default 2."""
     keep_best: builtins.bool
-    """Keep the one with the lowest eval loss as well; default true."""
+    """Keep the best one as well, by the figure that eval.best_by names; default true."""
     dtype: global___CheckpointDtype.ValueType
     """Number format of the exported weights; default source. Training and resume are not affected."""
     every_minutes: builtins.float

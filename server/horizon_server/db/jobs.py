@@ -214,8 +214,8 @@ class JobStore:
     async def users_of(self, resource_id: str) -> list[tuple[str, str]]:
         """Return id and owner of the first few jobs that have not ended and need this dataset or model."""
         columns = (JobRow.model_id, JobRow.dataset_id, JobRow.eval_dataset_id)
-        # Ids are random, so that one is in the text of a JSON object only where it is a value of it.
-        of_set = JobRow.eval_set_ids.contains(f'"{resource_id}"', autoescape=True)
+        # In the text of a JSON object, where it follows a colon: names of sets do not count.
+        of_set = JobRow.eval_set_ids.contains(f': "{resource_id}"', autoescape=True)
         needs = or_(*(column == resource_id for column in columns), of_set)
         query = select(JobRow.job_id, JobRow.owner).where(JobRow.job_state.in_(_ALIVE), needs)
         query = query.order_by(JobRow.number).limit(_MAX_NAMED)
